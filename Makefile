@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # One more than there are processors: ranks wait for one another, a seventh of the time.
 PROCESSES := $$($(BIN)/python -c \
-	"from zorse_megatron.processors import num_processors as n; print(n() + 1)")
+	"from zorse_megatron.processes import num_processors as n; print(n() + 1)")
 
 # A run that hangs ends here and tells what failed.
 TEST_LIMIT ?= 60m

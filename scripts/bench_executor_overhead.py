@@ -26,9 +26,9 @@ from typing import Any
 from tests.megatron.launch import MegatronServer
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.turns import Board
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
-from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan_file import save_plan
 
 MICRO_BATCH_SIZE = 4
 NUM_MICRO_BATCHES = 8

@@ -20,15 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from scripts.import_profile import import_tables
-from zorse_megatron.planner.baselines.link_bound import link_bound
-from zorse_megatron.planner.baselines.lower_bound import best_layers_per_s, lower_bound_s
-from zorse_megatron.planner.find_plan import STRATEGIES, NoPlanError, find_plan
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.inputs.profile import Profile
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.planner.baselines.lower_bounds import (
+    best_layers_per_s,
+    link_bound,
+    lower_bound_s,
+)
+from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.profile.profile import Profile
+from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TOKENS_PER_STEP = 2**20

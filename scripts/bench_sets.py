@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench_planner import cases, paper_inputs, recomputed_work_s
-from zorse_megatron.emulate.jobs.emulator import System, emulator
-from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
-from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
-from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
-from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
+from zorse_megatron.emulate.emulator import System, emulator, flags_of_grid
+from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.baselines.stock_best import stock_at_best
-from zorse_megatron.planner.find_plan import NoPlanError, Outcome, find_plan
-from zorse_megatron.planner.inputs.other_gpus import on_ranks
-from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
-from zorse_megatron.planner.plans.describe import describe_plan
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.planner.describe_plan import describe_plan
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs, on_ranks
+from zorse_megatron.planner.outcome import NoPlanError, Outcome
 
 BATON = b"nodes: [{gpus: [2 x A100-40, 2 x T4], link: PCIe 12 GB/s, host_memory: 256GiB}]"
 LARGE_LAYERS = b"nodes: [{gpus: 4 x T4, link: PCIe 12 GB/s, host_memory: 256GiB}]"

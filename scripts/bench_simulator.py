@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
-from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 from zorse_megatron.simulate.iteration import action_lists, simulate
 
 SHAPES = {8: (4, 2), 128: (8, 16), 1024: (16, 64)}

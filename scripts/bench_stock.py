@@ -31,18 +31,18 @@ from scripts.where_time_goes import ideal_s, lost_s
 from zorse_megatron.cli.gpu_selection import Selected, select_gpus
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import SetOptions, WorkloadCosts, costs_of_workload
-from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
-from zorse_megatron.planner.baselines.link_bound import link_bound
+from zorse_megatron.emulate.emulator import flags_of_grid
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import dump_plan, parse_plan
+from zorse_megatron.planner.baselines.lower_bounds import link_bound
 from zorse_megatron.planner.baselines.stock_best import Stock, stock_at_best
 from zorse_megatron.planner.baselines.stock_search import framework_of
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.describe_plan import describe_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.plans.describe import describe_plan
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
-from zorse_megatron.simulate.framework import RUNTIME, Framework
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.simulate.assumptions import RUNTIME, Framework
+from zorse_megatron.simulate.memory_ledger import Category
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTERS = Path(__file__).with_name("bench_stock_clusters.yaml")
@@ -233,9 +233,8 @@ def _sources(path: Path) -> list[Path]:
 def emulated(case: Case, row: Row, directory: Path) -> Row:
     """Train stock's best layout and our plan; how far the simulator was off."""
     # Only here: all else needs neither torch nor Megatron.
-    from zorse_megatron.emulate.jobs.emulator import EmulatedRun, System, emulator
-    from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
-    from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
+    from zorse_megatron.emulate.emulator import EmulatedRun, System, emulator
+    from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining
 
     costs, _ = case.costs()
     model, plans = costs.workload.model, dict(_plans(case, row, directory))

@@ -142,7 +142,7 @@ def _said(value: float | None, form: str, otherwise: str = "-") -> str:
 
 def draw(path: Path, rows: Sequence[Row]) -> Path:
     """Draw speeds against stock's best layout, a row for each cluster, the largest gain on top."""
-    from zorse_megatron.plots.figure import FAINT, TEXT, new_figure, save_figure
+    from zorse_megatron.plots.figures import FAINT, TEXT, new_figure, save_figure
 
     shown = sorted((row for row in rows if gain(row)), key=lambda row: gain(row) or 0.0)
     figure = new_figure(width_inches=9, height_inches=1.6 + 0.3 * len(shown))

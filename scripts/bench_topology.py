@@ -13,15 +13,14 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.planner.baselines.gpu_graph import paper_groupings
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.topology import MeasuredNode, Topology, full_graph
+from zorse_megatron.gpus.gpu import LinkType
+from zorse_megatron.inputs.cluster import Link, Nics, NodeLink, RegionLink, Switch
+from zorse_megatron.planner.baselines.published_planners import paper_groupings
+from zorse_megatron.planner.groupings.graph_cuts import split_groupings
 from zorse_megatron.planner.groupings.neighbours import neighbours
 from zorse_megatron.planner.groupings.proposals import propose_groupings
-from zorse_megatron.planner.groupings.split import split_groupings
-from zorse_megatron.schema.cluster.cluster import Link, Nics, NodeLink, RegionLink, Switch
-from zorse_megatron.schema.gpus.gpu import LinkType
-from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
-from zorse_megatron.topology.graph import full_graph
 
 MAX_GROUPS = 64
 # Kind of GPU, link inside, its GB/s, Gb/s of the NICs together.

@@ -12,15 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from zorse_megatron.emulate.jobs.emulator import System, emulator
-from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.find_plan import Strategy, find_plan
+from zorse_megatron.emulate.emulator import System, emulator
+from zorse_megatron.emulate.tiny_model import TinyTraining
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.inputs.profile import load_profile
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.profile.profile_json import load_profile
+from zorse_megatron.planner.outcome import Strategy
+from zorse_megatron.planner.simulate_plan import simulate_plan
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BATCH, LENGTH, ITERATIONS = 128, 512, 3

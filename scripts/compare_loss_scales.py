@@ -22,12 +22,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from zorse_megatron.emulate.forks.fork_client import output_of
-from zorse_megatron.emulate.forks.rank_jobs import RankJob, runner_here
+from zorse_megatron.emulate.rank_jobs import RankJob, output_of, runner_here
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
-from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan_file import save_plan
 
 NUM_LAYERS = 2
 SEQ_LENGTH = 96
@@ -131,8 +130,7 @@ def name_of(iterations: int, batch: int, precision: str, contestant: str) -> str
 def run_all(results: Results, options: argparse.Namespace, batch: int, work: Path) -> None:
     """Run what the results lack of one size."""
     iterations = options.iterations
-    from zorse_megatron.adapter.data.byte_corpus import tokenizer_flags
-    from zorse_megatron.adapter.data.library_corpus import write_corpus
+    from zorse_megatron.adapter.corpus import tokenizer_flags, write_corpus
 
     corpus = write_corpus(work / "corpus" / "text", max_bytes=CORPUS_BYTES)
     save_plan(plan_of(batch), work / "plan.json")

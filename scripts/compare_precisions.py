@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import mean
 
 from zorse_megatron.doctor.doctor_run import read_metrics
-from zorse_megatron.emulate.forks.rank_jobs import RankJob, runner_here
+from zorse_megatron.emulate.rank_jobs import RankJob, runner_here
 from zorse_megatron.errors import Problem, ZorseError
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
-from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan_file import save_plan
 
 NUM_LAYERS = 4
 SEQ_LENGTH = 32
@@ -150,8 +150,7 @@ class Results:
 
 def run_all(results: Results, num_seeds: int, work: Path) -> None:
     """Run what the results lack."""
-    from zorse_megatron.adapter.data.byte_corpus import tokenizer_flags
-    from zorse_megatron.adapter.data.library_corpus import write_corpus
+    from zorse_megatron.adapter.corpus import tokenizer_flags, write_corpus
 
     corpus = write_corpus(work / "corpus" / "text", max_bytes=CORPUS_BYTES)
     for seed in range(1, num_seeds + 1):

@@ -2,15 +2,9 @@
 
 from collections.abc import Iterator
 
-from zorse_megatron.schema.gpus.compute_capability import (
-    BF16_FROM,
-    FLASH_FROM,
-    TRITON_FROM,
-    Capability,
-    spell,
-)
-from zorse_megatron.schema.gpus.gpu_presets import CAPABILITIES
-from zorse_megatron.software.torch_builds import BUILDS, runs_on
+from zorse_megatron.flags.torch_builds import BUILDS, runs_on
+from zorse_megatron.gpus.gpu import BF16_FROM, FLASH_FROM, TRITON_FROM, Capability, spell
+from zorse_megatron.gpus.known_gpus import CAPABILITIES
 
 _HEADINGS = (
     "Compute capability",

@@ -21,13 +21,15 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 import pydantic
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from zorse_megatron.cli.commands.zorse_profile import counts_of
+from zorse_megatron.cli.commands.measure import counts_of
 from zorse_megatron.errors import Problem, ProfileError, ZorseError
-from zorse_megatron.schema.gpus.gpu import Dtype
-from zorse_megatron.schema.gpus.gpu_presets import canonical_kind
-from zorse_megatron.schema.model.model_presets import MODELS, canonical_model
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.profile.profile import (
+from zorse_megatron.files.json_text import read_text
+from zorse_megatron.files.strict import read_file
+from zorse_megatron.gpus.gpu import Dtype
+from zorse_megatron.gpus.known_gpus import canonical_kind
+from zorse_megatron.inputs.model import MODELS, ModelShape, canonical_model
+from zorse_megatron.inputs.profile import (
+    PROFILE_FILE,
     LinkCurve,
     Part,
     PartMemory,
@@ -36,10 +38,9 @@ from zorse_megatron.schema.profile.profile import (
     Source,
     Times,
     UpdateTime,
+    problems_of,
+    save_profile,
 )
-from zorse_megatron.schema.profile.profile_json import PROFILE_FILE, problems_of, save_profile
-from zorse_megatron.schema.text.json_text import read_text
-from zorse_megatron.schema.text.strict import read_file
 
 # An entry between embedding and head that takes less of a layer's time than this is no layer: in
 # public tables a final norm stands there on its own.

@@ -21,17 +21,16 @@ from zorse_megatron.costs.process_memory import (
     planned_channels,
     process_items,
 )
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.inputs.model import MODELS, USUAL, Computing
+from zorse_megatron.inputs.profile import Profile, Source
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
-from zorse_megatron.schedules.communicators import Communicator
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
-from zorse_megatron.schema.model.computing import USUAL, Computing
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.profile.profile import Profile, Source
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.schedule.communicators import Communicator
+from zorse_megatron.simulate.memory_ledger import Category
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MIB, GIB = 2**20, 2**30

@@ -16,18 +16,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
-from zorse_megatron.emulate.forks.rank_jobs import RankJob, runner_here
+from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
+from zorse_megatron.emulate.rank_jobs import RankJob, runner_here
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
-from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
-from zorse_megatron.plots.by_chunks import ChunkLine, Level, draw_by_chunks
-from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import MODELS, ModelShape
+from zorse_megatron.plan.plan import (
     Chunk,
     Group,
     ModelFingerprint,
@@ -36,9 +31,13 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
+from zorse_megatron.plots.figures import ChunkLine, Level, draw_by_chunks
+from zorse_megatron.schedule.actions import Kind
+from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.iteration import simulate
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.memory_ledger import Category
 from zorse_megatron.simulate.result import SimulationResult
 
 CLUSTER = Path(__file__).parents[1] / "examples" / "two-node-lab.yaml"
@@ -216,8 +215,7 @@ def all_rows(options: argparse.Namespace, work: Path) -> list[Row]:
     )
     corpus, tokenizer = None, []
     if options.measure:
-        from zorse_megatron.adapter.data.byte_corpus import tokenizer_flags
-        from zorse_megatron.adapter.data.library_corpus import write_corpus
+        from zorse_megatron.adapter.corpus import tokenizer_flags, write_corpus
 
         corpus = write_corpus(work / "corpus" / "text", max_bytes=400_000).prefix
         tokenizer = tokenizer_flags()

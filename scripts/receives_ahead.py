@@ -21,19 +21,18 @@ from itertools import chain
 from pathlib import Path
 
 from scripts.bench_planner import paper_inputs
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import load_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
-from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, Action, ActionLists, Kind
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.receive_openings import RECEIVES_AHEAD
-from zorse_megatron.schedules.send_closings import SENDS_BEHIND
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import load_plan
-from zorse_megatron.simulate.framework import Framework
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.schedule.actions import COMPUTE, RECEIVES, Action, ActionLists, Kind
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.transfer_windows import RECEIVES_AHEAD, SENDS_BEHIND
+from zorse_megatron.simulate.assumptions import Framework
+from zorse_megatron.simulate.memory_ledger import Category
 from zorse_megatron.simulate.result import SimulationResult
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

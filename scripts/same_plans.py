@@ -22,7 +22,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
+from zorse_megatron.flags.table import WITHOUT_DROPOUT
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 KINDS = ("A100-40", "A6000", "V100-16", "T4", "A10G", "L4", "H100-NVL")

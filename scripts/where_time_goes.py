@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from zorse_megatron.costs.interface import PassTimes
-from zorse_megatron.emulate.compare.comparison import aggregate_tokens_per_s
+from zorse_megatron.emulate.compare import aggregate_tokens_per_s
+from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.schedules.actions import ON_LAYERS, parse_action
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schedule.actions import ON_LAYERS, parse_action
 from zorse_megatron.simulate.result import SimulationResult
 
 LOSSES = (

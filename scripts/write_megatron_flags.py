@@ -7,7 +7,7 @@ with the parser, and tests/unit/test_flag_rows.py says which new flags have no v
 import argparse
 import json
 
-from zorse_megatron.adapter.arguments.stock_parser import flags_of_parser
+from zorse_megatron.adapter.stock_parser import flags_of_parser
 from zorse_megatron.flags.table import TABLE_FILE
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
 from zorse_megatron.planner import find_plan as search_module
-from zorse_megatron.planner.explain import replan as replan_module
+from zorse_megatron.planner import other_searches as replan_module
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Group,
@@ -32,7 +31,8 @@ from zorse_megatron.schema.plan.plan import (
     Schedule,
     ScheduleName,
 )
-from zorse_megatron.schema.plan.plan_rules import SCHEDULE_PARAMETERS
+from zorse_megatron.plan.rules import SCHEDULE_PARAMETERS
+from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 
 Integers = int | SearchStrategy[int]
 _RECOMPUTE = (

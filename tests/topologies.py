@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from zorse_megatron.schema.cluster.cluster import Link, Nics, NodeLink, RegionLink, Switch
-from zorse_megatron.schema.gpus.gpu import LinkType
-from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
+from zorse_megatron.costs.topology import MeasuredNode, Topology
+from zorse_megatron.gpus.gpu import LinkType
+from zorse_megatron.inputs.cluster import Link, Nics, NodeLink, RegionLink, Switch
 
 GB_PER_S = 1e9
 

@@ -4,6 +4,7 @@ The light install plans; `[train]` trains, `[plots]` draws. Commands say before 
 lack, with the command that brings it.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
 import sys

@@ -1,6 +1,6 @@
-"""Trains a Megatron model under a plan: `python -m zorse_megatron.pretrain`.
+r"""Trains a Megatron model under a plan: `python -m zorse_megatron.pretrain`.
 
-    torchrun --nproc-per-node 5 -m zorse_megatron.pretrain [SCRIPT.py] MEGATRON_FLAGS \\
+    torchrun --nproc-per-node 5 -m zorse_megatron.pretrain [SCRIPT.py] MEGATRON_FLAGS \
         --zorse-plan plan.json
 
 SCRIPT.py is the user's own, unmodified training script, for instance upstream's pretrain_gpt.py;
@@ -19,7 +19,8 @@ held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 `--zorse-metrics FILE` appends a line of JSON per iteration, in full precision; it needs no plan.
 
 Under a plan, the process that is started forks the rank and watches it: a rank that dies is named,
-and ends the job (see `zorse_megatron.watch`), as does a node silent for `--zorse-silence-limit`.
+and ends the job (see `zorse_megatron.live.start_watch`), as does a node silent for
+`--zorse-silence-limit`.
 """
 
 import os
@@ -35,22 +36,24 @@ from typing import TYPE_CHECKING
 
 from zorse_megatron.errors import FlagError, ZorseError
 from zorse_megatron.extras import refuse_without
-from zorse_megatron.launch.cluster_ranks import node_called, torch_environment
-from zorse_megatron.launch.max_connections import queue_environment, queue_problems
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.launch.pretrain_command import PretrainCommand, split_command
 from zorse_megatron.launch.rank_environment import (
     LaunchedRank,
     launched_rank,
+    node_called,
     node_name,
     note_outcome,
+    queue_environment,
+    queue_problems,
+    share_gpus,
+    torch_environment,
 )
-from zorse_megatron.launch.shared_gpus import share_gpus
+from zorse_megatron.live.root_cause import Limits
+from zorse_megatron.live.watched_rank import BAD_INPUT, WatchedRank
 from zorse_megatron.log import complain
-from zorse_megatron.pretrain_command import PretrainCommand, split_command
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.gpus.gpu import ComputeDtype
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.watch.processes.root_cause import Limits
-from zorse_megatron.watch.processes.watched_rank import BAD_INPUT, WatchedRank
+from zorse_megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +105,7 @@ def _cluster_of(
     """The cluster file, which may name another interface for the ranks to meet."""
     if command.cluster is None:
         return None
-    from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+    from zorse_megatron.inputs.cluster_yaml import load_cluster
 
     cluster = load_cluster(command.cluster)
     if launched is not None:
@@ -116,7 +119,7 @@ def _tell_other_nodes(error: ZorseError, argv: Sequence[str]) -> None:
     A job on one node ends at once: all its ranks read the same files. Without a plan nobody would
     hear it.
     """
-    from zorse_megatron.watch.start import watched
+    from zorse_megatron.live.start_watch import watched
 
     has_plan = any(word.partition("=")[0] == "--zorse-plan" for word in argv)
     if not has_plan or os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
@@ -139,7 +142,7 @@ class _CheckedPlan:
 
 def _checked_plan(command: PretrainCommand, path: Path, cluster: Cluster | None) -> _CheckedPlan:
     """Check plan and flags before torch and Megatron are imported: bad input fails in a second."""
-    from zorse_megatron.schema.plan.plan_json import load_plan
+    from zorse_megatron.plan.plan_file import load_plan
 
     return _checked(command, load_plan(path), str(path), cluster)
 
@@ -150,9 +153,9 @@ def _checked(
     """Compare a plan with the command. `source`: what it is called."""
     from zorse_megatron.flags.check import check_command
     from zorse_megatron.flags.command import read_command
-    from zorse_megatron.flags.computing_flags import compute_dtypes, job_dtype
-    from zorse_megatron.schedules.refusals import refuse_unsupported
-    from zorse_megatron.schema.cluster.rank_placement import refuse_other_cluster
+    from zorse_megatron.flags.model_in_flags import compute_dtypes, job_dtype
+    from zorse_megatron.inputs.rank_placement import refuse_other_cluster
+    from zorse_megatron.schedule.lower import refuse_unsupported
 
     refuse_unsupported(plan, source)
     if cluster is not None:
@@ -177,8 +180,8 @@ def _checked(
 
 def _watched(plan: Plan, limits: Limits, node: str) -> tuple[WatchedRank, str]:
     """Let a child of this process be the rank; in a job that cannot be the plan's, none."""
-    from zorse_megatron.schema.plan.rank_names import rank_name
-    from zorse_megatron.watch.start import watched
+    from zorse_megatron.live.start_watch import watched
+    from zorse_megatron.plan.spans import rank_name
 
     if os.environ.get("WORLD_SIZE") != str(plan.world_size):
         return WatchedRank(None, limits), ""
@@ -196,11 +199,10 @@ def _train(
     *,
     setup: RankSetup | None,
 ) -> None:
-    """Put the plan into effect and run the script. `hub`: on rank 0, see `watch.start`."""
-    from zorse_megatron.adapter.cpu import cpu_mode
-    from zorse_megatron.adapter.found_software import take_gpu
-    from zorse_megatron.adapter.start_checks import checked_gpu_flags
-    from zorse_megatron.watch.hub_address import exchange
+    """Put the plan into effect and run the script. `hub`: on rank 0, see `live.start_watch`."""
+    from zorse_megatron.adapter import cpu_mode
+    from zorse_megatron.adapter.start_checks import checked_gpu_flags, take_gpu
+    from zorse_megatron.live.hub_address import exchange
 
     plan, dtypes = (None, ()) if checked is None else (checked.plan, checked.dtypes)
     store = exchange(watch, hub)
@@ -213,8 +215,7 @@ def _train(
     if setup is not None:
         take_gpu()
         setup.init_process_group()
-    from zorse_megatron.adapter.entry import run_entry
-    from zorse_megatron.adapter.moving.one_after_another import run_plans
+    from zorse_megatron.adapter.start import run_entry, run_plans
 
     @cache
     def record_metrics() -> None:
@@ -264,8 +265,8 @@ def _plan_run(
 def _record_metrics(path: Path, *, under_plan: bool) -> None:
     """Write each iteration's numbers; under a plan it is asked elsewhere whether they can be."""
     from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.adapter.recording.metrics import metrics_hooks
-    from zorse_megatron.adapter.recording.record_files import RecordFiles, check_hooks
+    from zorse_megatron.adapter.record_files import RecordFiles, check_hooks
+    from zorse_megatron.adapter.recording import metrics_hooks
 
     REGISTRY.apply(metrics_hooks(path))
     if not under_plan:

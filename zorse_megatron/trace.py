@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from zorse_megatron.files.write import write_text
+from zorse_megatron.files.read_write import write_text
 
 
 @dataclass(frozen=True, kw_only=True)

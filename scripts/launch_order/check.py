@@ -4,7 +4,7 @@
 
 For each plan, and each number of hardware queues and of NCCL kernels for which a GPU has room: how
 many plans hang. "all": room for as many kernels as can wait at once, by the bound that plans are
-held to (`schedules.waiting_kernels`). The rows beside "as they are launched" are what the project
+held to (`schedule.communicators`). The rows beside "as they are launched" are what the project
 does not do, to show that such hangs are found.
 """
 
@@ -21,13 +21,13 @@ from scripts.launch_order.hardware_queues import find_hang
 from scripts.launch_order.launches import Launch, launches_of
 from scripts.receives_ahead import EXAMPLES, inputs_of
 from tests.strategies import lowerable_plans, plans
-from zorse_megatron.planner.find_plan import STRATEGIES, NoPlanError, find_plan
-from zorse_megatron.schedules.actions import Action, ActionLists
-from zorse_megatron.schedules.communicators import communicators_of
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.receive_openings import receive_openings
-from zorse_megatron.schedules.waiting_kernels import most_waiting
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError
+from zorse_megatron.schedule.actions import Action, ActionLists
+from zorse_megatron.schedule.communicators import communicators_of, most_waiting
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.transfer_windows import receive_openings
 
 Room = int | Literal["fit"] | None
 LIMITS: tuple[tuple[int | None, Room], ...] = (

@@ -10,19 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from zorse_megatron.schedules.actions import (
-    ON_LAYERS,
-    RECEIVES,
-    SENDS,
-    Action,
-    ActionLists,
-    Kind,
-)
-from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schedules.communicators import Communicator, communicators_of
-from zorse_megatron.schedules.receive_openings import receive_openings
-from zorse_megatron.schedules.send_closings import send_closings
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.schedule.actions import ON_LAYERS, RECEIVES, SENDS, Action, ActionLists, Kind
+from zorse_megatron.schedule.communicators import Communicator, communicators_of
+from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
+from zorse_megatron.schedule.transfer_windows import receive_openings, send_closings
 
 MAIN, SIDE, TO_HOST, FROM_HOST = "main", "side", "to host", "from host"
 # Of reductions that overlap with the backward that they follow.

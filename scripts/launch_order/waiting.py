@@ -3,7 +3,7 @@
     python -m scripts.launch_order.waiting plan.json [...]
 
 Prints a table in Markdown. For each plan and kind of GPU, of its ranks the most: communicators;
-kernels that can wait at once (`schedules.waiting_kernels`); multiprocessors that these hold, with
+kernels that can wait at once (`schedule.communicators`); multiprocessors that these hold, with
 the channels that the runtime gives each communicator.
 """
 
@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.launch_order.check import bounds_of
-from zorse_megatron.schedules.communicators import (
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.schedule.communicators import (
     max_ctas,
     most_held,
     planned_communicators,
     resident_kernels,
 )
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.schedule.lower import lower_plan
 
 HEAD = ("Plan", "GPU", "Ranks", "Communicators", "Can wait at once", "Hold at most", "Of")
 

@@ -6,16 +6,14 @@ from pathlib import Path
 
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.costs.own_speeds import GpuSpeed, with_own_speeds
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.cluster_yaml import load_cluster, nodes_without, with_gpus
+from zorse_megatron.inputs.profile import Profile, load_profile
+from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.cluster.fewer_gpus import nodes_without, with_gpus
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.profile.profile_json import load_profile
-from zorse_megatron.simulate.perturb import Perturbation
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.simulate.assumptions import Perturbation
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROFILE = EXAMPLES / "mini-profile.json"

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.long_run.machines import FLAGS, PROFILE, Machines
-from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan, save_plan
-from zorse_megatron.schema.status.status import RUNNING_PLAN_NAME, STATUS_NAME
-from zorse_megatron.schema.status.status_json import dump_status, load_status
+from zorse_megatron.inputs.cluster_yaml import dump_cluster
+from zorse_megatron.inputs.status import RUNNING_PLAN_NAME, STATUS_NAME, dump_status, load_status
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import fingerprint, load_plan, save_plan
 
 # Of the iterations that are left, with the move spread over them.
 _LEAST_GAIN = 0.05

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.long_run.parts import Part, spans
-from zorse_megatron.plots.figure import FAINT, new_figure, save_figure
+from zorse_megatron.plots.figures import FAINT, new_figure, save_figure
 
 _OURS, _ORACLE = "#0072B2", "#009E73"
 

@@ -24,10 +24,10 @@ from scripts.long_run.machines import SAMPLES, WORKLOAD, Machines
 from scripts.long_run.next_plan import next_plan
 from scripts.long_run.parts import Part, all_losses, spans
 from scripts.long_run.picture import draw
-from zorse_megatron.emulate.jobs.emulator import System, emulator
-from zorse_megatron.emulate.jobs.tiny_model import TinyTraining, training_flags
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.simulate.perturb import Perturbation, SlowSpell
+from zorse_megatron.emulate.emulator import System, emulator
+from zorse_megatron.emulate.tiny_model import TinyTraining, training_flags
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.simulate.assumptions import Perturbation, SlowSpell
 
 ITERATIONS = 300
 SAVE_INTERVAL = 20

@@ -7,9 +7,9 @@ GPUs at once; where they say what one GPU gets, the device gets as many times th
 import dataclasses
 import math
 
-from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
-from zorse_megatron.topology.link_curves import BandwidthCurve, Curves, LogFit, curve_for
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.link_bandwidth import BandwidthCurve, Curves, LogFit, curve_for
+from zorse_megatron.costs.topology import MeasuredNode, Topology
 
 
 def as_devices(spec: Topology, gpus_each: int) -> Topology:

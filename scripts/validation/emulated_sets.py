@@ -17,15 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.validation.peaks import peaks_without
-from zorse_megatron.emulate.jobs.emulator import EmulatedRun, Emulator, System, emulator
-from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
-from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.model.computing import Computing
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.emulate.emulator import EmulatedRun, Emulator, System, emulator
+from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import MODELS, Computing
+from zorse_megatron.plan.plan import (
     Chunk,
     Group,
     Offload,
@@ -35,7 +31,9 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.simulate.memory_ledger import Category
 
 LAYERS, SAMPLES = 8, 16
 MODEL = replace(MODELS["llama-3b"], num_layers=LAYERS, num_query_groups=8)

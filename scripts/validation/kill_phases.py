@@ -28,8 +28,8 @@ from tests.megatron.comparison import BASE_FLAGS, LAYOUTS
 from tests.megatron.launch import default_server, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_checkpoints import MAX_DIFFERENCE
-from zorse_megatron.launch.elastic.saved import newest_saved
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.launch.elastic.replan import newest_saved
+from zorse_megatron.plan.plan_file import save_plan
 
 BEFORE, STEPS, SAVED_EVERY = 4, 8, 2
 PLAN, NEXT_PLAN = LAYOUTS["2|1"], LAYOUTS["1|2"]

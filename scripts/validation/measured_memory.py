@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import RecomputeMode
-from zorse_megatron.costs.transformer_memory import BytesByPrecision, Precision
-from zorse_megatron.schema.profile.profile import PartMemory, Profile
+from zorse_megatron.costs.model_memory import BytesByPrecision, Precision
+from zorse_megatron.inputs.profile import PartMemory, Profile
 
 
 @dataclass(frozen=True, kw_only=True)

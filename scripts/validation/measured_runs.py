@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scripts.import_profile import Kind, Number, Positive, read_rows
 from zorse_megatron.errors import Problem, ProfileError
-from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 
 
 @checked_dataclass(frozen=True, kw_only=True)

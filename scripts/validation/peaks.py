@@ -1,6 +1,6 @@
 """Peaks of simulated memory, without what an emulation does not count."""
 
-from zorse_megatron.simulate.ledger import Category, changes_of
+from zorse_megatron.simulate.memory_ledger import Category, changes_of
 from zorse_megatron.simulate.result import SimulationResult
 
 

@@ -23,8 +23,7 @@ from tests.megatron.set_plans import largest_difference, set_of
 from tests.megatron.test_exactness import MASKED, UNTIED, flags_for
 from tests.megatron.test_tensor_parallel import SEQUENCE_PARALLEL, stock_of
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.plan.plan import (
     Group,
     Offload,
     Parts,
@@ -32,8 +31,9 @@ from zorse_megatron.schema.plan.plan import (
     Recompute,
     Replica,
     Schedule,
+    holds_equal_parts,
 )
-from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
+from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 
 LAYERS, SAMPLES, SEQUENCE, GROUPS, COLUMNS, ROWS = 4, 8, 32, 4, 128, 256
 LLAMA = (

@@ -17,16 +17,15 @@ from scripts.import_profile import import_tables
 from scripts.validation.device_sets import SetComm
 from scripts.validation.measured_memory import MeasuredMemory
 from scripts.validation.measured_runs import MeasuredRun, read_runs
-from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.model_memory import Precision
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
-from zorse_megatron.costs.transformer_memory import Precision
+from zorse_megatron.costs.topology import MeasuredNode, Topology, measured_curves
 from zorse_megatron.errors import Problem, ProfileError
-from zorse_megatron.schema.cluster.cluster import Nics, NodeLink
-from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.simulate.framework import Framework
+from zorse_megatron.inputs.cluster import Nics, NodeLink
+from zorse_megatron.inputs.profile import Profile
+from zorse_megatron.simulate.assumptions import Framework
 from zorse_megatron.simulate.iteration import simulate
-from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
-from zorse_megatron.topology.from_cluster import measured_curves
 
 RUNS = "gh200_runs.csv"
 PARTS = ("layer_latency_tp.csv", "model_memory_tp.csv", "link_bandwidth.csv")

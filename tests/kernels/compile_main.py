@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from zorse_megatron.kernels import AdamW
+from zorse_megatron.kernels.kernels import AdamW
 from zorse_megatron.kernels.on_triton import KERNELS
 
 META = torch.device("meta")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.memory import IS_INTERPRETED
-from zorse_megatron.kernels import arguments, dispatch
+from zorse_megatron.kernels import dispatch
 
 IMPLEMENTATIONS = ["torch"]
 if IS_INTERPRETED or torch.cuda.is_available():
@@ -27,9 +27,9 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     reason = None if request.param == "triton" else "this is a test"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "why_not_triton", lambda device: reason)
-        patch.setattr(arguments, "CHUNK", 1000)
+        patch.setattr(dispatch, "CHUNK", 1000)
         if request.param == "triton":
             # The package has the function under its module's name.
-            module = import_module("zorse_megatron.kernels.on_triton.norm_and_flag")
+            module = import_module("zorse_megatron.kernels.on_triton")
             patch.setattr(module, "MAX_PROGRAMS", 2)
         yield request.param

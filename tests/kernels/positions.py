@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from zorse_megatron.kernels.on_triton.blocks import elements_of
+from zorse_megatron.kernels.on_triton import elements_of
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from tests.kernels.memory import (
     seeds,
     sizes,
 )
-from zorse_megatron.kernels import AdamW, adamw_shard
+from zorse_megatron.kernels.kernels import AdamW, adamw_shard
 
 U = 2.0**-24
 """What rounding to fp32 changes a number by at most, relative to it."""

@@ -29,7 +29,7 @@ def test_everything_in_the_interpreter() -> None:
 @pytest.mark.skipif(not IS_INTERPRETED, reason="test_everything_in_the_interpreter runs it")
 def test_positions_have_64_bits() -> None:
     from tests.kernels.positions import positions
-    from zorse_megatron.kernels.on_triton.blocks import BLOCK
+    from zorse_megatron.kernels.on_triton import BLOCK
 
     size = BLOCK.value
     for block in (0, 2**31 // size - 1, 2**31 // size, 2**32 // size + 1, 2**31 - 1):

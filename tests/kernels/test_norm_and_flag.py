@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.memory import DEVICE, cheap, dtypes, guarded, random, seeds, sizes
-from zorse_megatron.kernels import norm_and_flag
+from zorse_megatron.kernels.kernels import norm_and_flag
 
 U64 = 2.0**-53
 

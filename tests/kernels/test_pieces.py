@@ -20,8 +20,8 @@ from tests.kernels.memory import (
     random,
     seeds,
 )
-from zorse_megatron.kernels import pack
-from zorse_megatron.schedules.shards import Interval
+from zorse_megatron.kernels.kernels import pack
+from zorse_megatron.schedule.shards import Interval
 
 gaps = st.one_of(st.sampled_from([0, 0, 1, 8, 16, 64]), st.integers(0, 3000))
 

@@ -20,7 +20,7 @@ from tests.kernels.memory import (
     seeds,
     sizes,
 )
-from zorse_megatron.kernels import sum_parts
+from zorse_megatron.kernels.kernels import sum_parts
 
 U32 = 2.0**-24
 """What rounding to fp32 changes a number by at most, relative to it."""

@@ -67,7 +67,7 @@ def run_job(
 
 
 def _tie(job: Job, chunk: Any, optimizer: Any) -> Any:
-    from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
+    from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 
     assert dist.group.WORLD is not None
     tied = TiedEmbedding(
@@ -101,7 +101,7 @@ def _save(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.utils import unwrap_model
 
-    from zorse_megatron.adapter.checkpoint.fully_parallel import PARALLEL_HOOKS
+    from zorse_megatron.adapter.checkpoint.saved_optimizer import PARALLEL_HOOKS
 
     strategy: Any = TorchDistSaveShardedStrategy(cached_metadata=job.constant_structure)
     if job.fully_parallel:
@@ -129,7 +129,7 @@ def _load(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.utils import unwrap_model
 
-    from zorse_megatron.adapter.checkpoint.fully_parallel import PARALLEL_HOOKS
+    from zorse_megatron.adapter.checkpoint.saved_optimizer import PARALLEL_HOOKS
 
     metadata = dist_checkpointing.load_content_metadata(str(directory))
     assert metadata is not None

@@ -16,23 +16,11 @@ import torch
 from tests.megatron.launch import run_ranks
 from tests.megatron.upstream import SCRIPT
 from tests.shared import once_per_run
-from zorse_megatron.flags.turned_off import (
-    WITHOUT_DROPOUT,
-    WITHOUT_EVALUATION,
-    WITHOUT_WORKERS,
-)
-from zorse_megatron.schedules.actions import parse_action
-from zorse_megatron.schedules.steady import from_norm
-from zorse_megatron.schema.plan.plan import (
-    Chunk,
-    ComputeDtype,
-    Group,
-    ModelFingerprint,
-    Plan,
-    Replica,
-    Schedule,
-)
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.schedule.actions import from_norm, parse_action
 from zorse_megatron.trace import Span
 
 NUM_LAYERS = 4

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    from zorse_megatron.adapter.data.library_corpus import write_corpus
+    from zorse_megatron.adapter.corpus import write_corpus
 
     info = write_corpus(Path(sys.argv[1]), max_bytes=int(sys.argv[2]))
     print(json.dumps({"documents": info.num_documents, "tokens": info.num_tokens}))

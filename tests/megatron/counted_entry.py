@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron import pretrain
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 
 NAME = "ZORSE_TEST_COUNTED"
 FILE_ACCESS = ("torch/distributed/checkpoint/", "dist_checkpointing/strategies/filesystem_async")
@@ -124,7 +124,7 @@ def count() -> None:
     import torch
     from megatron.training import training
 
-    from zorse_megatron.adapter.optimizer.state_pieces import ChunkState, _Flat
+    from zorse_megatron.adapter.optimizer.host_state import ChunkState, _Flat
     from zorse_megatron.adapter.session import PlanSession
     from zorse_megatron.runtime import host_link
 

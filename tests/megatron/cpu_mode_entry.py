@@ -98,7 +98,7 @@ def check_the_rest_still_fails() -> None:
 
 
 def main() -> None:
-    from zorse_megatron.adapter.cpu import cpu_mode
+    from zorse_megatron.adapter import cpu_mode
 
     cpu_mode.enable()
     cpu_mode.enable()  # a second time changes nothing

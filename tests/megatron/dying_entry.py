@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from tests.megatron.recording_entry import record
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.pretrain import main
-from zorse_megatron.schedules.actions import Kind
+from zorse_megatron.schedule.actions import Kind
 
 HOW, RANK, WHEN = os.environ["ZORSE_TEST_DEATH"].split(":")
 
@@ -71,12 +71,12 @@ if __name__ == "__main__":
 
             Strategy.async_save = dying_call(Strategy.async_save)
         elif HOW in ("start", "meet", "kill-data"):
-            from zorse_megatron.adapter import activate, training
-            from zorse_megatron.watch import hub_address as exchange
+            from zorse_megatron.adapter import start, training
+            from zorse_megatron.live import hub_address as exchange
 
             module, name = {
                 "start": (exchange, "exchange"),
-                "meet": (activate, "_initialize_distributed"),
+                "meet": (start, "_initialize_distributed"),
                 "kill-data": (training, "plan_loader_builder"),
             }[HOW]
             setattr(module, name, dying_call(getattr(module, name)))

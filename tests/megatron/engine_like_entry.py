@@ -1,7 +1,7 @@
 """The recording entry, with layers of `engine_like` in place of Megatron's own."""
 
 from tests.megatron.recording_entry import record
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 
 if __name__ == "__main__":
     if cpu_mode.needed():

@@ -3,7 +3,7 @@
 import errno
 import os
 
-from zorse_megatron.files import write
+from zorse_megatron.files import read_write
 from zorse_megatron.pretrain import main
 
 
@@ -12,5 +12,5 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    write.write_all = write_all
+    read_write.write_all = write_all
     main()

@@ -2,7 +2,7 @@
 
 from tests.megatron.fused_adam import fused_adam
 from tests.megatron.recording_entry import record
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 
 if __name__ == "__main__":
     if cpu_mode.needed():

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.migration.request import REQUEST_NAME
+from zorse_megatron.live.move import REQUEST_NAME
+from zorse_megatron.live.watched_rank import WatchedRank
 from zorse_megatron.pretrain import main
-from zorse_megatron.watch.processes.watched_rank import WatchedRank
 
 RANK = int(os.environ["RANK"])
 
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     if told.get("rank") == RANK:
         WatchedRank.enter = killing(WatchedRank.enter, Killer(**told))  # type: ignore[method-assign]
     if "ZORSE_TEST_REQUEST" in os.environ:
-        from zorse_megatron.adapter.watching.run_watch import RunWatch
+        from zorse_megatron.adapter.watching import RunWatch
 
         RunWatch.begin = asking(  # type: ignore[method-assign]
             RunWatch.begin, *os.environ["ZORSE_TEST_REQUEST"].split(os.pathsep)

@@ -16,17 +16,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.emulate.forks.fork_client import (
+from zorse_megatron.emulate.rank_jobs import (
     GRACE_AFTER_FAILURE_S,
     ForkClient,
     ForkedEnd,
     ForkedJob,
+    RankJob,
     output_of,
+    spawned_statuses,
     tail_of,
 )
-from zorse_megatron.emulate.forks.rank_jobs import RankJob, spawned_statuses
 from zorse_megatron.errors import Problem, RankFailure
-from zorse_megatron.launch.shared_gpus import SHARE_GPUS
+from zorse_megatron.launch.rank_environment import SHARE_GPUS
 
 REPOSITORY = Path(__file__).parents[2]
 ON_GPU = os.environ.get("ZORSE_TEST_DEVICE", "cpu") == "cuda"

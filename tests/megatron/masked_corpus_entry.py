@@ -7,12 +7,12 @@ fourth token in short ones.
 import sys
 from pathlib import Path
 
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 
 if __name__ == "__main__":
     if cpu_mode.needed():
         cpu_mode.enable()
-    from zorse_megatron.adapter.data.byte_corpus import write_byte_corpus
+    from zorse_megatron.adapter.corpus import write_byte_corpus
 
     documents = []
     for number in range(1500):

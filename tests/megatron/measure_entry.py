@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
-from zorse_megatron.emulate.forks.fork_server import leave, run_as_main
-from zorse_megatron.ends_with_parent import end_with_parent
+from zorse_megatron.emulate.fork_server import leave, run_as_main
+from zorse_megatron.processes import end_with_parent
 
 MESSAGE_BYTES = 1 << 17  # a flag file or an environment may be long
 RANK = int(os.environ["RANK"])

@@ -16,7 +16,7 @@ ROUNDS = 6
 
 
 def compare(model: Any, size: int) -> dict[str, Any]:
-    from zorse_megatron.adapter.memory.memory_probes import KeptActivations
+    from zorse_megatron.adapter.memory import KeptActivations
     from zorse_megatron.adapter.model.model_passes import ModelPasses
     from zorse_megatron.measure.on_ranks.layer_timing import measured_pass
 

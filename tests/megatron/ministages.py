@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from tests.megatron.comparison import chunked_plan, replica
-from zorse_megatron.schema.plan.plan import Offload, Plan, Recompute, Schedule
+from zorse_megatron.plan.plan import Offload, Plan, Recompute, Schedule
 
 PAIR = (replica(0, 1, 6, 3.0), replica(1, 1, 2, 1.0))
 ALONE = (replica(2, 4, 2),)

@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.megatron.recording_entry import record
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.migration.request import REQUEST_NAME
+from zorse_megatron.live.move import REQUEST_NAME
 
 DIRECTORY = Path(os.environ["ZORSE_TEST_MOVES"])
 FAILS = 1
@@ -100,13 +100,14 @@ def checking(forget: Callable[..., None], old: list[Any]) -> Callable[..., None]
 if __name__ == "__main__":
     if cpu_mode.needed():
         cpu_mode.enable()
-    from zorse_megatron.adapter.moving import leaving, one_after_another, state
-    from zorse_megatron.adapter.watching.run_watch import RunWatch
+    from zorse_megatron.adapter import start
+    from zorse_megatron.adapter.moving import leave_plan, state
+    from zorse_megatron.adapter.watching import RunWatch
 
     left: list[Any] = []
     RunWatch.begin = asking_first(RunWatch.begin)  # type: ignore[method-assign]
-    leaving.checked_plan = asking_for_another(leaving.checked_plan, left)
-    leaving.set_aside = failing_once(leaving.set_aside, left)
+    leave_plan.checked_plan = asking_for_another(leave_plan.checked_plan, left)
+    leave_plan.set_aside = failing_once(leave_plan.set_aside, left)
     state._move = noting(state._move)
-    one_after_another._forget_all = checking(one_after_another._forget_all, left)
+    start._forget_all = checking(start._forget_all, left)
     record()

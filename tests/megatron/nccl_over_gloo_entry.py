@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from tests.megatron import recording_entry
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.pretrain import RankSetup
 
 

@@ -5,7 +5,7 @@ import os
 
 from zorse_megatron import pretrain
 from zorse_megatron.adapter import start_checks
-from zorse_megatron.software.rank_software import RankSoftware, SeenGpu
+from zorse_megatron.flags.installed_software import RankSoftware, SeenGpu
 
 look = start_checks.found_software
 

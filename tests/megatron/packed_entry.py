@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.megatron.recording_entry import record
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 
 
 def attending_within_sequences(stock: Callable[..., Any]) -> Callable[..., Any]:

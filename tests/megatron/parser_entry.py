@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from tests.flag_samples import all_words
 from tests.megatron.comparison import LAYOUTS
-from zorse_megatron.adapter.arguments.stock_parser import as_json, flags_of_parser, stock_parser
+from zorse_megatron.adapter.stock_parser import as_json, flags_of_parser, stock_parser
 from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.flags.command import Command, read_command
 from zorse_megatron.flags.table import TABLE_FILE

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.megatron.recording_entry import record
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 
 
 def plant_norm() -> None:
@@ -17,15 +17,15 @@ def plant_norm() -> None:
 
 def plant_sum() -> None:
     """Sum over the set twice what its ranks have seen parts of."""
-    from zorse_megatron.adapter.data_parallel import bucket_groups
+    from zorse_megatron.adapter.data_parallel import buckets
 
-    once = bucket_groups.sum_over_set
+    once = buckets.sum_over_set
 
     def twice(parameters: Any, group: Any) -> None:
         once(parameters, group)
         once(parameters, group)
 
-    bucket_groups.sum_over_set = twice
+    buckets.sum_over_set = twice
 
 
 PLANTS: dict[str, Callable[[], None]] = {"norm": plant_norm, "sum": plant_sum}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.pretrain import main
 
 WARM_UP = 2

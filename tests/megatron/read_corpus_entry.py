@@ -8,7 +8,7 @@ from pathlib import Path
 def main() -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    from zorse_megatron.adapter.data.byte_corpus import tokenizer_flags, write_byte_corpus
+    from zorse_megatron.adapter.corpus import tokenizer_flags, write_byte_corpus
 
     prefix = Path(sys.argv[1])
     if sys.argv[2:] == ["null"]:

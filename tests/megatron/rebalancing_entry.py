@@ -7,7 +7,7 @@ import json
 import os
 
 from tests.megatron.recording_entry import record
-from zorse_megatron.rebalance.balancer import Balancer
+from zorse_megatron.live.rebalance import Balancer
 
 WISHES = {
     int(step): tuple(map(tuple, counts))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.megatron.small_pieces import use_small_pieces
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.pretrain import RankSetup, main
 
 RECORD = Path(os.environ.get("ZORSE_TEST_RECORD", "/nowhere"))

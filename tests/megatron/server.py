@@ -1,4 +1,4 @@
-"""Forks the ranks of the tests' jobs: see `zorse_megatron.emulate.forks.fork_server`.
+"""Forks the ranks of the tests' jobs: see `zorse_megatron.emulate.fork_server`.
 
 Started by `launch.MegatronServer`. It has what one for a user's emulated ranks has, and more.
 """
@@ -7,18 +7,18 @@ import importlib
 import pkgutil
 import sys
 
-from zorse_megatron.emulate.forks.fork_server import serve
+from zorse_megatron.emulate.fork_server import serve
 from zorse_megatron.emulate.on_ranks import server_main
 
 # What a run imports of this project, most of it late: after the plan and Megatron's flags are read.
-RUN_PACKAGES = ("schema", "schedules", "runtime", "adapter", "flags", "watch")
+RUN_PACKAGES = ("plan", "inputs", "schedule", "runtime", "adapter", "flags", "live")
 
 
 def preload() -> None:
     """Import what every rank needs, and start no thread and no process group."""
     # It wraps stdout, and no test logs to it.
     sys.modules["wandb"] = None  # type: ignore[assignment]
-    from zorse_megatron.adapter.cpu import cpu_mode
+    from zorse_megatron.adapter import cpu_mode
 
     if cpu_mode.needed():
         server_main.preload()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from tests.megatron.comparison import Recorded
-from zorse_megatron.schema.plan.plan import Parts, Plan, Replica
+from zorse_megatron.plan.plan import Parts, Plan, Replica
 
 _ROWS = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.megatron.recording_entry import record
-from zorse_megatron.adapter.cpu import cpu_mode
-from zorse_megatron.migration.request import REQUEST_NAME
-from zorse_megatron.schema.status.status import STATUS_NAME
+from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.inputs.status import STATUS_NAME
+from zorse_megatron.live.move import REQUEST_NAME
 
 LAYER_S, SLOW, FACTOR = 0.004, 2, 10
 WAITS_AFTER, AT_MOST_S = 9, 200.0
@@ -59,8 +59,8 @@ if __name__ == "__main__":
         cpu_mode.enable()
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from zorse_megatron.adapter.moving.requests import PlanRequests
-    from zorse_megatron.adapter.watching import status
+    from zorse_megatron.adapter import watching
+    from zorse_megatron.adapter.watching import PlanRequests
 
     is_slow = os.environ["RANK"] == str(SLOW)
     TransformerLayer.forward = sleeping(
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     if os.environ["RANK"] == "0":
         directory = Path(os.environ["ZORSE_TEST_STATUS"])
         PlanRequests.code = waiting(PlanRequests.code, directory / REQUEST_NAME)  # type: ignore[method-assign]
-        status._EVERY_S = 0.0
+        watching._EVERY_S = 0.0
     if os.environ["RANK"] == str(LATE):
         from zorse_megatron.runtime.transport import _Posted
         from zorse_megatron.trace import HostClock

@@ -5,7 +5,7 @@ For entries: `ZORSE_TEST_PIECE` is the number of elements of a piece, if it is s
 
 import os
 
-from zorse_megatron.schedules import shards
+from zorse_megatron.schedule import shards
 
 NAME = "ZORSE_TEST_PIECE"
 

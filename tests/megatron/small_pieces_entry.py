@@ -2,7 +2,7 @@
 
 from tests.megatron.small_pieces import use_small_pieces
 from zorse_megatron import pretrain
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 
 if __name__ == "__main__":
     use_small_pieces()

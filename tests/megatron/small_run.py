@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from tests.megatron.launch import MegatronServer, RunResult
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_WORKERS
+from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_WORKERS
 
-# The flags of `zorse_megatron.adapter.data.byte_corpus.tokenizer_flags`, spelled out: the test
+# The flags of `zorse_megatron.adapter.corpus.tokenizer_flags`, spelled out: the test
 # process must not import Megatron, and `test_corpus.py` checks that they are the same.
 TOKENIZER_FLAGS = (
     *("--tokenizer-type", "NullTokenizer"),

@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 from tests.megatron.recording_entry import record
-from zorse_megatron.adapter.cpu import cpu_mode
-from zorse_megatron.checkpoints.folder import TRACKER
+from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.live.checkpoint_files import TRACKER
 
 
 class Instead:

@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    from zorse_megatron.adapter.cpu import cpu_mode
+    from zorse_megatron.adapter import cpu_mode
 
     if cpu_mode.needed():
         cpu_mode.enable()
@@ -15,7 +15,7 @@ def main() -> None:
 
     from zorse_megatron.adapter import gpt_entry
     from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.adapter.stock_fixes import stock_fixes
+    from zorse_megatron.adapter.start import stock_fixes
 
     REGISTRY.apply(stock_fixes())
     gpt_entry.main()

@@ -14,13 +14,13 @@ def main() -> None:
     said = (f"{name}={os.environ.get(name)}" for name in ("SLURMD_NODENAME", *names))
     print("started with", *said, flush=True)
     from tests.megatron.upstream import DIRECTORY, PRETRAIN_GPT, SCRIPT
-    from zorse_megatron.adapter.cpu import cpu_mode
+    from zorse_megatron.adapter import cpu_mode
 
     if cpu_mode.needed():
         cpu_mode.enable()
         sys.argv[1:] = cpu_mode.with_cpu_flags(sys.argv[1:])
     from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.adapter.stock_fixes import stock_fixes
+    from zorse_megatron.adapter.start import stock_fixes
 
     REGISTRY.apply(stock_fixes())
     # Ranks that are forked for tests have fewer; this is Megatron's own number.

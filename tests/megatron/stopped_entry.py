@@ -9,7 +9,7 @@ from typing import Any
 from zorse_megatron.pretrain import main
 
 if __name__ == "__main__":
-    from zorse_megatron.adapter.cpu import cpu_mode
+    from zorse_megatron.adapter import cpu_mode
 
     if cpu_mode.needed():
         cpu_mode.enable()

@@ -27,10 +27,10 @@ from tests.megatron.test_memory_ledger import (
 from tests.megatron.test_ministages import assert_same_bits
 from tests.megatron.test_weight_gradients import split
 from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.plan.plan import Plan, Recompute, Schedule
 from zorse_megatron.runtime.host_budget import most_away
-from zorse_megatron.schema.plan.plan import Plan, Recompute, Schedule
 from zorse_megatron.simulate.iteration import simulate
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.memory_ledger import Category
 from zorse_megatron.simulate.result import SimulationResult
 
 CASES: dict[str, tuple[Plan, Sequence[Recompute], Sequence[str]]] = {

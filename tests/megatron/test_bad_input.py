@@ -10,8 +10,8 @@ import pytest
 from tests.megatron.comparison import BASE_FLAGS, LAYOUTS
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from zorse_megatron.pretrain import BAD_INPUT
-from zorse_megatron.schema.plan.plan_json import dump_plan
+from zorse_megatron.live.watched_rank import BAD_INPUT
+from zorse_megatron.plan.plan_file import dump_plan
 
 MAX_DURATION_S = 30.0
 FLAGS = (

@@ -23,7 +23,7 @@ from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host
 from tests.megatron.set_plans import set_of
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.shared import directory_of, name_of
-from zorse_megatron.schema.plan.plan import Parts, Plan
+from zorse_megatron.plan.plan import Parts, Plan
 
 MAX_DIFFERENCE = 1e-5
 SAVED, STEPS = 2, 4

@@ -31,7 +31,7 @@ CASES = {
 
 def _optimizer(setup: Setup, chunks: list[Any], collection: Any, case: str) -> Any:
     from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
-    from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
+    from zorse_megatron.adapter.optimizer.distributed_optimizer import build_uneven_optimizer
     from zorse_megatron.adapter.optimizer.shard_update import choose_update
     from zorse_megatron.runtime.host_link import HostLink
 

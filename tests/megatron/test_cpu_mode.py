@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from tests.megatron.launch import REPOSITORY, MegatronServer
-from zorse_megatron.adapter.cpu import cpu_device, cpu_mode
-from zorse_megatron.emulate.forks.fork_client import server_environment
+from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.emulate.rank_jobs import server_environment
 from zorse_megatron.errors import SeamError
 
 MESSAGE = "zorse: no GPU found: Megatron runs on CPU over gloo"
@@ -58,7 +58,7 @@ def test_refuses_to_hide_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refuses_a_torch_without_a_name_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cpu_device.CUDA_SURFACE, "random.no_such_name", None)
+    monkeypatch.setitem(cpu_mode.CUDA_SURFACE, "random.no_such_name", None)
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
     with pytest.raises(SeamError, match=r"torch\.cuda\.random\.no_such_name"):
         cpu_mode.enable()

@@ -10,11 +10,17 @@ import pytest
 from tests.megatron.comparison import BASE_FLAGS, LAYOUTS, Recorded, plan_run, stock_run
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from zorse_megatron.checkpoints.check import State, look_at
-from zorse_megatron.checkpoints.folder import TRACKER, Checkpoint, read_tracker
-from zorse_megatron.checkpoints.manifest import MANIFEST, STOCK_MANIFEST, file_record
-from zorse_megatron.pretrain import BAD_INPUT
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.live.checkpoint_check import State, look_at
+from zorse_megatron.live.checkpoint_files import (
+    MANIFEST,
+    STOCK_MANIFEST,
+    TRACKER,
+    Checkpoint,
+    file_record,
+    read_tracker,
+)
+from zorse_megatron.live.watched_rank import BAD_INPUT
+from zorse_megatron.plan.plan_file import save_plan
 
 PLAN = LAYOUTS["2|1"]
 STEPS, INTERVAL = 6, 2

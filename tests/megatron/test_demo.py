@@ -7,7 +7,7 @@ import pytest
 
 from tests.megatron.launch import MegatronServer
 from tests.megatron.stock_log import iterations
-from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.plan.plan_file import load_plan
 
 ITERATIONS = 4
 # Each process trains in turns with the others on few cores.

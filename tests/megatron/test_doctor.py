@@ -10,7 +10,7 @@ from tests.megatron.launch import run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.doctor import checks, plans
 from zorse_megatron.doctor.checks import CHECKS, examine
-from zorse_megatron.doctor.doctor_run import DoctorRun, compared, machine_here
+from zorse_megatron.doctor.doctor_run import DoctorRun, Finding, Gpu, Status, compared, machine_here
 from zorse_megatron.doctor.plans import (
     BREADTH_FIRST,
     CASES,
@@ -20,10 +20,9 @@ from zorse_megatron.doctor.plans import (
     SMALL_GPT,
     UNEVEN_PLAN,
 )
-from zorse_megatron.doctor.report import Finding, Gpu, Status
-from zorse_megatron.emulate.forks.rank_jobs import RankJob
+from zorse_megatron.emulate.rank_jobs import RankJob
 from zorse_megatron.errors import Problem, RankFailure
-from zorse_megatron.schedules.communicators import planned_communicators
+from zorse_megatron.schedule.communicators import planned_communicators
 
 REFUSED = RankFailure(
     "No", [Problem(where="rank 1", found="Duplicate GPU", expected="", remedy="")]

@@ -9,10 +9,9 @@ from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_checkpoints import MAX_DIFFERENCE
 from tests.megatron.test_rank_death import without_timeout
-from zorse_megatron.launch.elastic.replan import Replanner
-from zorse_megatron.launch.elastic.saved import newest_saved
+from zorse_megatron.launch.elastic.replan import Replanner, newest_saved
 from zorse_megatron.launch.training_command import training_of
-from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.plan.plan_file import load_plan
 
 STEPS, SAVED_EVERY, LOST_IN = 6, 2, 5
 CLUSTER = """

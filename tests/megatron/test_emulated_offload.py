@@ -8,22 +8,21 @@ from unittest.mock import patch
 import pytest
 
 from tests.megatron.test_emulation import BATCH, CLUSTER, GPUS, client_of_tests
-from zorse_megatron.emulate.jobs import rank_server
-from zorse_megatron.emulate.jobs.emulator import System, emulator
-from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
-from zorse_megatron.planner.closed_form import settings_to_try
-from zorse_megatron.planner.closed_form.host_settings import host_settings
-from zorse_megatron.planner.find_plan import find_plan
-from zorse_megatron.planner.inputs.other_gpus import on_ranks
-from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.planner_errors import NoPlanError
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.memory_settings import (
+from zorse_megatron.emulate import emulator as rank_server
+from zorse_megatron.emulate.emulator import System, emulator
+from zorse_megatron.emulate.tiny_model import TinyTraining
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.memory_settings import (
     ranks_that_offload_gradients,
     ranks_that_offload_parameters,
 )
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.planner.closed_form import stage_settings
+from zorse_megatron.planner.closed_form.stage_memory import host_settings
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs, on_ranks
+from zorse_megatron.planner.outcome import NoPlanError
+from zorse_megatron.simulate.memory_ledger import Category
 
 GIB = 2**30
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=16, vocab_size=4096)
@@ -50,7 +49,7 @@ def test_a_model_that_needs_all_in_the_host_takes_what_the_simulator_says():
     assert ranks_that_offload_gradients(outcome.plan) == {0, 1, 2}
     for name in ("offload_parameters", "offload_gradients"):
         with (
-            patch.object(settings_to_try, "host_settings", partial(without, name)),
+            patch.object(stage_settings, "host_settings", partial(without, name)),
             pytest.raises(NoPlanError, match="no plan fits in memory"),
         ):
             find_plan(chosen)

@@ -21,24 +21,20 @@ from tests.megatron.test_weight_gradients import split
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes
-from zorse_megatron.emulate.jobs import rank_server
-from zorse_megatron.emulate.jobs.emulator import System, emulator
-from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
-from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
-from zorse_megatron.emulate.jobs.tiny_shape import VOCABULARY, TinyShape
+from zorse_megatron.emulate import emulator as rank_server
+from zorse_megatron.emulate.emulator import System, emulator, flags_of_grid
 from zorse_megatron.emulate.on_ranks import server_main
-from zorse_megatron.planner.baselines.stock_grids import Grid, plan_of_grid
-from zorse_megatron.planner.baselines.stock_placements import Placement
+from zorse_megatron.emulate.tiny_model import VOCABULARY, TinyShape, TinyTraining
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.plan import Offload, Parts, Recompute, Schedule
+from zorse_megatron.planner.baselines.stock_layouts import Grid, Placement, plan_of_grid
 from zorse_megatron.planner.baselines.stock_search import framework_of
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.inputs.other_gpus import on_ranks
-from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import Offload, Parts, Recompute, Schedule
+from zorse_megatron.planner.inputs.search_inputs import make_inputs, on_ranks
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.simulate.assumptions import Perturbation, SlowSpell
 from zorse_megatron.simulate.iteration import simulate
-from zorse_megatron.simulate.ledger import Category
-from zorse_megatron.simulate.perturb import Perturbation, SlowSpell
+from zorse_megatron.simulate.memory_ledger import Category
 
 LAYERS = 4
 BATCH = 8

@@ -30,9 +30,9 @@ from tests.megatron.comparison import (
 )
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.strategies import plans
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.samples import replica_micro_batches
-from zorse_megatron.schema.plan.plan import Hop, Plan
+from zorse_megatron.plan.plan import Hop, Plan
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.samples import replica_micro_batches
 
 MAX_LOSS_DIFFERENCE = 2e-5
 MAX_RELATIVE_GRAD_NORM_DIFFERENCE = 1e-4

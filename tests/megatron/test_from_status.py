@@ -16,12 +16,10 @@ from tests.megatron.launch import REPOSITORY
 from tests.megatron.slow_rank_entry import AHEAD_S, LATE_S, LAYER_S, SLOW, WAITS_AFTER
 from tests.megatron.test_exactness import assert_equal_runs, flags_for
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan
-from zorse_megatron.schema.profile.profile import Profile, ProfiledModel, Source, Times
-from zorse_megatron.schema.profile.profile_json import save_profile
-from zorse_megatron.schema.status.status import LinkStatus
-from zorse_megatron.schema.status.status_json import load_status
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.profile import Profile, ProfiledModel, Source, Times, save_profile
+from zorse_megatron.inputs.status import LinkStatus, load_status
+from zorse_megatron.plan.plan_file import fingerprint, load_plan
 
 STEPS, SEEN = 15, WAITS_AFTER - 2
 CLUSTER = b"nodes: [{name: here, gpus: 3 x T4}]\n"

@@ -25,11 +25,11 @@ from tests.megatron.ministages import LAYERED, TWO_BY_TWO, in_the_host, with_set
 from tests.megatron.test_exactness import MASKED, UNTIED, assert_equal_runs, flags_for
 from tests.megatron.test_ministages import assert_same_bits
 from tests.strategies import lowerable_plans
-from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schedules.gradient_offloads import offloaded_gradients
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan.plan import Offload, Plan
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan import Offload, Plan
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
+from zorse_megatron.schedule.transfer_windows import offloaded_gradients
 
 PIECES = {"env": {small_pieces.NAME: "1000"}}
 CLIPPED = ("--clip-grad", "0.1", "--log-num-zeros-in-grad")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.megatron.comparison import chunked_plan, plan_of, plan_run, replica, stock_run
 from tests.megatron.test_exactness import MASKED, assert_equal_runs, flags_for
-from zorse_megatron.schema.plan.plan import Group, Plan
+from zorse_megatron.plan.plan import Group, Plan
 
 
 def hierarchical(plan: Plan, regions: str) -> Plan:

@@ -15,8 +15,8 @@ import pytest
 
 from tests.megatron.launch import REPOSITORY, MegatronServer
 from tests.printed import run_zorse
-from zorse_megatron.checkpoints.folder import read_tracker
-from zorse_megatron.free_port import free_port
+from zorse_megatron.live.checkpoint_files import read_tracker
+from zorse_megatron.processes import free_port
 
 CLUSTER = "nodes:\n  - gpus: [1 x A6000, 1 x A100-40]\n"
 FLAGS = (

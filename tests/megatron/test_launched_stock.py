@@ -13,10 +13,10 @@ from tests.megatron.small_run import small_run_flags
 from tests.megatron.stock_log import iterations
 from tests.printed import run_zorse
 from tests.unit.test_stock_plans import inputs_for
-from zorse_megatron.free_port import free_port
-from zorse_megatron.planner.baselines.stock_grids import Grid, plan_of_grid
-from zorse_megatron.schema.plan.plan import ClusterFingerprint
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan import ClusterFingerprint
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.planner.baselines.stock_layouts import Grid, plan_of_grid
+from zorse_megatron.processes import free_port
 
 SCRIPT = REPOSITORY / "tests" / "megatron" / "stock_script.py"
 CLUSTER = """\

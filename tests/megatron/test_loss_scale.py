@@ -22,7 +22,7 @@ from tests.megatron.comparison import (
 )
 from tests.megatron.ministages import TWO_BY_TWO, with_settings
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from zorse_megatron.schema.plan.plan import Plan, Schedule
+from zorse_megatron.plan.plan import Plan, Schedule
 
 SAVED, STEPS = 4, 6
 PER_TOKEN = "--calculate-per-token-loss"

@@ -11,11 +11,11 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.cli.main import app
 from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.plan.plan_json import load_plan
-from zorse_megatron.schema.profile.profile_json import load_profile
-from zorse_megatron.watch.processes.watched_rank import LOST_RANK
+from zorse_megatron.flags.table import WITHOUT_DROPOUT
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.profile import load_profile
+from zorse_megatron.live.watched_rank import LOST_RANK
+from zorse_megatron.plan.plan_file import load_plan
 
 WORLD = 4
 KINDS = ("cpu-0", "cpu-0", "cpu-1", "cpu-1")

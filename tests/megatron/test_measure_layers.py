@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from tests.megatron.launch import run_ranks
-from zorse_megatron.costs.activations import LayerActivations
-from zorse_megatron.flags.shape import shape_from_flags
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
+from zorse_megatron.costs.model_memory import LayerActivations
+from zorse_megatron.flags.model_in_flags import shape_from_flags
+from zorse_megatron.flags.table import WITHOUT_DROPOUT
+from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.measure.tasks import single_layer_flags
-from zorse_megatron.schema.model.model_shape import ModelShape
 
 SIZE, SEQUENCE = 2, 64
 BASE = (
@@ -63,7 +63,7 @@ def test_a_layer_keeps_what_autograd_saves(found: tuple[ModelShape, dict[str, An
 
 @pytest.mark.parametrize("found", [GPT], indirect=True, ids=["gpt"])
 def test_a_layer_keeps_the_closed_form(found: tuple[ModelShape, dict[str, Any]]) -> None:
-    """`costs/activations.py` counts large tensors; beside them there are the statistics of the
+    """`costs/model_memory.py` counts large tensors; beside them there are the statistics of the
     norms, mean and deviation of each token, and one causal mask of one byte each for all samples.
     Of Llama-like layers torch's RMSNorm and rotary embedding keep copies that fused ones do not.
     """

@@ -17,8 +17,8 @@ from tests.megatron.comparison import chunked_plan, replica
 from tests.megatron.launch import run_ranks
 from tests.megatron.ministages import breadth_first, with_settings
 from tests.megatron.test_exactness import UNTIED, flags_for
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import save_plan
 
 HIDDEN, SEQUENCE, VOCABULARY = 128, 32, 256
 ELEMENT_BYTES = 4

@@ -22,9 +22,9 @@ from tests.megatron.ministages import BOTH_ENDS, in_the_host
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_exactness import UNTIED
 from tests.megatron.whole_checkpoint import assert_latest
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import save_plan
-from zorse_megatron.watch.processes.watched_rank import LOST_RANK
+from zorse_megatron.live.watched_rank import LOST_RANK
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import save_plan
 
 TIMEOUT_S = 12.0
 BAD_INPUT = 2

@@ -31,13 +31,13 @@ from tests.megatron.test_weight_gradients import split
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.fake_sets import SplitCompute
 from zorse_megatron.costs.interface import RankPart, SetRankCosts
-from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
-from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Recompute, Schedule
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
+from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.simulate.iteration import simulate
-from zorse_megatron.simulate.ledger import Category, changes_of
+from zorse_megatron.simulate.memory_ledger import Category, changes_of
 from zorse_megatron.simulate.result import SimulationResult
 
 HIDDEN, SEQUENCE, VOCABULARY = 128, 64, 256

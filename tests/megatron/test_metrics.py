@@ -8,8 +8,8 @@ import pytest
 from tests.megatron.launch import run_ranks
 from tests.megatron.small_run import small_run_flags
 from tests.megatron.stock_log import iterations
-from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan_file import save_plan
 
 STEPS = 3
 

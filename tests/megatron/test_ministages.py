@@ -47,7 +47,7 @@ from tests.megatron.test_exactness import (
     flags_for,
 )
 from tests.strategies import lowerable_plans
-from zorse_megatron.schema.plan.plan import Plan, Schedule
+from zorse_megatron.plan.plan import Plan, Schedule
 
 PLANS = {
     "interleaved, each replica its own": each_its_own(

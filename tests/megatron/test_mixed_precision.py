@@ -24,7 +24,7 @@ from tests.megatron.comparison import (
 )
 from tests.megatron.set_plans import set_of
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from zorse_megatron.schema.plan.plan import Parts
+from zorse_megatron.plan.plan import Parts
 
 STEPS = 6
 FP16_ROUNDING, BF16_ROUNDING = 2**-11, 2**-8

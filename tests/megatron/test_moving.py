@@ -18,9 +18,9 @@ from tests.megatron.ministages import TWO_BY_TWO, in_the_host
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.set_plans import set_of
 from tests.megatron.test_checkpoints import FP16, OTHER_SCALE, Saved
-from zorse_megatron.migration.request import REQUEST_NAME
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.live.move import REQUEST_NAME
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import save_plan
 
 MOVED, STEPS = 6, 8
 STATE_BYTES = 3 * 4

@@ -15,9 +15,9 @@ from tests.megatron.ministages import BOTH_ENDS, in_the_host, with_settings
 from tests.megatron.test_exactness import flags_for
 from tests.megatron.test_hierarchical import TRIO, hierarchical
 from tests.megatron.upstream import SCRIPT
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan.plan import Schedule
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan import Schedule
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.schedule.lower import lower_plan
 
 STEPS = 2
 PLANS = {

@@ -85,7 +85,7 @@ def test_a_module_computes_with_the_parameters_that_are_gathered() -> None:
 
 def _sections(setup: Setup) -> list[set[str]]:
     """What the buckets of a sharded chunk have, in the order of gathers."""
-    from zorse_megatron.adapter.data_parallel.uneven_buckets import bucket_per_layer
+    from zorse_megatron.adapter.data_parallel.buckets import bucket_per_layer
 
     tiny_gpt.start()
     collection = tiny_gpt.groups_of([[0, 1]], setup)

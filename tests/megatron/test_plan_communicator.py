@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.megatron.comparison import plan_of, replica
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.set_plans import set_of
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.plan.plan import Plan
 
 LENGTH, WIDTH = 6, 3
 # A set of two, one rank, and a set of two of which each rank needs the whole.
@@ -26,19 +26,18 @@ def passed_on(plan: Plan) -> Any:
     """What each rank receives, as lists: forward of each micro-batch, then backward."""
     from megatron.core import ModelParallelConfig
 
-    from zorse_megatron.adapter.cpu import cpu_mode
+    from zorse_megatron.adapter import cpu_mode
 
     cpu_mode.enable()
     from zorse_megatron.adapter.groups.plan_communicator import PlanCommunicator
     from zorse_megatron.adapter.groups.process_groups import create_groups
     from zorse_megatron.errors import PlanError
-    from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
-    from zorse_megatron.runtime.set_place import SetPlace
+    from zorse_megatron.plan.plan import set_of_rank
+    from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox, SetPlace
     from zorse_megatron.runtime.transport import make_transport
-    from zorse_megatron.schedules.list_queries import edges_of
-    from zorse_megatron.schedules.lower import lower_plan
-    from zorse_megatron.schedules.set_parts import SetParts
-    from zorse_megatron.schema.plan.rank_axes import set_of_rank
+    from zorse_megatron.schedule.actions import edges_of
+    from zorse_megatron.schedule.lower import lower_plan
+    from zorse_megatron.schedule.tensor_parallel_parts import SetParts
 
     rank, lists = dist.get_rank(), lower_plan(plan)
     groups = create_groups(plan, rank=rank, timeout=dist.default_pg_timeout)

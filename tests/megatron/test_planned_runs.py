@@ -9,9 +9,9 @@ import pytest
 from tests.megatron.comparison import plan_run, run_from_norm, stock_run
 from tests.megatron.test_exactness import assert_equal_runs, flags_for
 from tests.unit.planner_cases import fits, random_case, simulated
+from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
-from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.trace import load_trace
 
 STEPS = 2

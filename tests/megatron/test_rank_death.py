@@ -10,8 +10,8 @@ from tests.megatron.comparison import BASE_FLAGS, LAYOUTS
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.whole_checkpoint import assert_latest
-from zorse_megatron.schema.plan.plan_json import save_plan
-from zorse_megatron.watch.processes.watched_rank import LOST_RANK
+from zorse_megatron.live.watched_rank import LOST_RANK
+from zorse_megatron.plan.plan_file import save_plan
 
 SAVING = ("kill:1:3", "save:2:2")
 NOTICED_S = 5.0

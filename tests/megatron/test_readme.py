@@ -12,8 +12,8 @@ from tests.megatron.upstream import SCRIPT
 from tests.printed import run_zorse
 from tests.unit.test_docs import commands_in, text_of
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
-from zorse_megatron.flags.turned_off import WITHOUT_WORKERS
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.flags.table import WITHOUT_WORKERS
+from zorse_megatron.plan.plan_file import save_plan
 
 TRAIN = "torchrun --nproc-per-node "
 FLAGS = (

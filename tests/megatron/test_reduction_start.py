@@ -68,7 +68,7 @@ def test_a_reduction_that_has_begun_lets_the_rank_go_on(overlap: bool) -> None:
 
 def _check(setup: Setup) -> tuple[list[int], list[str]]:
     """How often the host waits with so many buckets, and what is raised for which gradients."""
-    from zorse_megatron.adapter.data_parallel.gradient_check import check_noted
+    from zorse_megatron.adapter.data_parallel.ddp import check_noted
 
     chunk = _chunk(setup)
     assert len(chunk.bucket_groups) > 2
@@ -106,7 +106,7 @@ def _check_with_reruns(setup: Setup) -> list[tuple[int, bool]]:
     begun, and whether stock has been asked to run the step again."""
     from megatron.core import rerun_state_machine as stock
 
-    from zorse_megatron.adapter.data_parallel.gradient_check import check_noted
+    from zorse_megatron.adapter.data_parallel.ddp import check_noted
 
     chunk = _chunk(setup)
     found = []
@@ -137,8 +137,7 @@ def test_stock_may_run_a_step_again_and_the_host_need_not_wait_for_each_bucket()
 
 def _reduce_two_chunks(low_precision: bool) -> list[str]:
     """What a runner does with reductions that take long, and whether ranks would wait for all."""
-    from zorse_megatron.adapter.model.chunk_runner import MegatronChunkRunner
-    from zorse_megatron.adapter.model.step_inputs import StepInputs
+    from zorse_megatron.adapter.model.chunk_runner import MegatronChunkRunner, StepInputs
 
     tiny_gpt.start()
     done: list[str] = []

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.megatron import tiny_gpt
 from tests.megatron.preloaded import run_megatron_ranks
-from zorse_megatron.schedules.set_parts import SetParts
-from zorse_megatron.schema.plan.plan import Parts
+from zorse_megatron.plan.plan import Parts
+from zorse_megatron.schedule.tensor_parallel_parts import SetParts
 
 GROUPS, COLUMNS, ROWS, SEQUENCE, SAMPLES = 4, 16, 32, 6, 2
 MAX_LOSS_DIFFERENCE, MAX_RELATIVE_DIFFERENCE = 2e-5, 1e-4
@@ -89,13 +89,16 @@ def loss_of(model: Any) -> torch.Tensor:
 
 def part_of_rank(whole: Any, parts: Parts, sequence_parallel: bool, tp: Any, alone: Any) -> Any:
     """Loss and gradients of this rank, and what they are to be."""
-    from zorse_megatron.adapter.data_parallel.set_sums import set_sums_of
-    from zorse_megatron.adapter.model.local_sizes import LocalSizes, size_hooks
-    from zorse_megatron.adapter.model.split_norms import with_sequence_parallelism
-    from zorse_megatron.adapter.parameters.parameter_parts import held_part, taken
+    from zorse_megatron.adapter.data_parallel.buckets import set_sums_of
+    from zorse_megatron.adapter.model.unequal_parts import (
+        LocalSizes,
+        size_hooks,
+        with_sequence_parallelism,
+    )
+    from zorse_megatron.adapter.parameter_parts import held_part, taken
     from zorse_megatron.adapter.patches import under_plan
     from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.runtime.set_place import SetPlace
+    from zorse_megatron.runtime.mailbox import SetPlace
 
     place = SetPlace(
         index=tp.rank(),
@@ -133,7 +136,7 @@ def unlike_specs() -> list[str]:
     from megatron.core.transformer.attention import SelfAttention
     from megatron.training.models.gpt import default_layer_spec
 
-    from zorse_megatron.adapter.model.without_heads import (
+    from zorse_megatron.adapter.model.unequal_parts import (
         SelfAttentionWithoutHeads,
         layer_spec_without_heads,
     )

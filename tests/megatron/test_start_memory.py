@@ -25,8 +25,8 @@ from tests.megatron.test_memory_by_chunks import (
     closed_form,
     plan_of,
 )
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import save_plan
 
 SHARE = EVEN[0]
 # Zeros that stock makes for what it counts and logs.

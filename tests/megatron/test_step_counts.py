@@ -8,7 +8,7 @@ from scripts.bench_executor_overhead import MICRO_BATCH_SIZE, Layout
 from scripts.validation.step_counts import counts_of
 from tests.megatron.profiled_entry import iterations
 from tests.megatron.small_run import small_run_flags
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan_file import save_plan
 
 pytestmark = pytest.mark.slow
 

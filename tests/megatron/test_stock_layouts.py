@@ -5,12 +5,12 @@ import itertools
 import json
 
 from tests.megatron.launch import run_ranks
-from zorse_megatron.planner.baselines.stock_flags import layout_flags
-from zorse_megatron.planner.baselines.stock_grids import Grid, may_run
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.planner.baselines.stock_layouts import Grid, may_run
+from zorse_megatron.planner.baselines.stock_plans import layout_flags
 from zorse_megatron.planner.baselines.stock_search import StockSearch
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
 
 # 26 layers, 32 heads.
 MODEL = dataclasses.replace(MODELS["llama-3b"], seq_length=1024)

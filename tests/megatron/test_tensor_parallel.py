@@ -32,8 +32,8 @@ from tests.megatron.test_exactness import (
     flags_for,
 )
 from tests.megatron.test_traffic import ELEMENT_BYTES, HIDDEN, SEQUENCE, VOCABULARY
-from zorse_megatron.schema.plan.plan import Offload, Parts, Plan, Recompute
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan import Offload, Parts, Plan, Recompute
+from zorse_megatron.plan.plan_file import save_plan
 
 UNLIKE = (set_of((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0))
 """A set of two ranks beside one rank, of other micro-batches and shards."""

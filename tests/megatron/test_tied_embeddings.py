@@ -19,7 +19,7 @@ WHOLE = Setup(clip_grad=0.5)
 
 def _build(**overrides: Any) -> tuple[Setup, Any, Any, Any]:
     """This rank's stage, chunk, optimizer and tied embedding."""
-    from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
+    from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 
     is_first = dist.get_rank() in FIRST
     setup = replace(WHOLE, stage=0 if is_first else 1, num_stages=2, layers_per_stage=1)

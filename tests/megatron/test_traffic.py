@@ -26,8 +26,8 @@ from tests.megatron.ministages import (
     with_settings,
 )
 from tests.megatron.test_exactness import UNTIED, flags_for
-from zorse_megatron.schema.plan.plan import Plan, Schedule
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan import Plan, Schedule
+from zorse_megatron.plan.plan_file import save_plan
 
 HIDDEN, SEQUENCE, VOCABULARY = 32, 32, 256
 ELEMENT_BYTES = 4

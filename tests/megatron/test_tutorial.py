@@ -20,7 +20,7 @@ import pytest
 from tests.megatron.launch import REPOSITORY
 from tests.megatron.stock_log import iterations
 from tests.slurm.local_slurm import LocalSlurm, local_slurm, why_not
-from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.plan.plan_file import load_plan
 
 BLOCK = re.compile(r"^```(yaml)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SBATCH = re.compile(r"^(\w+=\$\()?sbatch .*\n", re.MULTILINE)

@@ -17,7 +17,7 @@ from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.set_plans import set_of
 from tests.megatron.test_exactness import MASKED, flags_for
 from tests.megatron.test_tensor_parallel import SEQUENCE_PARALLEL, assert_follows, stock_of
-from zorse_megatron.schema.plan.plan import Parts, Plan, Recompute
+from zorse_megatron.plan.plan import Parts, Plan, Recompute
 
 MAX_RELATIVE_DIFFERENCE = 1e-4
 

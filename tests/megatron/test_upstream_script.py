@@ -27,7 +27,7 @@ from tests.megatron.test_exactness import (
 )
 from tests.megatron.upstream import DIRECTORY, PRETRAIN_GPT, needs_upstream
 from tests.unit.test_patches import apply
-from zorse_megatron.schema.plan.plan import Schedule
+from zorse_megatron.plan.plan import Schedule
 
 pytestmark = needs_upstream
 

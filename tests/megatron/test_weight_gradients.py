@@ -11,9 +11,9 @@ from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host, with_s
 from tests.megatron.set_plans import set_of
 from tests.megatron.test_exactness import MASKED, UNTIED, flags_for
 from tests.megatron.test_tensor_parallel import LLAMA, SEQUENCE_PARALLEL, assert_same_bits
-from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan.plan import Plan, Recompute, Schedule
+from zorse_megatron.plan.plan import Plan, Recompute, Schedule
+from zorse_megatron.schedule.actions import Kind
+from zorse_megatron.schedule.lower import lower_plan
 
 SET = (set_of((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0))
 

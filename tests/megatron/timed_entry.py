@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.megatron.turns import Board
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.pretrain import main
 
 

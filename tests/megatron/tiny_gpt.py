@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.megatron.fused_adam import fused_adam
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 
 VOCAB = 96
 SEQUENCE = 8
@@ -206,7 +206,7 @@ def build_ours(
 ) -> Any:
     """Our optimizer for a wrapped chunk; `options` are fields of its config."""
     from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
-    from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
+    from zorse_megatron.adapter.optimizer.distributed_optimizer import build_uneven_optimizer
 
     layout = CheckpointLayout.DISTRIBUTED if distributed_layout else CheckpointLayout.REPLICATED
     with fused_adam(setup.fused_adam):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.megatron import recording_entry
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 
 
 class CountingDist:
@@ -94,7 +94,7 @@ def main() -> None:
 
     from zorse_megatron.runtime import (
         collectives,
-        low_precision_reduce,
+        hierarchical_collectives,
         part_exchange,
         transport,
     )
@@ -104,7 +104,7 @@ def main() -> None:
     for name, what in (("start_to_host", "to the host"), ("start_from_host", "from the host")):
         setattr(HostLink, name, counting_copy(getattr(HostLink, name), counts, what))
     dist: Any = CountingDist(counts)
-    collectives.dist = low_precision_reduce.dist = transport.dist = part_exchange.dist = dist
+    collectives.dist = hierarchical_collectives.dist = transport.dist = part_exchange.dist = dist
     found: dict[str, Any] = {"steps": [], "chunks": []}
     training.train_step = counting_train_step(training.train_step, counts, found)
     recording_entry.record()

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from zorse_megatron.checkpoints.check import State, look_at
-from zorse_megatron.checkpoints.folder import Checkpoint, read_tracker
-from zorse_megatron.checkpoints.manifest import file_record
+from zorse_megatron.live.checkpoint_check import State, look_at
+from zorse_megatron.live.checkpoint_files import Checkpoint, file_record, read_tracker
 
 
 def assert_latest(root: Path, iteration: int) -> None:

@@ -12,14 +12,18 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from tests.unit.checkpoint_folders import flip, save
-from zorse_megatron.adapter.checkpoint import save_manifest, shared_reads
-from zorse_megatron.adapter.checkpoint.check_before_load import check_before_load, load_of
-from zorse_megatron.checkpoints.check import State, look_at
-from zorse_megatron.checkpoints.choice import Load
-from zorse_megatron.checkpoints.folder import Checkpoint, read_tracker
-from zorse_megatron.checkpoints.manifest import MANIFEST, STOCK_MANIFEST, Hashing
-from zorse_megatron.checkpoints.verify import read_through
+from zorse_megatron.adapter.checkpoint import before_load, save_manifest
+from zorse_megatron.adapter.checkpoint.before_load import check_before_load, load_of
 from zorse_megatron.errors import CheckpointError, FlagError
+from zorse_megatron.live.checkpoint_check import State, look_at, read_through
+from zorse_megatron.live.checkpoint_choice import Load
+from zorse_megatron.live.checkpoint_files import (
+    MANIFEST,
+    STOCK_MANIFEST,
+    Checkpoint,
+    Hashing,
+    read_tracker,
+)
 
 WORLD_SIZE = 3
 SHARD_BYTES = (5000, 0, 100)
@@ -79,8 +83,8 @@ def _load_job(root: str, skips: bool) -> tuple[Any, list[str]]:
             super().__init__(path, algorithm)
             read.append(str(path.relative_to(root)))
 
-    shared_reads.Hashing = Noted  # type: ignore[misc]
-    shared_reads._BYTES_BETWEEN_EXCHANGES = 64
+    before_load.Hashing = Noted  # type: ignore[misc]
+    before_load._BYTES_BETWEEN_EXCHANGES = 64
     try:
         found = check_before_load(Load(root=Path(root), skips_damaged=skips))
     except CheckpointError as error:
@@ -141,7 +145,7 @@ def _unreadable_job(root: str) -> str:
 
         Hashing.pieces = fails  # type: ignore[method-assign]
     try:
-        shared_reads.read_together(folder, [f"__{dist.get_rank()}_0.distcp"], "xxh3_128")
+        before_load.read_together(folder, [f"__{dist.get_rank()}_0.distcp"], "xxh3_128")
     except OSError as error:
         return f"{error.strerror}: {Path(str(error.filename)).name}"
     return "read"

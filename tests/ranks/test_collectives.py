@@ -16,7 +16,7 @@ from zorse_megatron.runtime.collectives import (
     reduce_scatter_uneven,
     reduce_scatter_volume,
 )
-from zorse_megatron.schedules.shards import overlaps, shard_bounds
+from zorse_megatron.schedule.shards import overlaps, shard_bounds
 
 WEIGHTS_3 = [(3, 1, 0), (1, 1, 1), (0, 1, 0), (1, 2, 3), (0, 0, 5)]
 

@@ -7,18 +7,19 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from tests.unit.fake_costs import FakeComm
-from zorse_megatron.emulate.clock.conductor_connections import call, conducted
-from zorse_megatron.emulate.clock.link_model import LinkModel
-from zorse_megatron.emulate.clock.rank_clock import RankClock
+from zorse_megatron.emulate.conductor import call, conducted
+from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
 from zorse_megatron.emulate.on_ranks.tensor_sizes import AsTheyAre
+from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
 from zorse_megatron.runtime.hierarchical_collectives import (
+    CommDtype,
     RegionGroups,
     all_gather_hierarchical,
     reduce_scatter_hierarchical,
+    reduce_scatter_low_precision,
 )
-from zorse_megatron.runtime.low_precision_reduce import CommDtype, reduce_scatter_low_precision
 
 WORLD = 3
 # A ring moves (n - 1) / n of a buffer at this rate; so 12 bytes take 2 s over three ranks.

@@ -9,14 +9,13 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from zorse_megatron.runtime import hierarchical_collectives
+from zorse_megatron.runtime.collectives import start_stages
 from zorse_megatron.runtime.hierarchical_collectives import (
     RegionGroups,
     all_gather_hierarchical,
     reduce_scatter_hierarchical,
 )
-from zorse_megatron.runtime.staged_operation import start_stages
-from zorse_megatron.schedules.region_shards import RegionShards
-from zorse_megatron.schedules.shards import Interval, shard_bounds
+from zorse_megatron.schedule.shards import Interval, RegionShards, shard_bounds
 
 TWO_AND_THREE = ((0, 2), (2, 5))
 ONE_AND_TWO = ((0, 1), (1, 3))

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
-from zorse_megatron.adapter.cpu import cpu_mode
-from zorse_megatron.adapter.loss.loss_report import tell_last_rank
+from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.adapter.loss import tell_last_rank
 
 STEPS = [
     {"lm loss": torch.tensor(0.1), "mtp loss": torch.tensor(-3e-39)},

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_collectives import WEIGHTS_3
 from zorse_megatron.runtime.collectives import reduce_scatter_uneven
-from zorse_megatron.runtime.low_precision_reduce import CommDtype, reduce_scatter_low_precision
-from zorse_megatron.schedules.shards import shard_bounds
+from zorse_megatron.runtime.hierarchical_collectives import CommDtype, reduce_scatter_low_precision
+from zorse_megatron.schedule.shards import shard_bounds
 
 BF16, FP16 = CommDtype(dtype=torch.bfloat16), CommDtype(dtype=torch.float16, factor=2.0**-6)
 

@@ -12,7 +12,7 @@ from zorse_megatron.runtime.part_exchange import (
     sum_into_owners,
     sum_volume,
 )
-from zorse_megatron.schedules.tensor_parts import equal_part, owned_blocks
+from zorse_megatron.schedule.tensor_parallel_parts import equal_part, owned_blocks
 
 SETS, WEIGHTS = ((0, 1), (2,), (3,)), (2.0, 1.0, 0.0)
 TENSORS = (((24, 40), 0, 2), ((16, 48), 1, 1), ((100,), None, 1))

@@ -7,11 +7,9 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
-from zorse_megatron.migration.costs import peak_bytes, sent_bytes
-from zorse_megatron.migration.transfers import Owners, plan_transfers
+from zorse_megatron.live.move import Owners, peak_bytes, plan_transfers, sent_bytes
 from zorse_megatron.runtime.state_transfer import HeldBlock, StateTransfer
-from zorse_megatron.schedules.tensor_blocks import TensorBlock
-from zorse_megatron.schedules.tensor_parts import equal_part, owned_blocks
+from zorse_megatron.schedule.tensor_parallel_parts import TensorBlock, equal_part, owned_blocks
 
 SHAPES = {"matrix": (24, 10), "other": (6, 8, 4), "vector": (100,)}
 DTYPES = (torch.float32, torch.float32, torch.bfloat16)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.watch.processes.root_cause import Limits
-from zorse_megatron.watch.processes.watched_rank import BAD_INPUT, LOST_RANK
+from zorse_megatron.live.root_cause import Limits
+from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK
 
 WORLD_SIZE = 3
 STARTED_S = 4.0

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.watch.processes.root_cause import Limits
-from zorse_megatron.watch.processes.watched_rank import WatchedRank
-from zorse_megatron.watch.start import watched
+from zorse_megatron.live.root_cause import Limits
+from zorse_megatron.live.start_watch import watched
+from zorse_megatron.live.watched_rank import WatchedRank
 
 RANK = int(os.environ["RANK"])
 HUB = Path(os.environ["ZORSE_TEST_HUB"])

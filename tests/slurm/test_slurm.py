@@ -26,11 +26,11 @@ from tests.megatron.stock_log import iterations
 from tests.printed import run_zorse
 from tests.slurm.local_slurm import LocalSlurm, local_slurm, why_not
 from tests.unit.test_stock_plans import inputs_for
-from zorse_megatron.flags.turned_off import WITHOUT_EVALUATION, WITHOUT_WORKERS
-from zorse_megatron.planner.baselines.stock_grids import Grid, plan_of_grid
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.plan.plan import ClusterFingerprint
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.flags.table import WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.plan.plan import ClusterFingerprint
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.planner.baselines.stock_layouts import Grid, plan_of_grid
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 STEPS, SAVED_EVERY, KILLED_AFTER, STOPPED_AFTER = 100, 20, 30, 45

@@ -6,8 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.checkpoints.folder import TRACKER, Checkpoint
-from zorse_megatron.checkpoints.manifest import MANIFEST, file_record, write_manifest
+from zorse_megatron.live.checkpoint_files import (
+    MANIFEST,
+    TRACKER,
+    Checkpoint,
+    file_record,
+    write_manifest,
+)
 
 
 @dataclass(frozen=True)

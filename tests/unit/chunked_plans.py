@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.schema.plan.plan import Chunk, Plan, Schedule
+from zorse_megatron.plan.plan import Chunk, Plan, Schedule
 
 
 def dealt_out(

@@ -1,8 +1,8 @@
 """Spans of a plan's action lists, as if every action took a millisecond and nothing waited long."""
 
-from zorse_megatron.schedules.actions import COMPUTE
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.schedule.actions import COMPUTE
+from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.trace import Span
 
 ACTION_S = 0.001

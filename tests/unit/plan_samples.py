@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from zorse_megatron.errors import PlanError, Problem
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import parse_plan
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import parse_plan
 
 SOURCE = "plan.json"
 

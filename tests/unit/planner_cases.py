@@ -7,15 +7,10 @@ from itertools import permutations, product
 
 from tests.topologies import node
 from tests.unit.fake_costs import FakeMemory
-from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
-from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, ReplicaShare, best_split
-from zorse_megatron.planner.closed_form.water_filling import water_fill
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.groupings.set_partitions import set_partitions
-from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
-from zorse_megatron.schedules.shards import shard_bounds
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Group,
@@ -25,8 +20,13 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
+from zorse_megatron.planner.closed_form.device_groups import ReplicaClass, ReplicaShare, best_split
+from zorse_megatron.planner.closed_form.stage_memory import water_fill
+from zorse_megatron.planner.groupings.pools import set_partitions
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.schedule.shards import shard_bounds
 from zorse_megatron.simulate.result import SimulationResult
-from zorse_megatron.topology.cluster_topology import Topology
 
 KINDS = ("fast", "middle", "slow")
 SIZES = (1, 2, 4)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from zorse_megatron.gpus.gpu import LinkType
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.profile import Transfers
 from zorse_megatron.measure.machine import SeenDevice, SeenNic, SeenRank
-from zorse_megatron.measure.results.cluster_text import MeasuredKind
+from zorse_megatron.measure.measured_cluster import MeasuredKind
 from zorse_megatron.measure.tasks import LinkTask
-from zorse_megatron.schema.gpus.gpu import LinkType
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.profile.profile import Transfers
 
 MEASURED = MeasuredKind(
     memory_bytes=24_000_000_000,

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
-from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, ActionLists, Kind
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.schedule.actions import RECEIVES, SENDS, Action, ActionLists, Kind
 from zorse_megatron.simulate.iteration import simulate
-from zorse_megatron.simulate.rank_sizes import RankSizes
+from zorse_megatron.simulate.rank_bytes import RankSizes
 from zorse_megatron.simulate.result import SimulationResult
 
 

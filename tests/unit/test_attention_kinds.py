@@ -7,17 +7,14 @@ import pytest
 
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
 from tests.unit.profile_samples import good as good_profile
-from zorse_megatron.costs.attention_kinds import attention_by_kind
-from zorse_megatron.costs.flops import score_bytes
-from zorse_megatron.costs.transformer_memory import memory_from_profile, precision_of
+from zorse_megatron.costs.analytic_compute import attention_by_kind, score_bytes
+from zorse_megatron.costs.model_memory import memory_from_profile, precision_of
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS, USUAL, Computing
+from zorse_megatron.inputs.profile import Profile, Source, parse_profile
 from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.computing import USUAL, Computing
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.profile.profile import Profile, Source
-from zorse_megatron.schema.profile.profile_json import parse_profile
 
 NOTHING = Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),))
 FOUR_KINDS = "nodes: [{gpus: [1 x V100-16, 1 x T4, 1 x A100-40, 1 x H100-80]}]"

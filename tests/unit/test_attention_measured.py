@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.costs.flops import score_bytes
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS, canonical_kind
-from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.costs.analytic_compute import score_bytes
+from zorse_megatron.gpus.known_gpus import GPU_KINDS, canonical_kind
+from zorse_megatron.inputs.model import MODELS
 
 TIMES = Path(__file__).parents[3] / "shared" / "measured" / "layer_latency.csv"
 MODEL_NAMES = ("llama-3b", "llama-7b")

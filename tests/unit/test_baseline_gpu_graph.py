@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.topologies import GB_PER_S, node, topologies
-from zorse_megatron.planner.baselines.gpu_graph import (
+from zorse_megatron.costs.routes import Routes
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.planner.baselines.published_planners import (
     pair_bytes_per_s,
     paper_groupings,
     stoer_wagner_dense,
 )
-from zorse_megatron.topology.cluster_topology import Topology
-from zorse_megatron.topology.routes import Routes
 
 
 def complete_graph(spec: Topology) -> nx.Graph:

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import plans
-from zorse_megatron.runtime.batch_sampler import PlanBatchSampler
-from zorse_megatron.runtime.course import Course
-from zorse_megatron.schedules.samples import replica_micro_batches
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.runtime.batch_sampler import Course, PlanBatchSampler
+from zorse_megatron.schedule.samples import replica_micro_batches
 
 
 @pytest.mark.slow

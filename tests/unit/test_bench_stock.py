@@ -12,11 +12,11 @@ from scripts.bench_stock import DOCUMENT, PUBLISHED, cases
 from scripts.bench_stock_tables import described, gain, medians, tables, with_tables
 from scripts.where_time_goes import ideal_s, lost_s
 from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.planner.baselines.stock_grids import Grid, plan_of_grid
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.planner.baselines.stock_layouts import Grid, plan_of_grid
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.planner.simulate_plan import simulate_plan
 
 PC = b"nodes: [{gpus: [1 x A6000, 1 x RTX3090]}]"
 ONE = b"nodes: [{gpus: [1 x A6000]}]"

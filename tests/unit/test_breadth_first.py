@@ -15,16 +15,16 @@ from tests.unit.chunked_plans import dealt_out, ministages, with_owners
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Action, Kind
-from zorse_megatron.schedules.breadth_first import (
+from zorse_megatron.plan.plan import Offload, Plan, Schedule
+from zorse_megatron.schedule.actions import COMPUTE, TRANSFERS, Action, Kind
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.pipeline_schedules import (
     PER_MICRO_BATCH,
     PER_PASS,
     RESIDENT,
     parameters_setting,
 )
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan.plan import Offload, Plan, Schedule
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.memory_ledger import Category
 
 breadth_first_plans = lowerable_plans(schedule_names=("breadth_first",))
 

@@ -14,17 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.checkpoint_folders import flip, save, shards, steps_of_save
-from zorse_megatron.checkpoints.check import Look, State, look_at, shares
-from zorse_megatron.checkpoints.choice import Chooser, Load
-from zorse_megatron.checkpoints.folder import (
+from zorse_megatron.errors import CheckpointError
+from zorse_megatron.live.checkpoint_check import Look, State, look_at, read_through, shares
+from zorse_megatron.live.checkpoint_choice import Chooser, Load
+from zorse_megatron.live.checkpoint_files import (
+    MANIFEST,
+    STOCK_MANIFEST,
     TRACKER,
     Checkpoint,
     checkpoints_in,
+    file_record,
     read_tracker,
 )
-from zorse_megatron.checkpoints.manifest import MANIFEST, STOCK_MANIFEST, file_record
-from zorse_megatron.checkpoints.verify import read_through
-from zorse_megatron.errors import CheckpointError
 
 FILES = (*shards(1), ".metadata", "metadata.json")
 # Each example waits for several files to be on disk; in memory they are at once.

@@ -14,12 +14,11 @@ from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_memory import priced_with_options
 from tests.unit.test_simulate_times import run_case
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
-from zorse_megatron.schedules.actions import COMPUTE, SENDS, Kind, parse_action
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.steady import from_norm
+from zorse_megatron.schedule.actions import COMPUTE, SENDS, Kind, from_norm, parse_action
+from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.chrome_trace import chrome_trace, save_chrome_trace
 from zorse_megatron.simulate.iteration import action_lists
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.memory_ledger import Category
 
 NEEDED = {
     "X": {"name", "cat", "pid", "tid", "ts", "dur"},

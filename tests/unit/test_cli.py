@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tests.unit.plan_samples import good, load
 from zorse_megatron import __version__
 from zorse_megatron.cli.main import app
-from zorse_megatron.schema.plan.plan_json import fingerprint
+from zorse_megatron.plan.plan_file import fingerprint
 
 
 @pytest.fixture
@@ -127,10 +127,10 @@ def test_the_command_needs_neither_torch_nor_megatron():
 import sys
 import zorse_megatron.cli.main
 print(sorted({"matplotlib", "numpy"} & set(sys.modules)))
-import zorse_megatron.planner.explain.analysis
+import zorse_megatron.planner.explain
 import zorse_megatron.planner.find_plan
-import zorse_megatron.plots.memory_bars
-import zorse_megatron.plots.simulated_gantt
+import zorse_megatron.plots.figures
+import zorse_megatron.plots.gantt
 print(sorted({"torch", "megatron"} & set(sys.modules)))
 """
     command = [sys.executable, "-c", script]

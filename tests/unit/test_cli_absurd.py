@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.unit.cli_samples import MODEL, runner_in
-from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.plan.plan_file import load_plan
 
 pytestmark = pytest.mark.slow
 

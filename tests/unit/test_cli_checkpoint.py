@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.checkpoint_folders import flip, save
-from zorse_megatron.checkpoints.folder import TRACKER
 from zorse_megatron.cli.main import app
+from zorse_megatron.live.checkpoint_files import TRACKER
 
 
 def verify(folder: Path, *options: str) -> tuple[int, str]:

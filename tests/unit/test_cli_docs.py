@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.printed import each_search_once
 from zorse_megatron.cli.main import app
-from zorse_megatron.planner.search import set_search
+from zorse_megatron.planner.search import tensor_parallel_search
 from zorse_megatron.planner.search.effort import Effort
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def searching_little():
     effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Effort, "of", lambda inputs: effort)
-        patch.setattr(set_search, "joinings_of", lambda inputs: [])
+        patch.setattr(tensor_parallel_search, "joinings_of", lambda inputs: [])
         yield
 
 

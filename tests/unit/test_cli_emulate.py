@@ -10,21 +10,20 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in
-from zorse_megatron.cli.commands import zorse_compare as compare
-from zorse_megatron.cli.commands import zorse_emulate as command
+from zorse_megatron.cli.commands import emulate as command
+from zorse_megatron.cli.commands import emulate as compare
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_of_workload
-from zorse_megatron.emulate.jobs.tiny_model import TinyTraining, training_flags
+from zorse_megatron.emulate.tiny_model import TinyTraining, training_flags
 from zorse_megatron.errors import Problem
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.computing_flags import computing_from_flags
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.model.computing import JobRecompute
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan_json import parse_plan
+from zorse_megatron.flags.model_in_flags import computing_from_flags
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import MODELS, JobRecompute
+from zorse_megatron.plan.plan_file import parse_plan
 
 BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
 
@@ -202,7 +201,7 @@ def test_compare_prices_as_the_command_computes(tmp_path, monkeypatch, flags):
         seen.append(inputs)
         raise CommandError("enough", [Problem(where="a", found="b", expected="c", remedy="d")])
 
-    monkeypatch.setattr("zorse_megatron.emulate.compare.compared_systems.compared_systems", nobody)
+    monkeypatch.setattr("zorse_megatron.emulate.compare.compared_systems", nobody)
     run = runner_in(tmp_path, monkeypatch)
     usual = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0"]
     told = [usual, [*usual, *flags]]
@@ -251,7 +250,7 @@ def test_emulate_hands_on_what_is_recomputed(tmp_path, monkeypatch):
         raise CommandError("enough", [Problem(where="a", found="b", expected="c", remedy="d")])
         yield
 
-    monkeypatch.setattr("zorse_megatron.emulate.jobs.emulator.emulator", emulator)
+    monkeypatch.setattr("zorse_megatron.emulate.emulator.emulator", emulator)
     run = runner_in(tmp_path, monkeypatch)
     run(*BASE[:4], "--", *FLAGS, "--recompute-activations")
     assert seen == [JobRecompute(mode="selective")]

@@ -15,7 +15,7 @@ from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
 from zorse_megatron.cli import console
 from zorse_megatron.cli.console import print_plain, print_table
 from zorse_megatron.cli.main import app
-from zorse_megatron.schema.text import counted
+from zorse_megatron.files import wording
 
 WITHOUT_JSON = {"actions", "join"}
 
@@ -111,7 +111,7 @@ def test_no_color(monkeypatch, capsys):
     assert not re.search(r"\x1b\[[0-9;]*3\d", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("module", [console, counted])
+@pytest.mark.parametrize("module", [console, wording])
 def test_how_numbers_read(module):
     results = doctest.testmod(module)
     assert results.attempted and not results.failed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in, write_lab
-from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
+from zorse_megatron.plan.plan_file import load_plan, parse_plan
 
 pytestmark = pytest.mark.slow
 
@@ -39,11 +39,11 @@ def stop(*_args, **_kwargs):
 
 OUTPUTS = {
     "plan": ((*PLAN, "--out"), "zorse_megatron.planner.find_plan.find_plan"),
-    "timeline": ((*EXPLAIN, "--timeline"), "zorse_megatron.cli.commands.zorse_explain.simulated"),
-    "trace": ((*EXPLAIN, "--trace"), "zorse_megatron.cli.commands.zorse_explain.simulated"),
+    "timeline": ((*EXPLAIN, "--timeline"), "zorse_megatron.cli.commands.simulate.simulated"),
+    "trace": ((*EXPLAIN, "--trace"), "zorse_megatron.cli.commands.simulate.simulated"),
     "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.launched_job.load_plan"),
-    "compare": ((*COMPARE, "--out"), "zorse_megatron.cli.commands.zorse_compare._compared"),
-    "discover": (("discover", "--out"), "zorse_megatron.cli.commands.zorse_discover.as_ranks"),
+    "compare": ((*COMPARE, "--out"), "zorse_megatron.cli.commands.emulate._compared"),
+    "discover": (("discover", "--out"), "zorse_megatron.cli.commands.measure.as_ranks"),
 }
 
 

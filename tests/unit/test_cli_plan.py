@@ -17,20 +17,25 @@ from zorse_megatron import extras
 from zorse_megatron.cli import plan_answer as answer_module
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.errors import Problem
+from zorse_megatron.files.wording import figure
+from zorse_megatron.plan.plan import Group, Offload, Predictions, Recompute
+from zorse_megatron.plan.plan_file import load_plan, parse_plan
+from zorse_megatron.planner import explain as explain_module
 from zorse_megatron.planner import find_plan as search_module
+from zorse_megatron.planner import other_searches as replan_module
 from zorse_megatron.planner.baselines import stock_best
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.explain import analysis as explain_module
-from zorse_megatron.planner.explain import replan as replan_module
-from zorse_megatron.planner.explain.critical_shares import CriticalShares
-from zorse_megatron.planner.explain.explanation import Explanation, GroupLoad, Headroom
-from zorse_megatron.planner.explain.replan import OneMore, Replans
-from zorse_megatron.planner.find_plan import NoPlanError
+from zorse_megatron.planner.explanation import CriticalShares, Explanation, GroupLoad, Headroom
 from zorse_megatron.planner.inputs import search_inputs as inputs_module
-from zorse_megatron.planner.outcome import LinkBound, Outcome, Rejected, SearchProgress, SearchStats
-from zorse_megatron.schema.plan.plan import Group, Offload, Predictions, Recompute
-from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
-from zorse_megatron.schema.text.figures import figure
+from zorse_megatron.planner.other_searches import OneMore, Replans
+from zorse_megatron.planner.outcome import (
+    LinkBound,
+    NoPlanError,
+    Outcome,
+    Rejected,
+    SearchProgress,
+    SearchStats,
+)
+from zorse_megatron.planner.simulate_plan import simulate_plan
 
 PLAN = ("plan", "--use-all", *WORKLOAD)
 COMPARE = ("compare", "--simulated", "--use-all", *WORKLOAD)

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from scripts.import_profile import import_tables
 from tests.unit.test_profile_import import LAYERS
 from zorse_megatron.cli.main import app
-from zorse_megatron.schema.profile.profile_json import save_profile
+from zorse_megatron.inputs.profile import save_profile
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.errors import ClusterError
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
 
 LIKE = "gpu_kinds: [{{name: Z1, like: {}}}]\nnodes: [{{gpus: 4 x Z1}}]"
 

@@ -5,11 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.schema.cluster.cloud_instances import INSTANCES
-from zorse_megatron.schema.cluster.cluster import Link, Nics
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
-from zorse_megatron.schema.gpus.gpu_names import is_foreign
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.gpus.known_gpus import GPU_KINDS, INSTANCES, is_foreign
+from zorse_megatron.inputs.cluster import Link, Nics
+from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 NVIDIA_KINDS = sorted(name for name in GPU_KINDS if not is_foreign(name))

@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.topologies import GB_PER_S, node, region_link, topologies, two_regions
-from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.costs.direct_exchange import largest_load
+from zorse_megatron.costs.communication import UNEVEN_PENALTY, GraphComm, Shards, largest_load
 from zorse_megatron.costs.interface import CommCost
-from zorse_megatron.costs.rings import UNEVEN_PENALTY, Shards
-from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
-from zorse_megatron.topology.link_curves import BandwidthCurve, LogFit
+from zorse_megatron.costs.link_bandwidth import BandwidthCurve, LogFit
+from zorse_megatron.costs.topology import MeasuredNode, Topology
 
 MB = 10**6
 RATE = 10 * GB_PER_S  # of a NIC of tests.topologies.node

@@ -10,7 +10,7 @@ from tests.flag_samples import all_words
 from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.table import flags
-from zorse_megatron.pretrain_command import split_command
+from zorse_megatron.launch.pretrain_command import split_command
 
 
 class Refused(Exception):

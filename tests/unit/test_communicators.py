@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.schedules import communicators
-from zorse_megatron.schedules.actions import SENDS
-from zorse_megatron.schedules.communicators import (
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schedule import communicators
+from zorse_megatron.schedule.actions import SENDS
+from zorse_megatron.schedule.communicators import (
     WORLD_CTAS,
     Communicator,
     communicators_of,
@@ -19,15 +20,7 @@ from zorse_megatron.schedules.communicators import (
     planned_communicators,
     resident_kernels,
 )
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan.plan import (
-    Chunk,
-    Group,
-    ModelFingerprint,
-    Plan,
-    Replica,
-    Schedule,
-)
+from zorse_megatron.schedule.lower import lower_plan
 
 any_plan = st.one_of(plans(), lowerable_plans())
 

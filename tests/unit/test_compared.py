@@ -12,20 +12,17 @@ from pathlib import Path
 import PIL.Image
 import pytest
 
-from zorse_megatron.emulate.compare.compared_systems import STOCK, STOCK_EVEN
-from zorse_megatron.emulate.compare.comparison import aggregate_tokens_per_s
+from zorse_megatron.emulate.compare import STOCK, STOCK_EVEN, aggregate_tokens_per_s
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.inputs.profile import load_profile
+from zorse_megatron.plan.plan_file import load_plan
 from zorse_megatron.planner.baselines.stock_best import stock_at_best
 from zorse_megatron.planner.baselines.stock_costs import grid_estimates
-from zorse_megatron.planner.baselines.stock_grids import grids, plan_of_grid
-from zorse_megatron.planner.baselines.stock_placements import subsets
+from zorse_megatron.planner.baselines.stock_layouts import grids, plan_of_grid, subsets
 from zorse_megatron.planner.baselines.stock_search import framework_of
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.inputs.other_gpus import on_ranks
-from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan_json import load_plan
-from zorse_megatron.schema.profile.profile_json import load_profile
+from zorse_megatron.planner.inputs.search_inputs import make_inputs, on_ranks
+from zorse_megatron.planner.simulate_plan import simulate_plan
 
 ROOT = Path(__file__).parents[2]
 EMULATION = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")

@@ -10,36 +10,32 @@ import matplotlib.image
 import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeCompute
-from zorse_megatron.emulate.compare import compared_systems as compared_systems_module
-from zorse_megatron.emulate.compare.compared_systems import (
+from zorse_megatron.emulate import compare as compared_systems_module
+from zorse_megatron.emulate.compare import (
+    HEADINGS,
     OURS,
     STOCK,
     STOCK_EVEN,
     ComparedSystem,
-    Planned,
-    compared_systems,
-)
-from zorse_megatron.emulate.compare.comparison import (
+    ComparisonReport,
     ComparisonRow,
+    Planned,
     Result,
     aggregate_tokens_per_s,
+    compared_systems,
     rows_of,
 )
-from zorse_megatron.emulate.compare.comparison_report import HEADINGS, ComparisonReport
-from zorse_megatron.emulate.jobs.emulator import EmulatedRun, System
-from zorse_megatron.emulate.jobs.self_test import SelfTest
-from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
-from zorse_megatron.emulate.jobs.tiny_shape import HIDDEN_SIZE
+from zorse_megatron.emulate.emulated_job import SelfTest
+from zorse_megatron.emulate.emulator import EmulatedRun, System, flags_of_grid
+from zorse_megatron.emulate.tiny_model import HIDDEN_SIZE
 from zorse_megatron.errors import Problem
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import MODELS
 from zorse_megatron.planner.baselines.stock_best import Stock, StockAtBest, stock_at_best
-from zorse_megatron.planner.baselines.stock_grids import Grid
+from zorse_megatron.planner.baselines.stock_layouts import Grid
 from zorse_megatron.planner.find_plan import find_plan
-from zorse_megatron.planner.inputs.other_gpus import on_ranks
-from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.outcome import STRATEGIES
-from zorse_megatron.planner.planner_errors import NoPlanError
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs, on_ranks
+from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError
 
 pytestmark = pytest.mark.slow
 

@@ -6,15 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.profile_samples import good, spoil
-from zorse_megatron.costs.analytic_compute import AnalyticCompute
-from zorse_megatron.costs.efficiency import shares_of
-from zorse_megatron.costs.flops import attention_flops, elementwise_bytes, layer_flops
+from zorse_megatron.costs.analytic_compute import (
+    AnalyticCompute,
+    attention_flops,
+    elementwise_bytes,
+    layer_flops,
+    shares_of,
+)
 from zorse_megatron.costs.interface import ComputeCost, PassTimes
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.profile.profile_json import parse_profile
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.model import MODELS, ModelShape
+from zorse_megatron.inputs.profile import parse_profile
 
 LLAMA = MODELS["llama-7b"]
 

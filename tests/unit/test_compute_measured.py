@@ -8,15 +8,15 @@ from statistics import fmean, median
 import pytest
 
 from tests.measured import imported, needs_measured
-from zorse_megatron.costs import efficiency
+from zorse_megatron.costs import analytic_compute
 from zorse_megatron.costs.analytic_compute import AnalyticCompute
-from zorse_megatron.costs.curve import fit_curve
+from zorse_megatron.costs.interface import off_by
+from zorse_megatron.costs.measured_curves import fit_curve
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
-from zorse_megatron.costs.provenance import off_by
-from zorse_megatron.schema.gpus.gpu import Dtype
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.profile.profile import Profile, Times
+from zorse_megatron.gpus.gpu import Dtype
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.inputs.profile import Profile, Times
 
 pytestmark = needs_measured
 
@@ -84,8 +84,8 @@ def both_passes(times: Times, compute) -> list[float]:
 def test_nine_of_ten_layer_times_are_off_by_no_more_than_is_said(basis, dtype, monkeypatch):
     """Of GPUs that nobody measured: all that were, with the shares of none."""
     if basis == "uncalibrated":
-        monkeypatch.setattr(efficiency, "_SIXTEEN_BIT", {})
-        monkeypatch.setattr(efficiency, "_FLOAT32", {})
+        monkeypatch.setattr(analytic_compute, "_SIXTEEN_BIT", {})
+        monkeypatch.setattr(analytic_compute, "_FLOAT32", {})
     errors = []
     for times in series(dtype):
         model = model_of(times)

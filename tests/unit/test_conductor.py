@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from tests.unit.fake_costs import FakeComm
-from zorse_megatron.emulate.clock.conductor import Conductor
-from zorse_megatron.emulate.clock.link_model import LinkModel
-from zorse_megatron.emulate.clock.messages import (
+from zorse_megatron.emulate.conductor import Conductor
+from zorse_megatron.emulate.link_clock import LinkModel
+from zorse_megatron.emulate.messages import (
     Answer,
     Ask,
     Collective,

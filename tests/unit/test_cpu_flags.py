@@ -3,7 +3,7 @@
 import pytest
 
 from zorse_megatron.errors import FlagError
-from zorse_megatron.software.machine_flags import with_cpu_flags
+from zorse_megatron.flags.installed_software import with_cpu_flags
 
 CPU_FLAGS = [
     *("--transformer-impl", "local", "--distributed-backend", "gloo"),

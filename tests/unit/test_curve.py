@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.costs.curve import TOLERANCE, fit_curve
+from zorse_megatron.costs.measured_curves import TOLERANCE, fit_curve
 
 
 def sizes_and_times():

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from zorse_megatron.demo import __main__ as demo
-from zorse_megatron.demo.report import loss_table, stands_for_table, validation_difference
-from zorse_megatron.doctor.doctor_run import Trained
+from zorse_megatron import demo
+from zorse_megatron.demo import loss_table, stands_for_table, validation_difference
+from zorse_megatron.doctor.doctor_run import Machine, Trained
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
-from zorse_megatron.doctor.report import Machine
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.plan.plan import ClusterFingerprint
-from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.plan.plan import ClusterFingerprint
+from zorse_megatron.plan.plan_file import dump_plan, parse_plan
 
 VALIDATION = (
     " validation loss at {} | lm loss value: {:.6E} | lm loss PPL: 3.3E+01 | \n other words\n"

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from scripts.validation.device_sets import SetComm, as_devices
 from tests.topologies import node
-from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.topology.cluster_topology import Topology
-from zorse_megatron.topology.link_curves import BandwidthCurve, LogFit, curve_for
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.link_bandwidth import BandwidthCurve, LogFit, curve_for
+from zorse_megatron.costs.topology import Topology
 
 MIB = 2**20
 

@@ -15,17 +15,17 @@ import pytest
 from typer.testing import CliRunner
 
 from scripts.flag_tables import decided_table, refused_table
-from zorse_megatron import pretrain_command
 from zorse_megatron.cli import command_group
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.perturbed import link_names
-from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.topology import topology_of
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.flags.table import machine_rows
-from zorse_megatron.pretrain_command import split_command
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.topology.from_cluster import topology_of
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.launch import pretrain_command
+from zorse_megatron.launch.pretrain_command import split_command
+from zorse_megatron.schedule.lower import lower_plan
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -124,7 +124,7 @@ def our_flags():
     ]
     helps = [CliRunner().invoke(app, ["--help"]).stdout]
     helps += [CliRunner().invoke(app, [*c.split(), "--help"]).stdout for c in commands]
-    scripts = [*ROOT.glob("scripts/**/*.py"), ROOT / "zorse_megatron" / "demo" / "__main__.py"]
+    scripts = [*ROOT.glob("scripts/**/*.py"), ROOT / "zorse_megatron" / "demo.py"]
     programs = [path for path in sorted(scripts) if "__main__" in path.read_text(encoding="utf-8")]
     helps += [help_of(path) for path in programs]
     return set(re.findall(r"--[\w-]+", "\n".join(helps))) | {

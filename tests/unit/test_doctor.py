@@ -10,20 +10,34 @@ import pytest
 from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
-from zorse_megatron.doctor.checks import CHECKS, NAMES, Check, examine
-from zorse_megatron.doctor.doctor_run import STAGED, DoctorRun, Trained, compared
-from zorse_megatron.doctor.plans import CASES, EXACT, UNEVEN_PLAN, WITHIN_ROUNDING
-from zorse_megatron.doctor.report import Gpu, Machine, Report, Status, failed, not_possible, passed
-from zorse_megatron.doctor.timed_checks import (
+from zorse_megatron.doctor.checks import (
+    CHECKS,
+    NAMES,
     PARAMETERS_PER_LAYER,
+    Check,
     cluster_of,
+    examine,
     predicted,
     timed_plan,
 )
+from zorse_megatron.doctor.doctor_run import (
+    STAGED,
+    DoctorRun,
+    Gpu,
+    Machine,
+    Report,
+    Status,
+    Trained,
+    compared,
+    failed,
+    not_possible,
+    passed,
+)
+from zorse_megatron.doctor.plans import CASES, EXACT, UNEVEN_PLAN, WITHIN_ROUNDING
 from zorse_megatron.errors import Problem, RankFailure
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.schedule.lower import refuse_unsupported
 
 # Of other models: times of this one come from published figures.
 PROFILE = Path(__file__).parents[2] / "examples" / "mini-profile.json"
@@ -341,7 +355,7 @@ def test_kinds_that_are_not_well_known_are_described():
 def test_the_command_writes_what_was_found_and_ends_with_its_status(
     findings, status, summary, tmp_path, monkeypatch
 ):
-    from zorse_megatron.cli.commands import zorse_doctor
+    from zorse_megatron.cli.commands import measure
 
     asked = []
 
@@ -349,7 +363,7 @@ def test_the_command_writes_what_was_found_and_ends_with_its_status(
         asked.extend(checks)
         return Report(machine=machine(A100, T4), findings=findings, version="1")
 
-    monkeypatch.setattr(zorse_doctor, "_report", report)
+    monkeypatch.setattr(measure, "_report", report)
     words = ["doctor", "--out", str(tmp_path), "--check", "plans", "--check", "resume"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == status and result.output.startswith(summary)

@@ -8,13 +8,8 @@ from dataclasses import replace
 import pytest
 
 from zorse_megatron.errors import LaunchError
-from zorse_megatron.free_port import free_port
-from zorse_megatron.launch.elastic.meeting import (
-    Answers,
-    Arrival,
-    MeetingPoint,
-    meet,
-)
+from zorse_megatron.launch.elastic.torchrun_ranks import Answers, Arrival, MeetingPoint, meet
+from zorse_megatron.processes import free_port
 
 
 def met(size: int, decide: object, *, absent: int = 0, arrive_s: float = 20.0) -> list[object]:

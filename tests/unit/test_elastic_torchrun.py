@@ -14,16 +14,13 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from tests.unit.cli_samples import FLAGS, runner_in
-from zorse_megatron.cli.commands import zorse_join
+from zorse_megatron.cli.commands import elastic
 from zorse_megatron.errors import LaunchError, Problem
-from zorse_megatron.free_port import free_port
-from zorse_megatron.launch.elastic.meeting import Answers, Arrival
-from zorse_megatron.launch.elastic.nodes_left import nodes_left
-from zorse_megatron.launch.elastic.replan import JobFiles, Replanner
-from zorse_megatron.launch.elastic.starts import GivenUp, Starts
-from zorse_megatron.launch.elastic.torchrun_ranks import answers_for
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.launch.elastic.replan import GivenUp, JobFiles, Replanner, Starts, nodes_left
+from zorse_megatron.launch.elastic.torchrun_ranks import Answers, Arrival, answers_for
 from zorse_megatron.launch.torchrun_lines import Rendezvous, elastic_torchrun_lines
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.processes import free_port
 
 CLUSTER = parse_cluster(b"""
 nodes:
@@ -203,9 +200,9 @@ def test_launch_prints_what_join_takes(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     started: list[list[str]] = []
     answer = {**ANSWER}
-    monkeypatch.setattr(zorse_join, "answers_for", lambda *_, **__: [answer])
-    monkeypatch.setattr(zorse_join, "end_with_parent", lambda: None)
-    monkeypatch.setattr(zorse_join.os, "execve", lambda _, words, env: started.append([*words]))
+    monkeypatch.setattr(elastic, "answers_for", lambda *_, **__: [answer])
+    monkeypatch.setattr(elastic, "end_with_parent", lambda: None)
+    monkeypatch.setattr(elastic.os, "execve", lambda _, words, env: started.append([*words]))
     joined = run(*words[words.index("join") :])
     assert joined.exit_code == 0, joined.output
     assert "3 GPUs, without old: plan p.json (as before)" in joined.output
@@ -218,7 +215,7 @@ def test_launch_prints_what_join_takes(tmp_path: Path, monkeypatch: pytest.Monke
         "skip",
     ]
     ended: list[tuple[int, int]] = []
-    monkeypatch.setattr(zorse_join.os, "kill", lambda *told: ended.append(told))
+    monkeypatch.setattr(elastic.os, "kill", lambda *told: ended.append(told))
     for leaves in (False, True):
         answer.update(error="no plan fits", leaves=leaves)
         monkeypatch.setenv("MASTER_PORT", str(free_port()))

@@ -7,9 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.errors import ClusterError
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster, load_cluster, parse_cluster
-from zorse_megatron.schema.cluster.fewer_gpus import joined_without, nodes_without, with_gpus
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.cluster_yaml import (
+    dump_cluster,
+    joined_without,
+    load_cluster,
+    nodes_without,
+    parse_cluster,
+    with_gpus,
+)
 
 SITES = b"""
 gpu_kinds:

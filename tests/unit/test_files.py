@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.errors import OutputError
+from zorse_megatron.files.read_write import NotWritten, append_line, write_bytes, write_text
 from zorse_megatron.files.writable import folder_problems, refuse_unwritable, unwritable_problems
-from zorse_megatron.files.write import NotWritten, append_line, write_bytes, write_text
 
 NAMES = st.sampled_from(["a", "b", "c"])
 MODES = st.sampled_from([0o600, 0o640, 0o644, 0o664, 0o755])
@@ -169,7 +169,7 @@ def python(code, **options):
 
 STREAM = """
 from pathlib import Path
-from zorse_megatron.files.write import write_text
+from zorse_megatron.files.read_write import write_text
 print("before", end=" ")
 write_text(PATH, "text")
 print(" after", end="")
@@ -194,7 +194,7 @@ def test_a_stream_of_which_nothing_can_be_read_back_is_told():
 
 SMALL_FILES = """
 import resource
-from zorse_megatron.files.write import NotWritten, append_line, write_text
+from zorse_megatron.files.read_write import NotWritten, append_line, write_text
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 LOG = Path("log")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.flag_samples import words_of
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
-from zorse_megatron.flags import turned_off
+from zorse_megatron.flags import table
 from zorse_megatron.flags.check import check_command, is_refused
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.conditions import OF_COMMANDS, OF_PLANS
@@ -22,7 +22,7 @@ from zorse_megatron.flags.table import (
     rows,
     spelling_of,
 )
-from zorse_megatron.schema.plan.plan_json import parse_plan
+from zorse_megatron.plan.plan_file import parse_plan
 
 REFUSING = [row for row in rows() if row.refuses]
 
@@ -330,10 +330,10 @@ def test_a_script_may_have_flags_of_its_own(run, tmp_path):
 def test_what_runs_of_ours_turn_off_stands_in_one_place(folder):
     """With its reason; the demo says its own."""
     off = re.compile(r'"--(num-workers|eval-iters|hidden-dropout|attention-dropout)"[,:] "?0[",)]')
-    root = Path(turned_off.__file__).parents[2]
+    root = Path(table.__file__).parents[2]
     found = {
         str(path.relative_to(root))
         for path in (root / folder).rglob("*.py")
-        if "demo" not in path.parts and off.search(path.read_text(encoding="utf-8"))
+        if path.stem != "demo" and off.search(path.read_text(encoding="utf-8"))
     }
-    assert found == ({"zorse_megatron/flags/turned_off.py"} & {f"{folder}/flags/turned_off.py"})
+    assert found == ({"zorse_megatron/flags/table.py"} & {f"{folder}/flags/table.py"})

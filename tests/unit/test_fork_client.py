@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.emulate.forks.fork_client import ForkClient, ForkedJob
+from zorse_megatron.emulate.rank_jobs import ForkClient, ForkedJob
 from zorse_megatron.errors import RankFailure
 
 GONE_AT_ITS_FIRST_JOB = """

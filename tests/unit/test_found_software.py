@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zorse_megatron.adapter import found_software as module
-from zorse_megatron.adapter.found_software import found_software, gpu_of, take_gpu
+from zorse_megatron.adapter import start_checks as module
+from zorse_megatron.adapter.start_checks import found_software, gpu_of, take_gpu
 
 
 @pytest.fixture

@@ -10,23 +10,20 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.cli_samples import EXAMPLES, FLAGS
-from zorse_megatron.cli.from_status import observed_run
 from zorse_megatron.cli.main import app
+from zorse_megatron.cli.plan_options import observed_run
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_on
-from zorse_megatron.migration.request import REQUEST_NAME
-from zorse_megatron.planner.evaluate.simulate_plan import planned_micro_batch_times, simulate_plan
-from zorse_megatron.rebalance.balancer import with_counts
-from zorse_megatron.rebalance.iteration_times import IterationTimes
-from zorse_megatron.rebalance.run_status import RunStatus
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
-from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Predictions, Replica, Schedule
-from zorse_megatron.schema.plan.plan_json import dump_plan, fingerprint, load_plan
-from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.profile.profile_json import load_profile
-from zorse_megatron.schema.status.status import RUNNING_PLAN_NAME, STATUS_NAME
-from zorse_megatron.schema.status.status_json import dump_status
-from zorse_megatron.simulate.perturb import Perturbation
+from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.inputs.profile import Profile, load_profile
+from zorse_megatron.inputs.status import RUNNING_PLAN_NAME, STATUS_NAME, dump_status
+from zorse_megatron.live.move import REQUEST_NAME
+from zorse_megatron.live.rebalance import with_counts
+from zorse_megatron.live.run_status import IterationTimes, RunStatus
+from zorse_megatron.plan.plan import Chunk, Group, Plan, Predictions, Replica, Schedule
+from zorse_megatron.plan.plan_file import dump_plan, fingerprint, load_plan
+from zorse_megatron.planner.simulate_plan import planned_micro_batch_times, simulate_plan
+from zorse_megatron.simulate.assumptions import Perturbation
 
 CLUSTER = "nodes: [{name: a, gpus: 2 x T4, nics: 100 Gb/s}, {name: b, gpus: T4, nics: 100 Gb/s}]\n"
 WORKLOAD = workload_of(model=None, flags=FLAGS)

@@ -10,9 +10,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from scripts.gpu_table import support_table
-from zorse_megatron.software.machine_flags import with_gpu_flags
-from zorse_megatron.software.rank_software import RankSoftware
-from zorse_megatron.software.torch_builds import RELEASES
+from zorse_megatron.flags.installed_software import RankSoftware, with_gpu_flags
+from zorse_megatron.flags.torch_builds import RELEASES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "gpus.md"

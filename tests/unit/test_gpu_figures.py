@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from zorse_megatron.costs.efficiency import shares_of
-from zorse_megatron.costs.same_chip import equal_kinds
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.costs.analytic_compute import shares_of
+from zorse_megatron.costs.own_speeds import equal_kinds
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
 
 # As data sheets print them: GB, GB/s, TFLOP/s of float32, of tf32 and of 16 bits; the last two
 # divided by what sparsity doubles. The copies of the sheets that were compared, by kind:

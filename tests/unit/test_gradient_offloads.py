@@ -8,12 +8,12 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_simulate_memory import with_groups
 from tests.unit.test_simulate_times import one_group
-from zorse_megatron.costs.pinned import pinned_bytes
-from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan.plan import Chunk, Offload, Schedule
-from zorse_megatron.simulate.host_memory import host_bytes
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.costs.process_memory import pinned_bytes
+from zorse_megatron.plan.plan import Chunk, Offload, Schedule
+from zorse_megatron.schedule.actions import Kind
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.simulate.memory_ledger import Category
+from zorse_megatron.simulate.result import host_bytes
 
 SHARD_BYTES = 4 * 640
 HOST_BYTES_PER_S = float(SHARD_BYTES)

@@ -10,20 +10,19 @@ from hypothesis import given, settings
 from tests.examples import examples
 from tests.topologies import GB_PER_S, many_nodes, node, region_link, topologies, two_regions
 from tests.unit.test_topology_graph import least_cut
-from zorse_megatron.planner.groupings.grouping import Grouping
-from zorse_megatron.planner.groupings.mincut import cheapest_cut, reduce_graph
-from zorse_megatron.planner.groupings.split import split_groupings
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.topology.cluster_topology import Topology
-from zorse_megatron.topology.from_cluster import topology_of
-from zorse_megatron.topology.graph import (
+from zorse_megatron.costs.topology import (
     CAPACITY,
+    Topology,
     Vertex,
     full_graph,
     gpu,
     inner_graph,
     node_graph,
+    topology_of,
 )
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.planner.groupings.graph_cuts import cheapest_cut, reduce_graph, split_groupings
+from zorse_megatron.planner.groupings.pools import Grouping
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -12,16 +12,21 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.topologies import many_nodes, node, switch, topologies, two_regions
-from zorse_megatron.planner.groupings.grouping import Grouping, hardware_key, normalised
-from zorse_megatron.planner.groupings.mergers import mergers_of
+from zorse_megatron.costs.topology import Topology, topology_of
+from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.planner.groupings.neighbours import neighbours
-from zorse_megatron.planner.groupings.pools import Pool, pools_of, spread
+from zorse_megatron.planner.groupings.pools import (
+    Grouping,
+    Pool,
+    hardware_key,
+    mergers_of,
+    normalised,
+    pools_of,
+    set_partitions,
+    spread,
+)
 from zorse_megatron.planner.groupings.proposals import propose_groupings
-from zorse_megatron.planner.groupings.set_partitions import set_partitions
 from zorse_megatron.planner.groupings.symmetry import Symmetry
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.topology.cluster_topology import Topology
-from zorse_megatron.topology.from_cluster import topology_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -10,21 +10,19 @@ from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import B, F, one_group
 from zorse_megatron.costs.process_memory import communicator_bytes
-from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.schedules.communicators import (
+from zorse_megatron.plan.plan import Chunk, Plan, Schedule, holds_equal_parts
+from zorse_megatron.schedule.actions import Kind
+from zorse_megatron.schedule.communicators import (
     Communicator,
     communicators_of,
     planned_communicators,
     resident_kernels,
 )
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.region_shards import RegionShards
-from zorse_megatron.schema.plan.plan import Chunk, Plan, Schedule
-from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
-from zorse_megatron.simulate.hierarchical_work import Hierarchical
-from zorse_megatron.simulate.ledger import Category
-from zorse_megatron.simulate.network_loads import NetworkLoads
-from zorse_megatron.simulate.rank_sizes import RankSizes
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.shards import RegionShards
+from zorse_megatron.simulate.memory_ledger import Category
+from zorse_megatron.simulate.network import Hierarchical, NetworkLoads
+from zorse_megatron.simulate.rank_bytes import RankSizes
 
 
 def hierarchical(plan: Plan, regions: str) -> Plan:

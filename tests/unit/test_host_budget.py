@@ -11,7 +11,7 @@ from zorse_megatron.runtime.host_budget import (
     check_host_memory,
     most_away,
 )
-from zorse_megatron.schedules.actions import parse_action
+from zorse_megatron.schedule.actions import parse_action
 
 GIB = 2**30
 

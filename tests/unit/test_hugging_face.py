@@ -10,9 +10,9 @@ import pytest
 
 from tests.unit.cli_samples import runner_in
 from zorse_megatron.cli.workload import named_model
-from zorse_megatron.flags.shape import shape_from_flags
-from zorse_megatron.schema.model.hugging_face import _FAMILIES, parse_config
-from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.flags.model_in_flags import shape_from_flags
+from zorse_megatron.inputs.hugging_face import _FAMILIES, parse_config
+from zorse_megatron.inputs.model import MODELS
 
 # As published, without what the shape does not depend on.
 LLAMA_3_8B = {

@@ -38,9 +38,9 @@ def late():
     from zorse_megatron.gone.deeper import (
         Name,
     )
-from zorse_megatron.schema import gpus, gone as other
-from zorse_megatron.topology import (
-    graph,
+from zorse_megatron.inputs import cluster, gone as other
+from zorse_megatron.costs import (
+    topology,
     vanished,
 )
 """
@@ -48,8 +48,8 @@ from zorse_megatron.topology import (
     assert lost == [
         "tests.gone",
         "zorse_megatron.gone.deeper",
-        "zorse_megatron.schema.gone",
-        "zorse_megatron.topology.vanished",
+        "zorse_megatron.inputs.gone",
+        "zorse_megatron.costs.vanished",
     ]
 
 

@@ -11,15 +11,13 @@ from typer.testing import CliRunner
 from scripts.import_profile import TABLES, columns_of
 from zorse_megatron.cli.main import app
 from zorse_megatron.errors import ClusterError
-from zorse_megatron.schema.cluster.cloud_instances import INSTANCES
-from zorse_megatron.schema.cluster.cluster_file import ClusterFile
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS, canonical_kind
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import parse_plan
-from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.profile.profile_json import parse_profile
+from zorse_megatron.gpus.known_gpus import GPU_KINDS, INSTANCES, canonical_kind
+from zorse_megatron.inputs.cluster_file import ClusterFile
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.inputs.profile import Profile, parse_profile
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import parse_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROOTS = {"cluster-file.md": ClusterFile, "profile-file.md": Profile, "plan-file.md": Plan}

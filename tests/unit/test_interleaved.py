@@ -11,12 +11,12 @@ from tests.strategies import lowerable_plans, plans
 from tests.unit.chunked_plans import dealt_out, with_owners
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.schedules.actions import COMPUTE, ActionLists, Kind
-from zorse_megatron.schedules.boundaries import Boundaries
-from zorse_megatron.schedules.interleaved import interleaved
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.timed_transfers import pipeline_for
-from zorse_megatron.schema.plan.plan import Plan, Schedule
+from zorse_megatron.plan.plan import Plan, Schedule
+from zorse_megatron.schedule.actions import COMPUTE, ActionLists, Kind
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.micro_batch_order import pipeline_for
+from zorse_megatron.schedule.pipeline_schedules import interleaved
+from zorse_megatron.schedule.samples import Boundaries
 
 
 def computations(lists: ActionLists, rank: int) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zorse_megatron.kernels import dispatch
-from zorse_megatron.kernels.sum_parts import sum_parts_torch
+from zorse_megatron.kernels.kernels import sum_parts_torch
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def test_all_works_where_triton_is_absent() -> None:
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from zorse_megatron.kernels import sum_parts\n"
+        "from zorse_megatron.kernels.kernels import sum_parts\n"
         "out = torch.zeros(3); sum_parts(out, [torch.ones(3)] * 2); print(out.tolist())"
     )
     done = subprocess.run(

@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 
 from tests.unit.cli_samples import FLAGS, runner_in
 from zorse_megatron.errors import LaunchError
-from zorse_megatron.launch.batch_script import OWN_OPTIONS, BatchOptions, batch_script
-from zorse_megatron.launch.cluster_ranks import torch_environment
-from zorse_megatron.launch.components import components_of
-from zorse_megatron.launch.rank_environment import launched_rank
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.launch.batch_script import (
+    OWN_OPTIONS,
+    BatchOptions,
+    batch_script,
+    components_of,
+)
+from zorse_megatron.launch.rank_environment import launched_rank, torch_environment
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
 from zorse_megatron.launch.training_command import TrainingCommand, training_of
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 TRAINING = TrainingCommand(

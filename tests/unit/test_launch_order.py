@@ -8,8 +8,8 @@ from scripts.launch_order.happens_before import most_waiting_exactly
 from scripts.launch_order.hardware_queues import find_hang, most_seen
 from scripts.launch_order.launches import MAIN, Launch
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.schedules import waiting_kernels
-from zorse_megatron.schedules.communicators import Communicator
+from zorse_megatron.schedule import communicators
+from zorse_megatron.schedule.communicators import Communicator
 
 AS_LAUNCHED, _, WHEN_OPENED = WAYS
 LINKS = [Communicator(use="link", ranks=edge) for edge in ((0, 1), (1, 0))]
@@ -115,7 +115,7 @@ def test_more_kernels_than_the_bound_never_wait_at_once(plans):
 def test_a_bound_that_is_too_small_is_found(plans, monkeypatch, left_out):
     """As if a send never waited, or three kernels fewer than can: more can wait at once than that,
     and with so little room plans hang."""
-    spans, most = waiting_kernels.message_spans, check.most_waiting
+    spans, most = communicators.message_spans, check.most_waiting
 
     def without_sends(rank, actions):
         return (span for span in spans(rank, actions) if span.link[0] != rank)
@@ -124,7 +124,7 @@ def test_a_bound_that_is_too_small_is_found(plans, monkeypatch, left_out):
         return max(1, most(*args, **options) - 3)
 
     if left_out == "sends":
-        monkeypatch.setattr(waiting_kernels, "message_spans", without_sends)
+        monkeypatch.setattr(communicators, "message_spans", without_sends)
     else:
         monkeypatch.setattr(check, "most_waiting", fewer)
         assert hanging(plans, AS_LAUNCHED, None, "fit") > 0

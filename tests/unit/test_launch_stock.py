@@ -12,14 +12,13 @@ from hypothesis import given
 from tests.unit.cli_samples import FLAGS, runner_in
 from tests.unit.test_launch import tasks_of
 from tests.unit.test_stock_plans import inputs_for, layouts
-from zorse_megatron.launch.batch_script import BatchOptions, batch_script
-from zorse_megatron.launch.components import components_of
+from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.launch.batch_script import BatchOptions, batch_script, components_of
 from zorse_megatron.launch.stock_command import in_order, stock_training_of
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
-from zorse_megatron.planner.baselines.stock_grids import Grid, plan_of_grid
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
-from zorse_megatron.schema.plan.plan import ClusterFingerprint, ModelFingerprint
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.plan.plan import ClusterFingerprint, ModelFingerprint
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.planner.baselines.stock_layouts import Grid, plan_of_grid
 
 # The second and third GPU of a node with four; a layout that begins on the other nodes.
 CLUSTER = """\

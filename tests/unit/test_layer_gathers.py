@@ -8,7 +8,7 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group
-from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Schedule
+from zorse_megatron.plan.plan import Chunk, ModelFingerprint, Schedule
 
 RATE = 64.0
 BACKWARD_S = 2.0

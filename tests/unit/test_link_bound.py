@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from tests.topologies import node, region_link, two_regions
 from tests.unit.planner_cases import best_by_trying, random_case
-from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.planner.baselines.link_bound import Crossing, link_bound, sides
-from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.inputs.cluster import Nics
+from zorse_megatron.planner.baselines.lower_bounds import Crossing, link_bound, lower_bound_s, sides
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.planner.outcome import LinkBound
-from zorse_megatron.schema.cluster.cluster import Nics
-from zorse_megatron.topology.cluster_topology import Topology
 
 
 def with_nics(inputs: Inputs, bytes_per_s: float) -> Inputs:

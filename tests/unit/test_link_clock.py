@@ -3,10 +3,9 @@
 import pytest
 
 from tests.unit.fake_costs import FakeComm, node_links
-from zorse_megatron.emulate.clock.link_clock import LinkClock
-from zorse_megatron.emulate.clock.link_model import LinkModel
-from zorse_megatron.emulate.clock.messages import Collective, PartExchange, Transfer
-from zorse_megatron.simulate.simulation_errors import SimulationError
+from zorse_megatron.emulate.link_clock import LinkClock, LinkModel
+from zorse_megatron.emulate.messages import Collective, PartExchange, Transfer
+from zorse_megatron.simulate.assumptions import SimulationError
 
 LATENCY_S = 0.25
 # Ranks 0 and 1 share a NIC of 10 bytes/s, 2 and 3 another; alone a transfer reaches 10 bytes/s.

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_step_times import SetClock
-from zorse_megatron.rebalance.link_times import LinkTimes, Messages
+from zorse_megatron.live.run_status import LinkTimes, Messages
 from zorse_megatron.runtime.step_times import StepTimes
 
 EDGES = ((0, 1), (0, 2), (1, 0), (2, 0), (2, 1))

@@ -12,21 +12,17 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.strategies import lowerable_plans
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.runtime import communicator_groups
-from zorse_megatron.runtime.communicator_groups import (
-    connect,
-    link_groups,
-    nccl_options,
-    world_options,
-)
-from zorse_megatron.schedules.communicators import (
+from zorse_megatron.runtime import transport
+from zorse_megatron.runtime.transport import connect, link_groups, nccl_options, world_options
+from zorse_megatron.schedule.actions import edges_of
+from zorse_megatron.schedule.communicators import (
     WORLD_CTAS,
     communicators_of,
+    in_rounds,
+    links_of,
     planned_communicators,
 )
-from zorse_megatron.schedules.links import in_rounds, links_of
-from zorse_megatron.schedules.list_queries import edges_of
-from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedule.lower import lower_plan
 
 EDGES = st.lists(
     st.tuples(st.integers(0, 7), st.integers(0, 7)).filter(lambda e: e[0] != e[1]), unique=True
@@ -80,7 +76,7 @@ class RecordedDist:
 @pytest.mark.parametrize("rank", range(4))
 def test_every_rank_makes_all_groups_and_connects_its_own_by_a_message(rank, monkeypatch):
     recorded = RecordedDist()
-    monkeypatch.setattr(communicator_groups, "dist", recorded)
+    monkeypatch.setattr(transport, "dist", recorded)
     links = links_of(even_plan(2, 2, 4))
     timeout = timedelta(minutes=3)
     mine = link_groups(links, rank=rank, timeout=timeout, channels={})

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan_samples import good, load
-from zorse_megatron.adapter.data_parallel.gradient_comm_dtype import comm_dtype_of
-from zorse_megatron.adapter.loss.loss_divisor import loss_divisor, tokens_as_power_of_two
-from zorse_megatron.adapter.loss.loss_report import with_token_counts
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.adapter.data_parallel.ddp_options import comm_dtype_of
+from zorse_megatron.adapter.loss import loss_divisor, tokens_as_power_of_two, with_token_counts
+from zorse_megatron.plan.plan import Plan
 
 PLAN = load(good())
 TOKENS_EACH = 32

@@ -10,20 +10,20 @@ from tests.examples import examples
 from tests.strategies import lowerable_plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
-from zorse_megatron.schedules.actions import (
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.schedule.actions import (
     COMPUTE,
     RECEIVES,
     SENDS,
     Action,
     ActionLists,
     Kind,
+    from_norm,
     parse_action_lists,
 )
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.samples import replica_micro_batches
-from zorse_megatron.schedules.steady import from_norm
-from zorse_megatron.schedules.validate import ScheduleError, check_executable
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.samples import replica_micro_batches
+from zorse_megatron.schedule.validate import ScheduleError, check_executable
 
 COLLECTIVES = {Kind.GATHER, Kind.REDUCE, Kind.SCALE, Kind.NORM, Kind.TIE}
 EVERY_SCHEDULE = ("breadth_first", "breadth_first", "interleaved")

@@ -5,8 +5,8 @@ import pytest
 from tests.unit.test_schedules import even_plan
 from zorse_megatron import pretrain
 from zorse_megatron.errors import FlagError
-from zorse_megatron.launch.max_connections import VARIABLE, queue_environment, queue_problems
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.launch.rank_environment import VARIABLE, queue_environment, queue_problems
+from zorse_megatron.plan.plan_file import save_plan
 
 
 def test_as_many_as_there_are_unless_the_user_has_chosen():

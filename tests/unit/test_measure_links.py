@@ -7,25 +7,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.seen_nodes import MEASURED, clusters, ranks_of, timed
+from zorse_megatron.costs.topology import topology_of
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.profile import LinkCurve, Profile, Source, dump_profile, parse_profile
 from zorse_megatron.measure.machine import kinds_of_gpu, nodes_of
-from zorse_megatron.measure.results.cluster_text import (
+from zorse_megatron.measure.measured_cluster import (
     LARGEST_ERROR,
     cluster_text,
     fit_line,
     kinds_in,
     link_curve,
 )
-from zorse_megatron.measure.results.profile_parts import (
-    with_links,
-    with_transfers,
-    without_transfers,
-)
+from zorse_megatron.measure.measured_profile import with_links, with_transfers, without_transfers
 from zorse_megatron.measure.tasks import link_tasks
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.profile.profile import LinkCurve, Profile, Source
-from zorse_megatron.schema.profile.profile_json import dump_profile, parse_profile
-from zorse_megatron.topology.from_cluster import topology_of
 
 latencies = st.floats(1e-7, 1e-1)
 bandwidths = st.floats(1e6, 1e12)

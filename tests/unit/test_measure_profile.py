@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.flags.scan import split_script
-from zorse_megatron.flags.shape import shape_from_flags
-from zorse_megatron.measure.results.profile_parts import (
+from zorse_megatron.flags.command import split_script
+from zorse_megatron.flags.model_in_flags import shape_from_flags
+from zorse_megatron.inputs.profile import Profile, Source, dump_profile, parse_profile, save_profile
+from zorse_megatron.measure.measured_profile import (
     PARTS,
     MeasuredSeries,
     first_sizes,
@@ -30,8 +31,6 @@ from zorse_megatron.measure.tasks import (
     answer_to_json,
     single_layer_flags,
 )
-from zorse_megatron.schema.profile.profile import Profile, Source
-from zorse_megatron.schema.profile.profile_json import dump_profile, parse_profile, save_profile
 
 FLAGS_IN_ONE_TEXT = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 1000 "

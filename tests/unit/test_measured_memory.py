@@ -2,8 +2,8 @@ import pytest
 
 from scripts.validation.measured_memory import MeasuredMemory
 from zorse_megatron.costs.interface import MemoryCost
-from zorse_megatron.costs.transformer_memory import Precision
-from zorse_megatron.schema.profile.profile import PartMemory, Profile, Source
+from zorse_megatron.costs.model_memory import Precision
+from zorse_megatron.inputs.profile import PartMemory, Profile, Source
 
 PRECISION = Precision(parameter_bytes=4, gradient_bytes=2, state_bytes=8)
 

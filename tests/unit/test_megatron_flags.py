@@ -3,10 +3,9 @@ import re
 import shlex
 from pathlib import Path
 
-from zorse_megatron.flags import shape as megatron_flags
-from zorse_megatron.flags.shape import dtype_from_flags, shape_from_flags
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.flags import model_in_flags as megatron_flags
+from zorse_megatron.flags.model_in_flags import dtype_from_flags, shape_from_flags
+from zorse_megatron.inputs.model import MODELS, ModelShape
 
 LLAMA = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
 --seq-length 2048 --max-position-embeddings 4096 --swiglu --normalization RMSNorm

@@ -5,15 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.measured import imported, needs_measured
-from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.costs.interface import MemoryCost
-from zorse_megatron.costs.transformer_memory import (
+from zorse_megatron.costs.model_memory import (
+    LayerActivations,
     TransformerMemory,
     memory_from_profile,
     precision_of,
 )
-from zorse_megatron.schema.model.computing import Computing
-from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.inputs.model import MODELS, Computing
 
 GPT, LLAMA = MODELS["gpt-6.7b"], MODELS["llama-7b"]
 

@@ -11,13 +11,12 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_simulate_times import one_group
 from zorse_megatron.errors import PlanError
-from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.refusals import refuse_unlowered, refuse_unsupported
-from zorse_megatron.schedules.validate import check_executable
-from zorse_megatron.schema.plan.memory_settings import settings_by_rank
-from zorse_megatron.schema.plan.plan import Offload, Recompute
-from zorse_megatron.simulate.host_memory import host_bytes
+from zorse_megatron.plan.memory_settings import settings_by_rank
+from zorse_megatron.plan.plan import Offload, Recompute
+from zorse_megatron.schedule.actions import Kind
+from zorse_megatron.schedule.lower import lower_plan, refuse_unlowered, refuse_unsupported
+from zorse_megatron.schedule.validate import check_executable
+from zorse_megatron.simulate.result import host_bytes
 
 FULL, SELECTIVE = Recompute(mode="full"), Recompute(mode="selective")
 STATE = Offload(optimizer_state=True)

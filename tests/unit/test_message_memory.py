@@ -12,12 +12,12 @@ from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
+from zorse_megatron.plan.plan import Plan
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.samples import MicroBatch, micro_batches
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.samples import MicroBatch, micro_batches
+from zorse_megatron.simulate.memory_ledger import Category
 from zorse_megatron.trace import Trace
 
 

@@ -9,10 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from zorse_megatron.migration.costs import elements, peak_bytes, received_bytes, sent_bytes
-from zorse_megatron.migration.transfers import MoveError, Owners, Transfer, plan_transfers
-from zorse_megatron.schedules.tensor_blocks import TensorBlock, interval_blocks
-from zorse_megatron.schedules.tensor_parts import equal_part, owned_blocks
+from zorse_megatron.live.move import (
+    MoveError,
+    Owners,
+    Transfer,
+    elements,
+    peak_bytes,
+    plan_transfers,
+    received_bytes,
+    sent_bytes,
+)
+from zorse_megatron.schedule.tensor_parallel_parts import (
+    TensorBlock,
+    equal_part,
+    interval_blocks,
+    owned_blocks,
+)
 
 RANKS = 5
 STATE_BYTES = (4, 4, 2)

@@ -8,20 +8,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from zorse_megatron.cli.main import app
-from zorse_megatron.migration import request as request_module
-from zorse_megatron.migration.request import REQUEST_NAME, make_request, take_request
-from zorse_megatron.rebalance.run_status import RunStatus
-from zorse_megatron.schema.plan.plan import (
-    Chunk,
-    Group,
-    ModelFingerprint,
-    Plan,
-    Replica,
-    Schedule,
-)
-from zorse_megatron.schema.plan.plan_json import fingerprint, parse_plan, save_plan
-from zorse_megatron.schema.status.status import STATUS_NAME
-from zorse_megatron.schema.status.status_json import dump_status
+from zorse_megatron.inputs.status import STATUS_NAME, dump_status
+from zorse_megatron.live import move as request_module
+from zorse_megatron.live.move import REQUEST_NAME, make_request, take_request
+from zorse_megatron.live.run_status import RunStatus
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan_file import fingerprint, parse_plan, save_plan
 
 
 def plan_of(*weights: float) -> Plan:

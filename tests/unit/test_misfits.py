@@ -8,23 +8,22 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.cli_samples import runner_in
-from zorse_megatron.cli.commands import zorse_plan as plan_module
+from zorse_megatron.cli.commands import plan as plan_module
 from zorse_megatron.cli.console import failure_as_json
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_of_workload
-from zorse_megatron.costs import pinned
-from zorse_megatron.planner.evaluate.node_host_memory import host_needs
-from zorse_megatron.planner.explain.analysis import explain
+from zorse_megatron.costs import process_memory
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.planner import shortage
+from zorse_megatron.planner.explain import explain
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.planner_errors import NoPlanError
-from zorse_megatron.planner.shortage import gpu_memory as shortage
-from zorse_megatron.planner.shortage.gpu_memory import fitting, no_plan
-from zorse_megatron.planner.shortage.what_fits import fits_problem, what_fits
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan_json import save_plan
-from zorse_megatron.simulate.host_memory import host_bytes
+from zorse_megatron.planner.outcome import NoPlanError
+from zorse_megatron.planner.shortage import fits_problem, fitting, no_plan, what_fits
+from zorse_megatron.planner.simulate_plan import host_needs
+from zorse_megatron.simulate.result import host_bytes
 
 CLUSTER = """
 gpu_kinds:
@@ -65,7 +64,7 @@ def test_host_memory_is_told_as_host_memory():
 
 
 def test_pinned_blocks():
-    for module in (pinned, shortage):
+    for module in (process_memory, shortage):
         results = doctest.testmod(module)
         assert results.attempted and not results.failed
 

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.measured import MEASURED, needs_measured
-from zorse_megatron.schema.model import model_presets
-from zorse_megatron.schema.model import model_shape as model_module
-from zorse_megatron.schema.model.model_presets import MODELS, canonical_model
-from zorse_megatron.schema.model.model_shape import ModelShape, padded_vocab_size
+from zorse_megatron.inputs import model
+from zorse_megatron.inputs import model as model_module
+from zorse_megatron.inputs.model import MODELS, ModelShape, canonical_model, padded_vocab_size
 
 
 def shape(**changes):
@@ -31,7 +30,7 @@ def shape(**changes):
 
 def test_examples():
     assert doctest.testmod(model_module).failed == 0
-    assert doctest.testmod(model_presets).failed == 0
+    assert doctest.testmod(model).failed == 0
 
 
 # By hand: query 8 x 12, key and value 8 x 12 together, projection 12 x 8: 288.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.errors import ModelError
-from zorse_megatron.flags.shape import shape_from_flags
+from zorse_megatron.flags.model_in_flags import shape_from_flags
 
 FLAGS = {
     "--num-layers": "2",

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.strategies import lowerable_plans
-from zorse_megatron.migration.move_costs import move_cost, owners
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.live.move_costs import move_cost, owners
+from zorse_megatron.plan.plan import Plan
 
 
 def model_of(plan: Plan) -> ModelShape:

@@ -195,8 +195,8 @@ def test_names_are_there():
 @pytest.mark.parametrize(
     "name",
     [
-        "schedules.shards.overlaps",
-        "shards.overlaps",  # from within schedules
+        "schedule.shards.overlaps",
+        "shards.overlaps",  # from within schedule
         "lower.lower_plan",
         "Boundaries.after_chunk",
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.step_with_ready_grads",
@@ -204,21 +204,21 @@ def test_names_are_there():
     ],
 )
 def test_the_check_knows_what_is_there(name):
-    assert not list(lost_in(PACKAGE / "schedules" / "lower.py", f"See `{name}`."))
+    assert not list(lost_in(PACKAGE / "schedule" / "lower.py", f"See `{name}`."))
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "schedules.gone",
-        "schedules.shards.gone",
+        "schedule.gone",
+        "schedule.shards.gone",
         "simulate.meetings.Meetings",
         "shards.gone",
         "Boundaries.behind_it",
         "lower_gone_plan",
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.gone",
-        "schedules/gone.py",
+        "schedule/gone.py",
     ],
 )
 def test_the_check_finds_what_is_lost(name):
-    assert list(lost_in(PACKAGE / "schedules" / "lower.py", f"See `{name}`.")) == [name]
+    assert list(lost_in(PACKAGE / "schedule" / "lower.py", f"See `{name}`.")) == [name]

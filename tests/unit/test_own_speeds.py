@@ -9,10 +9,10 @@ from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_on
 from zorse_megatron.costs.own_speeds import GpuSpeed, OwnSpeeds, alike_factors, with_own_speeds
-from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster, load_cluster, parse_cluster
-from zorse_megatron.schema.plan.plan_json import load_plan
-from zorse_megatron.schema.profile.profile_json import load_profile, save_profile
-from zorse_megatron.simulate.perturb import Perturbation
+from zorse_megatron.inputs.cluster_yaml import dump_cluster, load_cluster, parse_cluster
+from zorse_megatron.inputs.profile import load_profile, save_profile
+from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.simulate.assumptions import Perturbation
 
 CLUSTER = load_cluster(EXAMPLES / "mini-b.yaml")
 PROFILE = EXAMPLES / "mini-profile.json"

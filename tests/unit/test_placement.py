@@ -7,17 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zorse_megatron.gpus import known_gpus
+from zorse_megatron.gpus import known_gpus as presets
+from zorse_megatron.gpus.known_gpus import GPU_KINDS, kind_of_device
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.rank_placement import RankLocation, placement_problems, unchecked_kinds
 from zorse_megatron.measure.machine import SeenDevice
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.cluster.rank_placement import (
-    RankLocation,
-    placement_problems,
-    unchecked_kinds,
-)
-from zorse_megatron.schema.gpus import device_names, gpu_names
-from zorse_megatron.schema.gpus import gpu_presets as presets
-from zorse_megatron.schema.gpus.device_names import kind_of_device
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 
 WELL_KNOWN = sorted(GPU_KINDS)
 
@@ -101,7 +96,7 @@ def test_names_of_drivers(name: str, kind: str) -> None:
     assert kind_of_device(name) == kind
 
 
-@pytest.mark.parametrize("module", [device_names, gpu_names, presets], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [known_gpus, known_gpus, presets], ids=lambda m: m.__name__)
 def test_docstrings(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert results.attempted and not results.failed

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from tests.strategies import plans
 from tests.unit.plan_samples import good, load
-from zorse_megatron.schema.plan.plan import Chunk, Replica
+from zorse_megatron.plan.plan import Chunk, Replica
 
 
 def test_helpers_of_the_sample():

@@ -8,8 +8,7 @@ from jsonschema import Draft202012Validator
 
 from tests.strategies import plans
 from tests.unit.test_bad_input import ROWS, file_of
-from zorse_megatron.schema.plan.json_schema import json_schema, json_schema_text
-from zorse_megatron.schema.plan.plan_json import dump_plan
+from zorse_megatron.plan.plan_file import dump_plan, json_schema, json_schema_text
 
 VALIDATOR = Draft202012Validator(json_schema())
 
@@ -19,11 +18,9 @@ def test_the_schema_is_a_schema():
 
 
 def test_the_committed_file_is_current():
-    committed = (
-        resources.files("zorse_megatron.schema.plan").joinpath("plan.schema.json").read_text()
-    )
+    committed = resources.files("zorse_megatron.plan").joinpath("plan.schema.json").read_text()
     assert committed == json_schema_text(), (
-        "write json_schema_text() to zorse_megatron/schema/plan/plan.schema.json"
+        "write json_schema_text() to zorse_megatron/plan/plan.schema.json"
     )
 
 

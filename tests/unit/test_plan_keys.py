@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.test_planner_search import lab
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
-from zorse_megatron.planner.search.plan_keys import PlanKeys
+from zorse_megatron.planner.search.sources import PlanKeys
 
 CLUSTER = """
 name: lab

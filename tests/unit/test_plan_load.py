@@ -13,9 +13,9 @@ from tests.strategies import plans
 from tests.unit.plan_samples import good, load, only_problem, problems, problems_in
 from tests.unit.test_bad_input import ROWS
 from zorse_megatron.errors import PlanError
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import dump_plan
-from zorse_megatron.schema.plan.plan_rules import problems_of
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import dump_plan
+from zorse_megatron.plan.rules import problems_of
 
 TEXT = dump_plan(load(good()))
 

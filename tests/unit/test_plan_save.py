@@ -7,15 +7,9 @@ from hypothesis import given
 from tests.strategies import plans
 from tests.unit.plan_samples import good, load
 from zorse_megatron.errors import PlanError
-from zorse_megatron.files.write import NotWritten
-from zorse_megatron.schema.plan.plan import Predictions, Schedule
-from zorse_megatron.schema.plan.plan_json import (
-    dump_plan,
-    fingerprint,
-    load_plan,
-    parse_plan,
-    save_plan,
-)
+from zorse_megatron.files.read_write import NotWritten
+from zorse_megatron.plan.plan import Predictions, Schedule
+from zorse_megatron.plan.plan_file import dump_plan, fingerprint, load_plan, parse_plan, save_plan
 
 ANY_PLAN = plans(with_options=True, max_chunks_per_group=3, max_ranks_per_replica=2)
 

@@ -16,21 +16,21 @@ from tests.unit.test_stock_search import cluster_of
 from zorse_megatron.cli import plan_answer
 from zorse_megatron.cli.short_answer import MOST_LINES, WIDTH
 from zorse_megatron.errors import Problem
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.plan.plan import Offload
+from zorse_megatron.plan.plan_file import load_plan
 from zorse_megatron.planner import find_plan as find_plan_module
+from zorse_megatron.planner import shortage
 from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.baselines.stock_best import StockSearches
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.evaluate.evaluator import Evaluator
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.find_plan import NoPlanError, find_plan
-from zorse_megatron.planner.inputs.other_gpus import on_ranks
-from zorse_megatron.planner.outcome import SearchStats
-from zorse_megatron.planner.search.zorse import SearchResult
-from zorse_megatron.planner.selection.explore import explore
-from zorse_megatron.planner.shortage import gpu_memory
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.plan.plan import Offload
-from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.planner.evaluate import Evaluator
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.gpu_selection import explore
+from zorse_megatron.planner.inputs.search_inputs import on_ranks
+from zorse_megatron.planner.outcome import NoPlanError, SearchStats
+from zorse_megatron.planner.search.zorse_search import SearchResult
+from zorse_megatron.planner.simulate_plan import simulate_plan
 
 # The T4s are so slow that every layout is faster without them.
 LAB = """
@@ -207,7 +207,7 @@ def test_the_answer_of_the_strategy_stock(run):
 def test_a_model_that_fits_in_no_layout(more, run, few_layouts, monkeypatch):
     """The closest one is named with what it lacks, and whether a plan fits."""
     for fits in (True, False):
-        monkeypatch.setattr(gpu_memory, "fitting", lambda inputs, fits=fits: fits or None)
+        monkeypatch.setattr(shortage, "fitting", lambda inputs, fits=fits: fits or None)
         too_large = (*STOCK[:3], "--model", "llama-33b", *STOCK[5:])
         result = run(*too_large, "--json", *more)
         answer = json.loads(result.stdout)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.planner_cases import KINDS, best_by_trying, random_case
 from zorse_megatron.costs.interface import PassTimes
-from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
+from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace
 

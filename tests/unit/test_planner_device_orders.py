@@ -9,8 +9,12 @@ import pytest
 from tests.unit.test_planner_search import lab
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.search.device_order_search import DeviceOrderSearch
-from zorse_megatron.planner.search.device_orders import COARSE, FINE, device_orders
+from zorse_megatron.planner.search.device_orders import (
+    COARSE,
+    FINE,
+    DeviceOrderSearch,
+    device_orders,
+)
 
 KINDS = ("T4", "L4", "A100-40", "V100-16", "A6000")
 # What it has -> kinds, regions, different orders of pools.

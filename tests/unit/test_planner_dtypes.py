@@ -6,17 +6,16 @@ import json
 import pytest
 
 from tests.unit.profile_samples import good as good_profile
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.find_plan import STRATEGIES, find_plan
+from zorse_megatron.gpus.gpu import common_dtype
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.inputs.profile import Profile, parse_profile
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
-from zorse_megatron.planner.planner_errors import PlannerInputError
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.gpus.gpu import common_dtype
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.profile.profile_json import parse_profile
+from zorse_megatron.planner.outcome import STRATEGIES, PlannerInputError
+from zorse_megatron.planner.simulate_plan import simulate_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_effort")]
 MODEL = dataclasses.replace(MODELS["llama-1b"], num_layers=8, seq_length=512)

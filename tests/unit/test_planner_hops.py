@@ -6,14 +6,14 @@ import pytest
 
 from tests.unit.planner_cases import simulated
 from tests.unit.test_planner_search import lab
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.closed_form.candidate import Candidate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.evaluate.evaluator import Evaluator
+from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_rules import problems_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_effort")]
 REGIONS = """

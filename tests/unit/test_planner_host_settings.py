@@ -12,22 +12,26 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.unit.planner_cases import random_case
-from zorse_megatron.planner.closed_form import host_settings
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
+from zorse_megatron.plan.plan import ModelFingerprint
+from zorse_megatron.planner.closed_form import stage_memory
 from zorse_megatron.planner.closed_form.candidate import Candidate
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
+from zorse_megatron.planner.closed_form.device_groups import (
+    DeviceGroups,
+    MemorySettings,
+    Stage,
+    StagePosition,
+)
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
-from zorse_megatron.planner.evaluate.evaluator import Evaluator
-from zorse_megatron.planner.evaluate.node_host_memory import NodeHostMemory, extended, host_needs
+from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.inputs.units import JoinedSet
-from zorse_megatron.schedules import shards
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_parameters
-from zorse_megatron.schema.plan.plan import ModelFingerprint
+from zorse_megatron.planner.inputs.tensor_parallel_units import JoinedSet
+from zorse_megatron.planner.simulate_plan import NodeHostMemory, extended, host_needs
+from zorse_megatron.schedule import shards
+from zorse_megatron.schedule.lower import refuse_unsupported
 
 # Shards are cut at multiples of 64 elements, and so are pieces here.
 GRAIN = 64
@@ -165,7 +169,7 @@ def test_parameters_in_the_host_make_room(seed):
     """At least for 2 of 18 bytes of what 9 of 12 chunks hold, where the GPUs have 7/6 of a room."""
     found, evaluation = least_room(seed)
     assert ranks_that_offload_parameters(evaluation.plan) == set(range(len(evaluation.peaks_bytes)))
-    with patch.object(host_settings, "_CHUNKS_ON_GPU", 99):
+    with patch.object(stage_memory, "_CHUNKS_ON_GPU", 99):
         without, other = least_room(seed)
     assert not ranks_that_offload_parameters(other.plan)
     assert without - found >= int(100 * 2 / 18 * 9 / 12 * 6 / 7)

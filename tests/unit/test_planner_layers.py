@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from zorse_megatron.planner.closed_form import balance
-from zorse_megatron.planner.closed_form import water_filling as water
-from zorse_megatron.planner.closed_form.balance import balanced_layers
-from zorse_megatron.planner.closed_form.layer_assignment import GroupCost, best_layer_assignments
-from zorse_megatron.planner.closed_form.water_filling import water_fill
-from zorse_megatron.planner.search import batched as batches
+from zorse_megatron.planner.closed_form import candidate
+from zorse_megatron.planner.closed_form import stage_memory as water
+from zorse_megatron.planner.closed_form.candidate import balanced_layers
+from zorse_megatron.planner.closed_form.estimator import GroupCost, best_layer_assignments
+from zorse_megatron.planner.closed_form.stage_memory import water_fill
+from zorse_megatron.planner.search import sources as batches
 
 costs = st.builds(
     lambda busy, passage: GroupCost(busy_s=float(busy), fill_drain_s=float(passage)),
@@ -80,7 +80,7 @@ def test_the_largest_share_is_as_small_as_can_be(rooms, total):
     assert total == 0 or sum(min(room, lower) for room in free) < total
 
 
-@pytest.mark.parametrize("module", [balance, batches, water], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [candidate, batches, water], ids=lambda module: module.__name__)
 def test_docstrings(module):
     import doctest
 

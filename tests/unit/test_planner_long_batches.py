@@ -7,17 +7,17 @@ import pytest
 from tests.unit.planner_cases import fits, simulated
 from tests.unit.test_planner_search import lab
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
+from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import SearchStats
-from zorse_megatron.planner.search import longer_batches
-from zorse_megatron.planner.search.longer_batches import (
+from zorse_megatron.planner.search import finish_plan
+from zorse_megatron.planner.search.finish_plan import (
     lengthened,
     shortened_by,
     with_plans_of_shorter,
 )
-from zorse_megatron.planner.search.zorse import SearchResult
+from zorse_megatron.planner.search.zorse_search import SearchResult
 
 NONE = SearchResult(evaluations=[], considered=SearchStats())
 
@@ -34,7 +34,7 @@ def test_a_search_that_finds_nothing_has_the_plans_of_a_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Thrice the micro-batches of the part's best plan, which fits and takes what it says."""
-    monkeypatch.setattr(longer_batches, "_LONG", 24)
+    monkeypatch.setattr(finish_plan, "_LONG", 24)
     inputs, searched = lab(batch=72), []
     outcome = find_plan(lab(batch=24), strategy="cephalo")
 

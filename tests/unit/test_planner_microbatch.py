@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, best_split, rate_bound_s
+from zorse_megatron.planner.closed_form.device_groups import ReplicaClass, best_split, rate_bound_s
 
 
 @st.composite

@@ -8,17 +8,17 @@ import dataclasses
 import pytest
 
 from tests.unit.planner_cases import random_case, simulated
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.memory_settings import settings_by_rank
+from zorse_megatron.plan.plan import Offload, Recompute
+from zorse_megatron.planner.build_plan import Builder
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
-from zorse_megatron.planner.plans.builder import Builder
-from zorse_megatron.schedules import shards
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.memory_settings import settings_by_rank
-from zorse_megatron.schema.plan.plan import Offload, Recompute
+from zorse_megatron.schedule import shards
 
 # Shards are cut at multiples of 64 elements, and so are pieces here; of 12 bytes of state each.
 GRAIN = 64

@@ -18,12 +18,11 @@ from tests.unit.planner_cases import (
     random_case,
     simulated,
 )
-from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
+from zorse_megatron.plan.plan_file import dump_plan, parse_plan
+from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
+from zorse_megatron.planner.describe_plan import describe_plan
 from zorse_megatron.planner.find_plan import find_plan
-from zorse_megatron.planner.outcome import Outcome
-from zorse_megatron.planner.planner_errors import NoPlanError
-from zorse_megatron.planner.plans.describe import describe_plan
-from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
+from zorse_megatron.planner.outcome import NoPlanError, Outcome
 
 pytestmark = pytest.mark.slow
 

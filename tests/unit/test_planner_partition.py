@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.unit.planner_cases import random_case
+from zorse_megatron.planner.closed_form.candidate import best_sizes
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.closed_form.memory_classes import best_sizes
-from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts
-from zorse_megatron.planner.closed_form.segment_tails import SegmentTails
+from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts, SegmentTails
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.search.contiguous_partition import (
+from zorse_megatron.planner.search.device_orders import (
+    FINE,
     _covers,
     _least_fill_drain,
     best_partitions,
+    device_orders,
 )
-from zorse_megatron.planner.search.device_orders import FINE, device_orders
 
 
 def costs_of(inputs: Inputs, *, level: int = 2, nested: bool = False) -> SegmentCosts:

@@ -6,21 +6,21 @@ import pytest
 
 from tests.unit.planner_cases import simulated
 from tests.unit.test_planner_search import lab
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.planner import evaluate as evaluator_module
 from zorse_megatron.planner import find_plan as find_plan_module
+from zorse_megatron.planner.build_plan import Builder
 from zorse_megatron.planner.closed_form.candidate import Candidate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.evaluate import evaluator as evaluator_module
-from zorse_megatron.planner.evaluate.evaluator import Evaluator
+from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import SearchStats
-from zorse_megatron.planner.plans.builder import Builder
-from zorse_megatron.planner.search.region_levels import with_best_levels
-from zorse_megatron.planner.search.zorse import SearchResult
-from zorse_megatron.schedules.actions import SENDS
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.planner.search.finish_plan import with_best_levels
+from zorse_megatron.planner.search.zorse_search import SearchResult
+from zorse_megatron.schedule.actions import SENDS
+from zorse_megatron.schedule.lower import lower_plan
 
 pytestmark = pytest.mark.slow
 REGIONS = """

@@ -4,15 +4,19 @@ import dataclasses
 
 import pytest
 
-from zorse_megatron.planner.explain import replan as replan_module
-from zorse_megatron.planner.explain.analysis import explain
-from zorse_megatron.planner.explain.replan import Replans, replan
+from zorse_megatron.files.wording import duration
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.planner import other_searches as replan_module
+from zorse_megatron.planner.explain import explain
 from zorse_megatron.planner.find_plan import find_plan
-from zorse_megatron.planner.inputs.other_gpus import on_ranks, with_one_more
-from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.text.figures import duration
+from zorse_megatron.planner.inputs.search_inputs import (
+    SearchSpace,
+    make_inputs,
+    on_ranks,
+    with_one_more,
+)
+from zorse_megatron.planner.other_searches import Replans, replan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_effort")]
 CLUSTER = """

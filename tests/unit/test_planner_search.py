@@ -10,17 +10,16 @@ from functools import cache
 import pytest
 
 from tests.unit.planner_cases import fits, random_case, simulated
-from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
-from zorse_megatron.planner.explain.analysis import explain
-from zorse_megatron.planner.find_plan import STRATEGIES, find_plan
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.plan_file import dump_plan, fingerprint, parse_plan
+from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
+from zorse_megatron.planner.explain import explain
+from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
-from zorse_megatron.planner.outcome import Outcome
-from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
-from zorse_megatron.planner.search.split_backwards import Way, splitting
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan_json import dump_plan, fingerprint, parse_plan
+from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError, Outcome, PlannerInputError
+from zorse_megatron.planner.search.finish_plan import Way, splitting
+from zorse_megatron.schedule.lower import refuse_unsupported
 
 pytestmark = pytest.mark.slow
 

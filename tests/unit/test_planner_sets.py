@@ -8,26 +8,28 @@ import re
 import pytest
 
 from zorse_megatron.costs.interface import RankPart
-from zorse_megatron.emulate.compare.compared_systems import Planned, compared_systems
-from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.explain.set_sentences import set_sentences
+from zorse_megatron.emulate.compare import Planned, compared_systems
+from zorse_megatron.inputs import cluster_yaml
+from zorse_megatron.inputs.model import Computing, ModelShape
+from zorse_megatron.inputs.profile import Profile, ProfiledModel, Source, Times
+from zorse_megatron.plan.plan import Chunk, Group, Parts, Plan, Replica, Schedule
+from zorse_megatron.plan.plan_file import dump_plan
+from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
+from zorse_megatron.planner.explanation import set_sentences
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.inputs.units import JoinedSet
-from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
+from zorse_megatron.planner.inputs.tensor_parallel_units import JoinedSet
+from zorse_megatron.planner.outcome import NoPlanError, PlannerInputError
 from zorse_megatron.planner.search.effort import Effort
-from zorse_megatron.planner.search.joinings import joinings_of
-from zorse_megatron.planner.search.set_parts import apportioned, choices_of_parts
-from zorse_megatron.planner.search.zorse import search
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.cluster import cluster_yaml
-from zorse_megatron.schema.model.computing import Computing
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import Chunk, Group, Parts, Plan, Replica, Schedule
-from zorse_megatron.schema.plan.plan_json import dump_plan
-from zorse_megatron.schema.profile.profile import Profile, ProfiledModel, Source, Times
+from zorse_megatron.planner.search.tensor_parallel_choices import (
+    apportioned,
+    choices_of_parts,
+    joinings_of,
+)
+from zorse_megatron.planner.search.zorse_search import search
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.schedule.lower import refuse_unsupported
 
 MODEL = ModelShape(
     name="small",

@@ -9,15 +9,19 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.topologies import node
 from tests.unit.planner_cases import CaseCompute, fits, random_case, simulated
-from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.plan.memory_settings import settings_by_rank
+from zorse_megatron.planner.build_plan import Builder
 from zorse_megatron.planner.closed_form.candidate import Candidate
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
+from zorse_megatron.planner.closed_form.device_groups import (
+    DeviceGroups,
+    MemorySettings,
+    Stage,
+    StagePosition,
+)
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
-from zorse_megatron.planner.plans.builder import Builder
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.plan.memory_settings import settings_by_rank
-from zorse_megatron.topology.cluster_topology import Topology
+from zorse_megatron.schedule.lower import refuse_unsupported
 
 
 @dataclass(frozen=True, kw_only=True)

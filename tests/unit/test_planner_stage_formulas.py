@@ -11,12 +11,15 @@ from tests.examples import examples
 from tests.unit.planner_cases import random_case
 from tests.unit.test_simulate_memory import peak_of_backward
 from zorse_megatron.costs import stage_formulas
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
+from zorse_megatron.planner.closed_form.candidate import best_sizes
+from zorse_megatron.planner.closed_form.device_groups import (
+    DeviceGroups,
+    MemorySettings,
+    Stage,
+    StagePosition,
+)
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.closed_form.memory_classes import best_sizes
-from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts
-from zorse_megatron.planner.closed_form.segment_tails import SegmentTails
-from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
+from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts, SegmentTails
 from zorse_megatron.planner.search.device_orders import FINE, device_orders
 
 POSITIVE = st.floats(1e-3, 1e3)

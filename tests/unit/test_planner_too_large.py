@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.planner_cases import random_case
 from zorse_megatron.planner.find_plan import find_plan
-from zorse_megatron.planner.inputs.limits import MAX_GPUS, MAX_LAYERS
-from zorse_megatron.planner.planner_errors import PlannerInputError
+from zorse_megatron.planner.inputs.search_inputs import MAX_GPUS, MAX_LAYERS
+from zorse_megatron.planner.outcome import PlannerInputError
 
 
 def test_refuses_clusters_and_models_beyond_the_limits() -> None:

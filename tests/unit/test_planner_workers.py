@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.test_planner_search import lab
+from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.planner.outcome import SearchStats
 from zorse_megatron.planner.search import workers as module
 from zorse_megatron.planner.search.effort import Effort
-from zorse_megatron.planner.search.worker import CostTask, SearchWorker
-from zorse_megatron.planner.search.workers import Workers, workers_for
-from zorse_megatron.planner.search.zorse import SearchResult, search
-from zorse_megatron.schema.plan.plan_json import dump_plan
+from zorse_megatron.planner.search.workers import CostTask, SearchWorker, Workers, workers_for
+from zorse_megatron.planner.search.zorse_search import SearchResult, search
 
 pytestmark = pytest.mark.slow
 

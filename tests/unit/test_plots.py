@@ -10,10 +10,9 @@ from matplotlib.path import Path as MatplotlibPath
 from tests.unit.fake_trace import ACTION_S, fake_spans
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.plots import gantt
-from zorse_megatron.plots.by_chunks import ChunkLine, Level, draw_by_chunks
+from zorse_megatron.plots.figures import ChunkLine, Level, LossCurve, draw_by_chunks, draw_curves
 from zorse_megatron.plots.gantt import draw_gantt
-from zorse_megatron.plots.loss_curves import LossCurve, draw_curves
-from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
+from zorse_megatron.plots.shown import duration_s, fastest_step, spans_of_step, training_steps
 
 PLAN = UNEVEN_PLAN
 

@@ -6,12 +6,11 @@ import re
 import pytest
 
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
-from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.costs.analytic_compute import AnalyticCompute
+from zorse_megatron.costs.model_memory import LayerActivations
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.computing_flags import computing_from_flags
-from zorse_megatron.schema.model.computing import USUAL, Computing, JobRecompute
-from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.flags.model_in_flags import computing_from_flags
+from zorse_megatron.inputs.model import MODELS, USUAL, Computing, JobRecompute
 
 QUIET = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 SAMPLES, LAYERS = 2, 5  # of a micro-batch and of the first group

@@ -18,7 +18,7 @@ from tests.unit.checkpoint_folders import save
 from tests.unit.test_docs import DOCUMENTS, ROOT, commands_in
 from tests.unit.test_hugging_face import LLAMA_3_2_1B
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
-from zorse_megatron.schema.plan.plan_json import dump_plan
+from zorse_megatron.plan.plan_file import dump_plan
 
 pytestmark = pytest.mark.slow
 

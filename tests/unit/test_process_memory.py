@@ -16,12 +16,12 @@ from zorse_megatron.costs.process_memory import (
     most_bytes,
     process_items,
 )
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.inputs.profile import parse_profile
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.schedules.communicators import Communicator
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.profile.profile_json import parse_profile
+from zorse_megatron.schedule.communicators import Communicator
 
 MIB = 2**20
 CONTEXT, WORKSPACES = 484 * MIB, 8_519_680 + 4 * MIB

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from zorse_megatron.processors import num_processors
+from zorse_megatron.processes import num_processors
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot restrict it")

@@ -5,7 +5,7 @@ import pytest
 
 from tests.unit.profile_samples import good
 from zorse_megatron.errors import ProfileError
-from zorse_megatron.schema.profile.profile_json import (
+from zorse_megatron.inputs.profile import (
     dump_profile,
     joined,
     load_profile,

@@ -7,11 +7,7 @@ import pytest
 from scripts.import_profile import import_tables, main
 from tests.measured import MEASURED, imported, needs_measured
 from zorse_megatron.errors import ProfileError
-from zorse_megatron.schema.profile.profile_json import (
-    dump_profile,
-    load_profile,
-    parse_profile,
-)
+from zorse_megatron.inputs.profile import dump_profile, load_profile, parse_profile
 
 MINI = Path(__file__).parents[2] / "examples" / "mini-profile.json"
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import PydanticCustomError
 
-from zorse_megatron.schema.text import quantities
-from zorse_megatron.schema.text.quantities import (
+from zorse_megatron.files import quantities
+from zorse_megatron.files.quantities import (
     BANDWIDTH,
     COMPUTE_RATE,
     LATENCY,

@@ -6,12 +6,11 @@ from multiprocessing import Pipe
 import pytest
 
 from tests.unit.fake_costs import FakeComm
-from zorse_megatron.emulate.clock.conductor import Conductor
-from zorse_megatron.emulate.clock.conductor_connections import call, conducted
-from zorse_megatron.emulate.clock.link_model import LinkModel
-from zorse_megatron.emulate.clock.messages import Transfer
-from zorse_megatron.emulate.clock.rank_clock import EmulationFailed, Pace, RankClock
-from zorse_megatron.emulate.jobs.self_test import SelfTest, expected_s
+from zorse_megatron.emulate.conductor import Conductor, call, conducted
+from zorse_megatron.emulate.emulated_job import SelfTest, expected_s
+from zorse_megatron.emulate.link_clock import LinkModel
+from zorse_megatron.emulate.messages import Transfer
+from zorse_megatron.emulate.rank_clock import EmulationFailed, Pace, RankClock
 
 
 def test_deadlines_are_absolute():

@@ -9,10 +9,9 @@ import time
 
 import pytest
 
-from zorse_megatron.emulate.forks.fork_client import ForkedEnd
-from zorse_megatron.emulate.forks.rank_jobs import RankJob, run_forked, run_spawned
+from zorse_megatron.emulate.rank_jobs import ForkedEnd, RankJob, run_forked, run_spawned
 from zorse_megatron.errors import RankFailure
-from zorse_megatron.launch.shared_gpus import share_gpus
+from zorse_megatron.launch.rank_environment import share_gpus
 
 
 def waiting(directory, limit_s):
@@ -36,7 +35,7 @@ def test_no_rank_survives_who_started_it(number, status, tmp_path):
     code = (
         "from pathlib import Path\n"
         "from tests.unit.test_rank_jobs import waiting\n"
-        "from zorse_megatron.emulate.forks.rank_jobs import exits_on_signals, run_spawned\n"
+        "from zorse_megatron.emulate.rank_jobs import exits_on_signals, run_spawned\n"
         "with exits_on_signals():\n"
         f"    run_spawned(waiting(Path({str(tmp_path)!r}), 60.0))\n"
     )

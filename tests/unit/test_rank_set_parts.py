@@ -6,12 +6,11 @@ from unittest import mock
 
 from tests.topologies import GB_PER_S, many_nodes, node, region_link, two_regions
 from tests.unit.test_comm_cost import with_curves
-from zorse_megatron.costs import rank_set
-from zorse_megatron.costs.rank_set import RankSet, RankSets
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
-from zorse_megatron.topology.from_cluster import topology_of
-from zorse_megatron.topology.routes import Routes
+from zorse_megatron.costs import communication
+from zorse_megatron.costs.communication import RankSet, RankSets
+from zorse_megatron.costs.routes import Routes
+from zorse_megatron.costs.topology import MeasuredNode, Topology, topology_of
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
 
 LIKE_BUT_FOR_ONE_THING = """
 nodes:
@@ -43,7 +42,7 @@ def node_by_node(spec: Topology, ranks: tuple[int, ...]) -> RankSet:
     def name(node: MeasuredNode) -> tuple[object, ...]:
         return (node.name,)
 
-    with mock.patch.object(rank_set, "_look", name):
+    with mock.patch.object(communication, "_look", name):
         return RankSets(Routes(spec)).of(ranks)
 
 

@@ -13,23 +13,22 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.strategies import lowerable_plans
-from zorse_megatron.rebalance.balancer import (
+from zorse_megatron.live.rebalance import (
     Balancer,
     Counts,
+    ReplicaTime,
+    best_counts,
     counts_of,
     with_counts,
     workers_of,
 )
-from zorse_megatron.rebalance.counts import ReplicaTime, best_counts
-from zorse_megatron.rebalance.held import held
-from zorse_megatron.rebalance.prepare import Preparation, Prepared
-from zorse_megatron.schedules.actions import Action, ActionLists, Kind
-from zorse_megatron.schedules.list_queries import edges_of
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.policy import Worker
-from zorse_megatron.schedules.samples import micro_batches, replica_micro_batches
-from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
-from zorse_megatron.schema.plan.plan_rules import problems_of
+from zorse_megatron.live.rebalance_lists import Preparation, Prepared, held
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.rules import problems_of
+from zorse_megatron.schedule.actions import Action, ActionLists, Kind, edges_of
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.pipeline_schedules import Worker
+from zorse_megatron.schedule.samples import micro_batches, replica_micro_batches
 
 TIMES = st.builds(
     ReplicaTime,

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from tests.strategies import lowerable_plans
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.samples import MicroBatch, layouts, pieces
-from zorse_megatron.schedules.validate import check_executable
-from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.samples import MicroBatch, layouts, pieces
+from zorse_megatron.schedule.validate import check_executable
 
 Work = tuple[str | None, int, int]
 """Region, micro-batch size, micro-batches."""

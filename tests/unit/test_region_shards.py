@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.schedules.region_shards import RegionShards, regions_of
-from zorse_megatron.schedules.shards import shard_bounds
+from zorse_megatron.schedule.shards import RegionShards, regions_of, shard_bounds
 
 SIZES = st.lists(st.integers(1, 5), min_size=2, max_size=4)
 

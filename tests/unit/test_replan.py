@@ -11,10 +11,9 @@ from tests.unit.cli_samples import FLAGS
 from tests.unit.test_fewer_gpus import WHOLE
 from tests.unit.test_migration_request import plan_of
 from zorse_megatron.errors import LaunchError
-from zorse_megatron.launch.elastic.nodes_left import nodes_left
-from zorse_megatron.launch.elastic.replan import Replanner
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.plan.plan_json import dump_plan, load_plan
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.launch.elastic.replan import Replanner, nodes_left
+from zorse_megatron.plan.plan_file import dump_plan, load_plan
 
 NAMES = tuple(node.name for node in WHOLE.nodes)
 LAB = b"""

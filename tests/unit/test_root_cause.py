@@ -2,7 +2,7 @@
 
 import pytest
 
-from zorse_megatron.watch.processes.root_cause import (
+from zorse_megatron.live.root_cause import (
     FailureKind,
     LastWord,
     Limits,

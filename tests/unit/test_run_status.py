@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
-from zorse_megatron.rebalance.iteration_times import IterationTimes
-from zorse_megatron.rebalance.run_status import RunStatus
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.inputs.status import STATUS_NAME, LinkStatus, Move, dump_status, load_status
+from zorse_megatron.live.run_status import IterationTimes, RunStatus
+from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Group,
@@ -20,8 +20,6 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.schema.status.status import STATUS_NAME, LinkStatus, Move
-from zorse_megatron.schema.status.status_json import dump_status, load_status
 
 KINDS = ("A", "A", "B", "B")
 PLANNED_S = (0.1, 0.1, 0.2, 0.2)

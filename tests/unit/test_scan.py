@@ -5,12 +5,12 @@ import doctest
 import pytest
 
 from zorse_megatron.errors import FlagError
-from zorse_megatron.flags import scan
-from zorse_megatron.flags.scan import find_flags, last_values, split_ours, split_rest
+from zorse_megatron.flags import command
+from zorse_megatron.flags.command import find_flags, last_values, split_ours, split_rest
 
 
 def test_examples():
-    assert doctest.testmod(scan).failed == 0
+    assert doctest.testmod(command).failed == 0
 
 
 def test_what_is_left_keeps_its_order():

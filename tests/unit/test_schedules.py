@@ -8,21 +8,7 @@ from hypothesis import given, settings
 
 from tests.strategies import plans
 from zorse_megatron.errors import PlanError
-from zorse_megatron.schedules.actions import (
-    ON_LAYERS,
-    RECEIVES,
-    SENDS,
-    Action,
-    ActionLists,
-    Kind,
-    parse_action,
-    parse_action_lists,
-)
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schedules.samples import micro_batches, pieces, replica_micro_batches
-from zorse_megatron.schedules.validate import ScheduleError, check_executable
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.plan.plan import (
     Chunk,
     Group,
     ModelFingerprint,
@@ -32,6 +18,19 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
+from zorse_megatron.schedule.actions import (
+    ON_LAYERS,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionLists,
+    Kind,
+    parse_action,
+    parse_action_lists,
+)
+from zorse_megatron.schedule.lower import lower_plan, refuse_unsupported
+from zorse_megatron.schedule.samples import micro_batches, pieces, replica_micro_batches
+from zorse_megatron.schedule.validate import ScheduleError, check_executable
 
 
 def even_plan(stages: int, replicas: int, count: int, size: int = 1) -> Plan:

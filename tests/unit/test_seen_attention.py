@@ -8,10 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.unit.test_attention_kinds import FOUR_KINDS, NOTHING, at, models
 from tests.unit.test_measure_profile import T4, one_pass, started
+from zorse_megatron.inputs.model import Computing
+from zorse_megatron.inputs.profile import ProfiledModel, Source, Times
+from zorse_megatron.measure.measured_profile import with_pass
 from zorse_megatron.measure.on_ranks.layer_timing import SeenAttention
-from zorse_megatron.measure.results.profile_parts import with_pass
-from zorse_megatron.schema.model.computing import Computing
-from zorse_megatron.schema.profile.profile import ProfiledModel, Source, Times
 
 HEADS, TOKENS, CHANNELS = 3, 16, 16
 

@@ -16,16 +16,15 @@ from tests.examples import examples
 from tests.topologies import node
 from tests.unit.planner_cases import KINDS, random_case
 from zorse_megatron.cli.main import app
-from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.planner.find_plan import NoPlanError, find_plan
-from zorse_megatron.planner.inputs.other_gpus import on_ranks
-from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
-from zorse_megatron.planner.selection.explore import WORTH_IT, Point, Search, explore
-from zorse_megatron.planner.selection.fewer import Selection, fewer
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import ClusterFingerprint
-from zorse_megatron.topology.cluster_topology import Topology
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.plan import ClusterFingerprint
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.gpu_selection import WORTH_IT, Point, Search, Selection, explore, fewer
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs, on_ranks
+from zorse_megatron.planner.outcome import NoPlanError
 
 # The T4s are across a line so slow that every activation takes longer than they save.
 LAB = """

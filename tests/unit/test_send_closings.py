@@ -11,16 +11,11 @@ from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.schedules.actions import (
-    COMPUTE,
-    SENDS,
-    Kind,
-    parse_action_lists,
-)
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.send_closings import send_closings
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.simulate.framework import Framework
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.schedule.actions import COMPUTE, SENDS, Kind, parse_action_lists
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.transfer_windows import send_closings
+from zorse_megatron.simulate.assumptions import Framework
 
 any_plan = st.one_of(plans(), lowerable_plans())
 

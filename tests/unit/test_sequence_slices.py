@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.strategies import plans
 from zorse_megatron.errors import PlanError
-from zorse_megatron.schedules.actions import RECEIVES, SENDS, parse_action, parse_action_lists
-from zorse_megatron.schedules.links import links_of
-from zorse_megatron.schedules.list_queries import edges_of
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schedules.sequence_slices import slice_of_rank, slice_pairs
-from zorse_megatron.schedules.validate import ScheduleError, check_executable
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.plan.plan import (
     Chunk,
     Group,
     ModelFingerprint,
@@ -27,6 +20,17 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
+from zorse_megatron.schedule.actions import (
+    RECEIVES,
+    SENDS,
+    edges_of,
+    parse_action,
+    parse_action_lists,
+)
+from zorse_megatron.schedule.communicators import links_of
+from zorse_megatron.schedule.lower import lower_plan, refuse_unsupported
+from zorse_megatron.schedule.tensor_parallel_parts import slice_of_rank, slice_pairs
+from zorse_megatron.schedule.validate import ScheduleError, check_executable
 
 degrees = st.integers(1, 9)
 

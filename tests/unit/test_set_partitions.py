@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from zorse_megatron.planner.groupings.set_partitions import set_partitions
+from zorse_megatron.planner.groupings.pools import set_partitions
 
 
 def bell_numbers(count: int) -> list[int]:

@@ -12,15 +12,26 @@ from tests.unit.test_sequence_slices import plan_with
 from tests.unit.test_tensor_parts import elements, held
 from zorse_megatron.costs.interface import RankPart
 from zorse_megatron.flags.check import check_arguments
-from zorse_megatron.schedules.communicators import communicators_of
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schedules.set_parts import SetParts, has_uneven_parts
-from zorse_megatron.schedules.tensor_parts import cut_part, owned_blocks, whole_blocks_of
-from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Parts, Plan
-from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
-from zorse_megatron.schema.plan.plan_rules import problems_of
-from zorse_megatron.schema.plan.rank_axes import data_parallel_ranks, holds_equal_parts
+from zorse_megatron.plan.plan import (
+    Chunk,
+    Group,
+    ModelFingerprint,
+    Parts,
+    Plan,
+    data_parallel_ranks,
+    holds_equal_parts,
+)
+from zorse_megatron.plan.plan_file import dump_plan, parse_plan
+from zorse_megatron.plan.rules import problems_of
+from zorse_megatron.schedule.communicators import communicators_of
+from zorse_megatron.schedule.lower import lower_plan, refuse_unsupported
+from zorse_megatron.schedule.tensor_parallel_parts import (
+    SetParts,
+    cut_part,
+    has_uneven_parts,
+    owned_blocks,
+    whole_blocks_of,
+)
 
 counts = st.lists(st.integers(0, 5), min_size=2, max_size=4).filter(any).map(tuple)
 

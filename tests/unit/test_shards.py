@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.schedules.shards import intersection, overlaps, shard_bounds
+from zorse_megatron.schedule.shards import intersection, overlaps, shard_bounds
 
 WEIGHTS = st.lists(st.floats(min_value=0, max_value=1e6), min_size=1, max_size=9).filter(any)
 TOTALS = st.integers(min_value=0, max_value=100_000)

@@ -15,12 +15,12 @@ from zorse_megatron.cli.main import app
 from zorse_megatron.cli.plan_options import tokens_named
 from zorse_megatron.cli.short_answer import MOST_LINES, WIDTH
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.flags.shape import flags_of_shape, shape_from_flags
-from zorse_megatron.planner.selection.explore import Point
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.text import figures
-from zorse_megatron.software.torch_builds import short_build_note
+from zorse_megatron.files import wording
+from zorse_megatron.flags.model_in_flags import flags_of_shape, shape_from_flags
+from zorse_megatron.flags.torch_builds import short_build_note
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.planner.gpu_selection import Point
 
 pytestmark = pytest.mark.usefixtures("few_layouts")  # what stock takes is another test's
 TWO_SITES = """\
@@ -259,7 +259,7 @@ def test_which_build_of_torch_to_install_is_one_line():
 
 
 def test_figures():
-    assert doctest.testmod(figures).failed == 0
+    assert doctest.testmod(wording).failed == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

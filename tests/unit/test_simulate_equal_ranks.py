@@ -14,10 +14,7 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group
-from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.steady import from_norm
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.plan.plan import (
     Chunk,
     Group,
     ModelFingerprint,
@@ -27,8 +24,10 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.simulate.framework import RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED
-from zorse_megatron.simulate.perturb import Perturbation
+from zorse_megatron.schedule.actions import from_norm
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
+from zorse_megatron.simulate.assumptions import RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED, Perturbation
 
 
 def plan_of(shapes: list[tuple[int, int]], batch: int, order=None, weights=(1.0,)) -> Plan:

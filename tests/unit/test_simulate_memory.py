@@ -11,14 +11,13 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group, priced, run_case
-from zorse_megatron.schedules import shards
-from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.steady import from_norm
-from zorse_megatron.schema.model.computing import JobRecompute
-from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
-from zorse_megatron.simulate.ledger import Category
-from zorse_megatron.simulate.rank_sizes import RankSizes
+from zorse_megatron.inputs.model import JobRecompute
+from zorse_megatron.plan.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
+from zorse_megatron.schedule import shards
+from zorse_megatron.schedule.actions import Kind, from_norm
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.simulate.memory_ledger import Category
+from zorse_megatron.simulate.rank_bytes import RankSizes
 
 
 def with_groups(plan, **options):

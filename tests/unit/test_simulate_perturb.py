@@ -8,8 +8,7 @@ from tests.unit.fake_costs import FakeComm, FakeMemory, node_links
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group
-from zorse_megatron.simulate.perturb import Perturbation, SlowSpell
-from zorse_megatron.simulate.simulation_errors import SimulationError
+from zorse_megatron.simulate.assumptions import Perturbation, SimulationError, SlowSpell
 
 
 def test_a_slow_rank_is_the_slowest_stage():

@@ -9,9 +9,9 @@ from tests.unit.simulation import run
 from tests.unit.test_plots import colours_of, rgb
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
-from zorse_megatron.plots.memory_bars import draw_memory
-from zorse_megatron.plots.rows import rows_of
-from zorse_megatron.plots.simulated_gantt import draw_timeline
+from zorse_megatron.plots.figures import draw_memory
+from zorse_megatron.plots.gantt import draw_timeline
+from zorse_megatron.plots.shown import rows_of
 
 GIB = 2**30
 MEMORY = FakeMemory(

@@ -8,10 +8,9 @@ import pytest
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.simulate.framework import STOCK_1F1B, Framework
-from zorse_megatron.simulate.ledger import Category
-from zorse_megatron.simulate.simulation_errors import SimulationError
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.simulate.assumptions import STOCK_1F1B, Framework, SimulationError
+from zorse_megatron.simulate.memory_ledger import Category
 
 SENDS_ALL = Framework(split_transfers=False)
 PLAIN = even_plan(stages=3, replicas=2, count=5)

@@ -12,13 +12,12 @@ from tests.unit.fake_sets import FakeSets, RingComm
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_rank_sets import in_sets
-from zorse_megatron.costs.set_collectives import SetCollectives
-from zorse_megatron.schedules.actions import RECEIVES, SENDS
-from zorse_megatron.schema.plan.plan import Chunk, Group, Parts, Replica
-from zorse_megatron.simulate.ledger import Category, changes_of
-from zorse_megatron.simulate.perturb import Perturbation
-from zorse_megatron.simulate.rank_sizes import RankSizes
-from zorse_megatron.simulate.simulation_errors import SimulationError
+from zorse_megatron.costs.tensor_parallel_communication import SetCollectives
+from zorse_megatron.plan.plan import Chunk, Group, Parts, Replica
+from zorse_megatron.schedule.actions import RECEIVES, SENDS
+from zorse_megatron.simulate.assumptions import Perturbation, SimulationError
+from zorse_megatron.simulate.memory_ledger import Category, changes_of
+from zorse_megatron.simulate.rank_bytes import RankSizes
 
 
 def plan_of(*groups, counts=None, weights=None, size=2, layers=4):

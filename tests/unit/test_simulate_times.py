@@ -14,14 +14,7 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.simulation import Reference, run
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.costs.interface import DtypeCosts
-from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
-from zorse_megatron.schedules.boundaries import Boundaries
-from zorse_megatron.schedules.events import forward_costs
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.one_f_one_b import one_f_one_b
-from zorse_megatron.schedules.order import Pipeline
-from zorse_megatron.schedules.steady import from_norm
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.plan.plan import (
     Chunk,
     Group,
     ModelFingerprint,
@@ -31,10 +24,16 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
+from zorse_megatron.schedule.action_sequence import forward_costs
+from zorse_megatron.schedule.actions import COMPUTE, Action, Kind, from_norm
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.micro_batch_order import Pipeline
+from zorse_megatron.schedule.pipeline_schedules import one_f_one_b
+from zorse_megatron.schedule.samples import Boundaries
+from zorse_megatron.simulate.assumptions import SimulationError
 from zorse_megatron.simulate.iteration import action_lists
-from zorse_megatron.simulate.ledger import Category
-from zorse_megatron.simulate.simulation_errors import SimulationError
-from zorse_megatron.simulate.task_graph import REPORT
+from zorse_megatron.simulate.memory_ledger import Category
+from zorse_megatron.simulate.tasks import REPORT
 
 F, B = 1.0, 2.0
 

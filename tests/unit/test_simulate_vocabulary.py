@@ -7,10 +7,10 @@ import pytest
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_simulate_times import one_group
-from zorse_megatron.schedules.actions import parse_action_lists
-from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Offload
-from zorse_megatron.simulate.ledger import Category
-from zorse_megatron.simulate.simulation_errors import SimulationError
+from zorse_megatron.plan.plan import Chunk, ModelFingerprint, Offload
+from zorse_megatron.schedule.actions import parse_action_lists
+from zorse_megatron.simulate.assumptions import SimulationError
+from zorse_megatron.simulate.memory_ledger import Category
 
 MINISTAGES = (
     "rank {r}: 0GATHER 1GATHER 0F0 0RELEASE 1F0 1B0 1RELEASE 1REDUCE 0GATHER 0B0 0RELEASE 0REDUCE "

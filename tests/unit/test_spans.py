@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.schema.plan.spans import gaps, overlaps, spans_of, spell
+from zorse_megatron.plan.spans import gaps, overlaps, spans_of, spell
 
 SPANS = st.lists(st.tuples(st.integers(-4, 12), st.integers(-4, 12)))
 

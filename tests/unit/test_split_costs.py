@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from tests.unit.profile_samples import good
 from zorse_megatron.costs.interface import WHOLE, PassTimes, RankPart
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import Computing, ModelShape
+from zorse_megatron.inputs.profile import parse_profile
+from zorse_megatron.plan.plan import Chunk, Group, Parts, Plan, Replica, Schedule
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.planner.inputs.split_costs import told_local_sizes
-from zorse_megatron.planner.inputs.units import set_collectives
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.model.computing import Computing
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import Chunk, Group, Parts, Plan, Replica, Schedule
-from zorse_megatron.schema.profile.profile_json import parse_profile
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.planner.inputs.tensor_parallel_units import set_collectives, told_local_sizes
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.simulate.memory_ledger import Category
 
 MODEL = ModelShape(
     name="small",

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from zorse_megatron.runtime import staged_operation
-from zorse_megatron.runtime.host_worker import HostWorker
-from zorse_megatron.runtime.staged_operation import Stage, StagedWork, start_stages
+from zorse_megatron.runtime import collectives
+from zorse_megatron.runtime.collectives import Stage, StagedWork, start_stages
+from zorse_megatron.runtime.host_link import HostWorker
 
 
 class Stream:
@@ -38,7 +38,7 @@ class Device:
         sides = {True: Stream(), False: Stream()}
         patch.setattr(torch.cuda, "current_stream", lambda *_: self.current)
         patch.setattr(torch.cuda, "stream", self._on)
-        patch.setattr(staged_operation, "_side_stream", lambda _, exchanges: sides[exchanges])
+        patch.setattr(collectives, "_side_stream", lambda _, exchanges: sides[exchanges])
 
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:

@@ -5,19 +5,25 @@ import json
 
 import pytest
 
-from zorse_megatron.schema.gpus.compute_capability import BF16_FROM
-from zorse_megatron.schema.gpus.gpu_presets import CAPABILITIES, GPU_KINDS
-from zorse_megatron.software.found_lines import found_lines
-from zorse_megatron.software.machine_flags import EXTENSIONS, with_gpu_flags
-from zorse_megatron.software.rank_software import RankSoftware, SeenGpu
-from zorse_megatron.software.start_problems import StartError, refuse_start, start_problems
-from zorse_megatron.software.torch_builds import (
+from zorse_megatron.flags.installed_software import (
+    EXTENSIONS,
+    RankSoftware,
+    SeenGpu,
+    found_lines,
+    with_gpu_flags,
+)
+from zorse_megatron.flags.torch_builds import (
     BUILDS,
+    StartError,
     build_notes,
     builds_for,
     install_advice,
+    refuse_start,
     runs_on,
+    start_problems,
 )
+from zorse_megatron.gpus.gpu import BF16_FROM
+from zorse_megatron.gpus.known_gpus import CAPABILITIES, GPU_KINDS
 
 # `torch.cuda.get_arch_list()` as others have printed it. 2.13.0+cu130: the wheel of PyPI;
 # 2.5.1 and 2.6.0: moi90/pytorch_compute_capabilities, table.md; 2.8+cu128: PyTorch's

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from zorse_megatron.rebalance.iteration_times import IterationTimes
-from zorse_megatron.runtime.course import Course, batches_ahead
+from zorse_megatron.live.run_status import IterationTimes
+from zorse_megatron.runtime.batch_sampler import Course, batches_ahead
 from zorse_megatron.runtime.step_times import StepTimes
-from zorse_megatron.schedules.actions import Action, Kind
-from zorse_megatron.schedules.samples import MicroBatch
+from zorse_megatron.schedule.actions import Action, Kind
+from zorse_megatron.schedule.samples import MicroBatch
 
 
 @dataclass

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.inputs.model import MODELS
 from zorse_megatron.planner.baselines.stock_best import stock_in_short, stock_on_all, stock_on_best
 from zorse_megatron.planner.baselines.stock_costs import grid_estimates
-from zorse_megatron.planner.baselines.stock_grids import even_stages, grids, plan_of_grid
-from zorse_megatron.planner.baselines.stock_placements import subsets
+from zorse_megatron.planner.baselines.stock_layouts import even_stages, grids, plan_of_grid, subsets
 from zorse_megatron.planner.baselines.stock_search import framework_of
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.planner_errors import NoPlanError
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.planner.outcome import NoPlanError
+from zorse_megatron.planner.simulate_plan import simulate_plan
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)

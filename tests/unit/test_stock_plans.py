@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import plans
 from zorse_megatron.errors import PlanError
-from zorse_megatron.planner.baselines.stock_grids import Grid, plan_of_grid
-from zorse_megatron.planner.baselines.stock_plans import grid_of_plan
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Hop,
@@ -22,7 +20,9 @@ from zorse_megatron.schema.plan.plan import (
     Plan,
     Recompute,
 )
-from zorse_megatron.schema.plan.plan_rules import problems_of
+from zorse_megatron.plan.rules import problems_of
+from zorse_megatron.planner.baselines.stock_layouts import Grid, plan_of_grid
+from zorse_megatron.planner.baselines.stock_plans import grid_of_plan
 
 SETTINGS = [("none", None), ("selective", None), ("full", None), ("full", 1), ("full", 2)]
 

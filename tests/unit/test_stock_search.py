@@ -9,15 +9,11 @@ import pytest
 from tests.topologies import node
 from tests.unit.fake_costs import FakeMemory
 from tests.unit.planner_cases import CaseCompute
-from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.planner.baselines.stock_best import stock_at_best, stock_on_all
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.find_plan import find_plan
-from zorse_megatron.planner.inputs.other_gpus import NodeLike, on_nodes
-from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Group,
@@ -27,8 +23,17 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.simulate.framework import STOCK_1F1B, STOCK_INTERLEAVED
-from zorse_megatron.topology.cluster_topology import Topology
+from zorse_megatron.planner.baselines.stock_best import stock_at_best, stock_on_all
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import (
+    Inputs,
+    NodeLike,
+    SearchSpace,
+    make_inputs,
+    on_nodes,
+)
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.simulate.assumptions import STOCK_1F1B, STOCK_INTERLEAVED
 
 SPEEDS = {"fast": 0.01, "middle": 0.017, "slow": 0.04}
 KINDS = ("none", "full")

@@ -8,17 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, TRANSFERS, Kind
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan.plan import (
-    Chunk,
-    Group,
-    ModelFingerprint,
-    Plan,
-    Replica,
-    Schedule,
-)
-from zorse_megatron.simulate.stock_transfers import (
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schedule.actions import COMPUTE, RECEIVES, TRANSFERS, Kind
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.simulate.transfers import (
     gradient_closings,
     with_receives_at_last,
     with_receives_posted,

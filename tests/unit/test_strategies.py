@@ -7,7 +7,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from tests.strategies import plans
-from zorse_megatron.schema.plan.plan_rules import problems_of
+from zorse_megatron.plan.rules import problems_of
 
 # No shrinking: that there is one is all we ask.
 SEARCH = settings(max_examples=5_000, deadline=None, database=None, phases=[Phase.generate])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.schedules.tensor_blocks import interval_blocks
+from zorse_megatron.schedule.tensor_parallel_parts import interval_blocks
 
 SHAPES = st.lists(st.integers(min_value=1, max_value=5), min_size=0, max_size=4).map(tuple)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from zorse_megatron.schedules.tensor_blocks import TensorBlock
-from zorse_megatron.schedules.tensor_parts import (
+from zorse_megatron.schedule.tensor_parallel_parts import (
     OwnedBlock,
+    TensorBlock,
     TensorPart,
     equal_part,
     owned_blocks,

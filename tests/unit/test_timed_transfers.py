@@ -12,13 +12,12 @@ from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.schedules.actions import COMPUTE
-from zorse_megatron.schedules.boundaries import Boundaries
-from zorse_megatron.schedules.interleaved import interleaved
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.one_f_one_b import one_f_one_b
-from zorse_megatron.schedules.timed_transfers import pipeline_for
-from zorse_megatron.schema.plan.plan import Hop, Plan
+from zorse_megatron.plan.plan import Hop, Plan
+from zorse_megatron.schedule.actions import COMPUTE
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.micro_batch_order import pipeline_for
+from zorse_megatron.schedule.pipeline_schedules import interleaved, one_f_one_b
+from zorse_megatron.schedule.samples import Boundaries
 
 pipelined_plans = st.one_of(plans(), lowerable_plans(schedule_names=("interleaved",)))
 

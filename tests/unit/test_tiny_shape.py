@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from tests.unit.test_simulate_sets import plan_of
-from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import Parts
-from zorse_megatron.schema.plan.set_rules import DividedSizes, set_problems
+from zorse_megatron.emulate.tiny_model import TinyShape
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.plan import Parts
+from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, set_problems
 
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_query_groups=8)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zorse_megatron.errors import ModelError
-from zorse_megatron.flags.shape import shape_from_flags
+from zorse_megatron.flags.model_in_flags import shape_from_flags
 
 SHAPE = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zorse_megatron.topology.link_curves import BandwidthCurve, LogFit, as_curves, curve_for
+from zorse_megatron.costs.link_bandwidth import BandwidthCurve, LogFit, as_curves, curve_for
 
 MEASURED = Path(__file__).resolve().parents[3] / "shared" / "measured" / "link_bandwidth.csv"
 SIZES = [2**power for power in range(0, 36)]

@@ -9,13 +9,15 @@ from types import ModuleType
 
 import pytest
 
-from zorse_megatron.costs import rings
-from zorse_megatron.planner.groupings import grouping, pools
+from zorse_megatron.costs import communication
+from zorse_megatron.planner.groupings import pools
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("module", [rings, grouping, pools], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [communication, pools, pools], ids=lambda module: module.__name__
+)
 def test_docstrings(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert results.attempted and not results.failed

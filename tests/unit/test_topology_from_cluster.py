@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
-from zorse_megatron.schema.profile.profile import LinkCurve, Profile, Source
-from zorse_megatron.topology.from_cluster import topology_of
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.topology import topology_of
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.inputs.profile import LinkCurve, Profile, Source
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEXT = b"""

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 
 from tests.examples import examples
 from tests.topologies import GB_PER_S, node, switch, topologies, two_regions
-from zorse_megatron.topology.cluster_topology import Topology
-from zorse_megatron.topology.graph import CAPACITY, full_graph, gpu, host, node_graph
+from zorse_megatron.costs.topology import CAPACITY, Topology, full_graph, gpu, host, node_graph
 
 
 def least_cut(graph: nx.Graph, first: list[object], second: list[object]) -> float:

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 
 from tests.examples import examples
 from tests.topologies import GB_PER_S, many_nodes, node, topologies, two_regions
-from zorse_megatron.topology.cluster_topology import Topology
-from zorse_megatron.topology.graph import CAPACITY, full_graph, gpu
-from zorse_megatron.topology.routes import Routes
+from zorse_megatron.costs.routes import Routes
+from zorse_megatron.costs.topology import CAPACITY, Topology, full_graph, gpu
 
 
 def walk(spec: Topology, source: int, target: int) -> list[object]:

@@ -7,18 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.seen_nodes import ranks_of, timed
-from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.topology import topology_of
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.profile import (
+    Profile,
+    Source,
+    dump_profile,
+    parse_profile,
+    unequal_parts,
+)
 from zorse_megatron.measure.machine import nodes_of
-from zorse_megatron.measure.results.profile_parts import (
+from zorse_megatron.measure.measured_profile import (
     unequal_factors,
     with_transfers,
     with_unequal_shards,
 )
 from zorse_megatron.measure.tasks import link_tasks
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.profile.profile import Profile, Source, unequal_parts
-from zorse_megatron.schema.profile.profile_json import dump_profile, parse_profile
-from zorse_megatron.topology.from_cluster import topology_of
 
 MB = 10**6
 

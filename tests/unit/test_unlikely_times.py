@@ -7,9 +7,9 @@ import pytest
 
 from tests.unit.cli_samples import WORKLOAD, runner_in
 from tests.unit.profile_samples import good
-from zorse_megatron.costs.unlikely import unlikely_times
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.profile.profile_json import parse_profile
+from zorse_megatron.costs.measured_curves import unlikely_times
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.profile import parse_profile
 
 # 12 * 4096**2 parameters of a layer, 2048 tokens, two operations each, and half of the scores:
 # 0.86 TFLOP, in 2.75 ms at the 312 TFLOP/s of NVIDIA's A100 data sheet.

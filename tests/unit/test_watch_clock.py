@@ -7,10 +7,9 @@ import pytest
 
 from tests.unit.cli_samples import FLAGS, write_lab
 from zorse_megatron import pretrain
-from zorse_megatron.watch.processes.hub import Hub
-from zorse_megatron.watch.processes.member import Member
-from zorse_megatron.watch.processes.root_cause import FailureKind, Limits, Report
-from zorse_megatron.watch.processes.watcher import last_line
+from zorse_megatron.live.hub import Hub, Member
+from zorse_megatron.live.root_cause import FailureKind, Limits, Report
+from zorse_megatron.live.watcher import last_line
 
 WORLD_SIZE = 3
 STEP_S = 0.5

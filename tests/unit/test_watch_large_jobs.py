@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zorse_megatron.watch import hub_address as exchange
-from zorse_megatron.watch import start
-from zorse_megatron.watch.processes import watcher
-from zorse_megatron.watch.processes.hub import Hub
-from zorse_megatron.watch.processes.line_socket import LineSocket
-from zorse_megatron.watch.processes.member import Member
-from zorse_megatron.watch.processes.rank_page import RankPage
-from zorse_megatron.watch.processes.root_cause import LastWord, Limits, Report
+from zorse_megatron.live import hub_address as exchange
+from zorse_megatron.live import start_watch, watcher
+from zorse_megatron.live.hub import Hub, LineSocket, Member
+from zorse_megatron.live.root_cause import LastWord, Limits, Report
+from zorse_megatron.live.watched_rank import RankPage
 
 RANKS_PER_NODE = 8
 
@@ -98,7 +95,7 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
 def test_a_watcher_may_have_as_many_files_as_the_system_lets_it(file_limit: int) -> None:
     """With 1,024, the hub of a larger job left ranks waiting, and they took it for silent."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(file_limit, 1024), file_limit))
-    start._allow_many_files()
+    start_watch._allow_many_files()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (file_limit, file_limit)
 
 

@@ -9,25 +9,15 @@ from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeCompute, FakeMemory
 from tests.unit.simulation import run
-from zorse_megatron.costs.activations import delayed_elements
-from zorse_megatron.costs.analytic_compute import AnalyticCompute
-from zorse_megatron.costs.efficiency import shares_of
-from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
-from zorse_megatron.schedules.actions import Kind, parse_action_lists
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.validate import ScheduleError, check_executable
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.computing import USUAL
-from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import (
-    Chunk,
-    Group,
-    ModelFingerprint,
-    Plan,
-    Replica,
-    Schedule,
-)
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.costs.analytic_compute import AnalyticCompute, shares_of
+from zorse_megatron.costs.model_memory import TransformerMemory, delayed_elements, precision_of
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.model import MODELS, USUAL
+from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schedule.actions import Kind, parse_action_lists
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.validate import ScheduleError, check_executable
+from zorse_megatron.simulate.memory_ledger import Category
 
 
 def equal_stages(stages: int, count: int, *, turns: int = 1, name: str = "1f1b") -> Plan:

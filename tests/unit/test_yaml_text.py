@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.errors import ClusterError
-from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE
-from zorse_megatron.schema.text.yaml_text import read_yaml
+from zorse_megatron.files.yaml_text import read_yaml
+from zorse_megatron.inputs.cluster_yaml import CLUSTER_FILE
 
 
 def read(text):

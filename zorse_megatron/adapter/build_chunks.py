@@ -18,21 +18,21 @@ from megatron.training.initialize import _set_random_seed, set_jit_fusion_option
 
 from zorse_megatron.adapter.checkpoint.saved_parameters import saved_entries
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
-from zorse_megatron.adapter.data_parallel.gradient_comm_dtype import comm_dtype_of
+from zorse_megatron.adapter.data_parallel.ddp_options import comm_dtype_of
 from zorse_megatron.adapter.groups.process_groups import (
     PipelinePosition,
     at_chunk,
     shard_weights_by_group_rank,
 )
-from zorse_megatron.adapter.memory.session_memory import before_first_step
+from zorse_megatron.adapter.memory import before_first_step
 from zorse_megatron.adapter.model.initial_weights import copy_single_process_weights
-from zorse_megatron.adapter.model.local_sizes import LocalSizes
+from zorse_megatron.adapter.model.unequal_parts import LocalSizes
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.rank_plan import RankPlan
+from zorse_megatron.plan.plan import holds_equal_parts
 from zorse_megatron.runtime.host_link import HostLink, copied_to_host
-from zorse_megatron.schedules.list_queries import chunks_left_in_host
-from zorse_megatron.schedules.set_parts import has_uneven_parts
-from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
+from zorse_megatron.schedule.actions import chunks_left_in_host
+from zorse_megatron.schedule.tensor_parallel_parts import has_uneven_parts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from zorse_megatron.adapter.model.chunk_view import ChunkView, chunk_view_of
-from zorse_megatron.adapter.patches import emulation
+from zorse_megatron.adapter.patches import without_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 
 
@@ -21,8 +21,8 @@ def emulation_hooks(
 ) -> Replacements:
     """`watch` gets every chunk of the model when it is wrapped, `around_step` surrounds a step."""
     return {
-        emulation.WRAP_MODEL: functools.partial(_watching, watch),
-        emulation.PACE_STEP: functools.partial(_surrounded, around_step),
+        without_plan.WRAP_MODEL: functools.partial(_watching, watch),
+        without_plan.PACE_STEP: functools.partial(_surrounded, around_step),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.adapter.patches import without_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.start_checks import checked_gpu_flags
@@ -28,11 +28,11 @@ def run_until_built(
     if cpu_mode.needed():
         cpu_mode.enable()
         flags = cpu_mode.with_cpu_flags(flags)
-    from zorse_megatron.adapter.activate import activate
+    from zorse_megatron.adapter.start import activate
 
     activate(None)
     REGISTRY.apply({without_plan.SETUP_WHEN_MEASURING: functools.partial(_use_what_is_built, use)})
-    from zorse_megatron.adapter.entry import run_entry
+    from zorse_megatron.adapter.start import run_entry
 
     try:
         run_entry(script, flags)

@@ -1,16 +1,18 @@
-"""A run under a plan, as the command line asks for it."""
+"""A run under a plan, as the command line asks for it; how its script is left for another."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.plan.plan import ComputeDtype, Plan
-from zorse_megatron.schema.status.status import Move
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.status import Move
+from zorse_megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from zorse_megatron.adapter.moving.state import SetAside
     from zorse_megatron.runtime.host_link import HostLink
@@ -60,3 +62,20 @@ class PlanRun:
     def may_move(self) -> bool:
         """Whether another plan may be asked for, in the directory of the status."""
         return self.check_next is not None and self.status_directory is not None
+
+
+# How a script is left, from wherever it is, to go on under another plan.
+
+
+class PlanLeft(BaseException):
+    """The training has been left between two iterations, to go on under another plan.
+
+    No Exception, so that no script takes it for one.
+    """
+
+    def __init__(self, run: PlanRun, groups: "Sequence[dist.ProcessGroup]") -> None:
+        super().__init__("the training goes on under another plan")
+        self.run = run
+        """That goes on."""
+        self.groups = tuple(groups)
+        """Process groups of the plan that is left, in one order on all ranks."""

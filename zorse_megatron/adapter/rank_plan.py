@@ -8,27 +8,26 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_args
 
-from zorse_megatron.adapter.data.sample_readers import SampleKind, sample_kind
+from zorse_megatron.adapter.groups.global_groups import StockStages, stock_stages_of
 from zorse_megatron.adapter.groups.process_groups import (
     PlanGroups,
     collection_of,
     create_groups,
     nccl_channels,
 )
-from zorse_megatron.adapter.groups.stock_stages import StockStages, stock_stages_of
-from zorse_megatron.adapter.loss.loss_divisor import loss_divisor
-from zorse_megatron.flags.computing_flags import compute_dtypes, is_mixed
-from zorse_megatron.runtime.set_place import SetPlace
-from zorse_megatron.schedules.actions import Action, ActionLists
-from zorse_megatron.schedules.communicators import Communicator
-from zorse_megatron.schedules.list_queries import released_chunks
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.samples import MicroBatch, replica_micro_batches
-from zorse_megatron.schedules.set_parts import SetParts
-from zorse_megatron.schedules.validate import check_executable
-from zorse_megatron.schema.plan.memory_settings import settings_of_rank
-from zorse_megatron.schema.plan.plan import ComputeDtype, Group, Offload, Plan
-from zorse_megatron.schema.plan.rank_axes import set_of_rank
+from zorse_megatron.adapter.loss import loss_divisor
+from zorse_megatron.adapter.samples import SampleKind, sample_kind
+from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.plan.memory_settings import settings_of_rank
+from zorse_megatron.plan.plan import Group, Offload, Plan, set_of_rank
+from zorse_megatron.runtime.mailbox import SetPlace
+from zorse_megatron.schedule.actions import Action, ActionLists, released_chunks
+from zorse_megatron.schedule.communicators import Communicator
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
+from zorse_megatron.schedule.tensor_parallel_parts import SetParts
+from zorse_megatron.schedule.validate import check_executable
 
 
 @dataclass(frozen=True, kw_only=True)

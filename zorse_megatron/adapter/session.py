@@ -1,4 +1,4 @@
-"""One training run under a plan, on one rank: executes the plan's lists for Megatron's loop."""
+"""One training run under a plan, on one rank: what the hooks into Megatron share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,31 +9,34 @@ import torch
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
-from zorse_megatron.adapter.data_parallel.parameter_gathers import wait_for_parameters
-from zorse_megatron.adapter.loss.loss_report import IdleReplicaLosses, whole_group_losses
-from zorse_megatron.adapter.memory.memory_probes import KeptActivations
-from zorse_megatron.adapter.memory.session_memory import (
+from zorse_megatron.adapter.compute_dtype import start_from_main
+from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
+from zorse_megatron.adapter.loss import IdleReplicaLosses, whole_group_losses
+from zorse_megatron.adapter.memory import (
+    KeptActivations,
     before_first_step,
     is_parameter,
     make_ledger,
     watch_logits,
 )
-from zorse_megatron.adapter.model.chunk_runner import MegatronChunkRunner
-from zorse_megatron.adapter.model.step_inputs import StepInputs, iterator_per_chunk
+from zorse_megatron.adapter.model.chunk_runner import (
+    MegatronChunkRunner,
+    StepInputs,
+    iterator_per_chunk,
+)
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
-from zorse_megatron.adapter.parameters.exact_values import start_from_main
-from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.adapter.session_executor import make_executor
 from zorse_megatron.adapter.session_optimizer import build_optimizer, tied_embedding
-from zorse_megatron.adapter.watching.run_watch import RunWatch
-from zorse_megatron.runtime.activation_offload import ActivationOffload
-from zorse_megatron.runtime.course import Course
+from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
+from zorse_megatron.adapter.watching import RunWatch
+from zorse_megatron.plan.plan import holds_equal_parts
+from zorse_megatron.runtime.batch_sampler import Course
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_link import HostLink
-from zorse_megatron.schedules.actions import COMPUTE, ActionLists
-from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
+from zorse_megatron.runtime.offload import ActivationOffload
+from zorse_megatron.schedule.actions import COMPUTE, ActionLists
 from zorse_megatron.trace import Trace
 
 

@@ -1,18 +1,18 @@
-"""The executor of a run under a plan: its mailbox and its transport."""
+"""The executor of a session: its mailbox, its transport, and the ledger of its memory."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
+from zorse_megatron.adapter.compute_dtype import torch_dtype
 from zorse_megatron.adapter.groups.plan_communicator import PlanCommunicator
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
 from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.runtime.transport import make_transport
-from zorse_megatron.schedules.list_queries import edges_of
+from zorse_megatron.schedule.actions import edges_of
 from zorse_megatron.trace import Trace
 
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run under a plan: what it steps, and where its state waits."""
+"""The optimizer of a session: what it steps, where its state waits, and who calls its step."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,19 +8,22 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
-from zorse_megatron.adapter.arguments.compute_dtype import with_one_loss_scale
 from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
-from zorse_megatron.adapter.memory.host_need import host_need, main_bytes
-from zorse_megatron.adapter.memory.kept_in_host import kept_bytes_by_chunk
-from zorse_megatron.adapter.memory.session_memory import before_first_step
-from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
+from zorse_megatron.adapter.compute_dtype import take_exact, with_one_loss_scale
+from zorse_megatron.adapter.memory import (
+    before_first_step,
+    host_need,
+    kept_bytes_by_chunk,
+    main_bytes,
+)
+from zorse_megatron.adapter.optimizer.distributed_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.optimizer.shard_update import Update, choose_update, say_update
 from zorse_megatron.adapter.optimizer.streamed_gradients import count_zeros
-from zorse_megatron.adapter.parameters.exact_values import take_exact
-from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.adapter.session_executor import boundary_dtype
+from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.kernels.dispatch import why_not_triton
+from zorse_megatron.plan.memory_settings import offloads_anything
 from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.host_budget import (
     HostMemoryNeed,
@@ -29,7 +32,6 @@ from zorse_megatron.runtime.host_budget import (
     node_name,
 )
 from zorse_megatron.runtime.host_link import HostLink
-from zorse_megatron.schema.plan.memory_settings import offloads_anything
 
 
 def build_optimizer(

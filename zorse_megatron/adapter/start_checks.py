@@ -1,22 +1,34 @@
-"""Before Megatron is imported: can all ranks train on their GPUs with what is installed there?
+"""Before Megatron is imported: is each rank on its GPU and node, and can it train there?
 
 Ranks tell each other through the store in which they meet, because a GPU for which torch has no
 code cannot take part in a collective call.
 """
 
+import importlib
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 
+import torch
 import torch.distributed as dist
 
-from zorse_megatron.adapter.found_software import found_software
+from zorse_megatron.adapter.plan_run import PlanRun
+from zorse_megatron.errors import PlanError
+from zorse_megatron.flags.installed_software import (
+    EXTENSIONS,
+    RankSoftware,
+    SeenGpu,
+    found_lines,
+    with_gpu_flags,
+)
+from zorse_megatron.flags.torch_builds import refuse_start
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.gpus.known_gpus import GPU_KIND, canonical_kind, kind_of_device
+from zorse_megatron.inputs.rank_placement import RankLocation, placement_problems, unchecked_kinds
 from zorse_megatron.log import say
-from zorse_megatron.schema.gpus.gpu import ComputeDtype
-from zorse_megatron.software.found_lines import found_lines
-from zorse_megatron.software.machine_flags import with_gpu_flags
-from zorse_megatron.software.rank_software import RankSoftware
-from zorse_megatron.software.start_problems import refuse_start
+from zorse_megatron.runtime.collectives import gathered
 
 _KEY = "zorse/software"
 
@@ -70,3 +82,97 @@ def _exchanged(store: dist.Store, mine: RankSoftware) -> list[RankSoftware]:
         texts = [store.get(f"{key}/{rank}").decode() for rank in world]
         store.set(key, "\n".join(texts))
     return [RankSoftware.from_json(line) for line in store.get(key).decode().splitlines()]
+
+
+# Asks torch and the installation what a rank's `RankSoftware` is; imports neither Megatron nor
+# Transformer Engine, which take seconds and may fail where they do not fit the GPU.
+
+
+def gpu_of(local_rank: int) -> int:
+    """Number of the GPU that a rank takes, among those that its process sees.
+
+    A launcher may show each task its own GPU alone: then it is number 0, whatever the local rank.
+    """
+    return local_rank % torch.cuda.device_count()
+
+
+def take_gpu() -> None:
+    """Let this process compute on the GPU of its rank, if there is one."""
+    if torch.cuda.device_count():
+        torch.cuda.set_device(gpu_of(int(os.environ.get("LOCAL_RANK", "0"))))
+
+
+def found_software(rank: int, local_rank: int, node: str) -> RankSoftware:
+    """Look at this process's GPU and at what is installed."""
+    gpu = _gpu(gpu_of(local_rank)) if torch.cuda.device_count() else None
+    return RankSoftware(
+        rank=rank,
+        node=node,
+        gpu=gpu,
+        torch=torch.__version__,
+        archs=tuple(torch.cuda.get_arch_list()) if gpu else (),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
+        transformer_engine=_version("transformer-engine", "transformer_engine"),
+        flash_attention=_version("flash-attn", "flash_attn"),
+        extensions=tuple(name for name in EXTENSIONS if _is_there(name)),
+        host_id=os.environ.get("NCCL_HOSTID"),
+    )
+
+
+def _gpu(number: int) -> SeenGpu:
+    properties = torch.cuda.get_device_properties(number)
+    return SeenGpu(
+        name=properties.name,
+        uuid=f"GPU-{properties.uuid}",
+        capability=(properties.major, properties.minor),
+    )
+
+
+def _version(distribution: str, module: str) -> str | None:
+    """The installed version; None where the module cannot be found."""
+    if not _is_there(module):
+        return None
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except Exception:  # its parent does not load, for whatever reason
+        return False
+
+
+# Stops a job at its start where a rank is not on the GPU, or not on the node, of the plan.
+
+
+def check_placement(run: PlanRun) -> None:
+    """Compare where all ranks are with the plan and the cluster file; a collective call.
+
+    Raises PlanError on every rank, with all that are elsewhere.
+    """
+    mine = _found(run.node)
+    found = gathered(mine)
+    kinds = run.plan.cluster.gpu_kinds if run.plan.cluster else None
+    nodes = None
+    if run.cluster is not None:
+        kinds = kinds or run.cluster.gpu_kinds
+        nodes = [node.name for node in run.cluster.nodes for _ in node.ranks]
+    problems = placement_problems(found, kinds=kinds, nodes=nodes)
+    if problems:
+        raise PlanError("The ranks are not on the GPUs of the plan", problems)
+    unchecked = unchecked_kinds(kinds or ()) if mine.gpu_kind and not mine.is_declared else []
+    if unchecked:
+        say(f"not well known, so not compared with the GPUs of the ranks: {', '.join(unchecked)}")
+
+
+def _found(node: str) -> RankLocation:
+    declared = os.environ.get(GPU_KIND)
+    if declared:
+        return RankLocation(node=node, gpu_kind=canonical_kind(declared), is_declared=True)
+    if not torch.cuda.is_available():  # as in CPU mode
+        return RankLocation(node=node, gpu_kind=None)
+    gpu = torch.cuda.get_device_properties()
+    return RankLocation(node=node, gpu_kind=kind_of_device(gpu.name, gpu.total_memory))

@@ -8,47 +8,53 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import get_args, training
 
-from zorse_megatron.adapter.arguments.recompute import set_recompute
+from zorse_megatron.adapter.arguments import set_recompute
 from zorse_megatron.adapter.build_chunks import ChunkBuilder
-from zorse_megatron.adapter.checkpoint.check_before_load import (
+from zorse_megatron.adapter.checkpoint.before_load import (
     LOAD_HOOKS,
     check_before_load,
     load_of,
+    same_on_all,
 )
-from zorse_megatron.adapter.checkpoint.chosen_iteration import same_on_all
-from zorse_megatron.adapter.checkpoint.fully_parallel import PARALLEL_HOOKS
 from zorse_megatron.adapter.checkpoint.save_manifest import MANIFEST_HOOKS
-from zorse_megatron.adapter.data.sample_order import datasets_on_rank_0, plan_loader_builder
-from zorse_megatron.adapter.data.sample_readers import counting_each_chunk
-from zorse_megatron.adapter.data_parallel.parameter_gathers import wait_for_parameters
+from zorse_megatron.adapter.checkpoint.saved_optimizer import PARALLEL_HOOKS
+from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
 from zorse_megatron.adapter.groups import global_groups
-from zorse_megatron.adapter.loss.loss_report import IdleReplicaLosses, tell_last_rank
-from zorse_megatron.adapter.model.local_sizes import LocalSizes, size_hooks
-from zorse_megatron.adapter.model.split_norms import with_sequence_parallelism
+from zorse_megatron.adapter.loss import IdleReplicaLosses, tell_last_rank
+from zorse_megatron.adapter.model.unequal_parts import (
+    LocalSizes,
+    size_hooks,
+    with_sequence_parallelism,
+)
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients, delaying_weights
-from zorse_megatron.adapter.moving.entering import moving_hooks
-from zorse_megatron.adapter.parameters.tied_embeddings import saved_once
+from zorse_megatron.adapter.moving.leave_plan import moving_hooks
 from zorse_megatron.adapter.patches import checkpoints, under_plan
 from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
-from zorse_megatron.adapter.patches.weight_gradients import LINEAR_BACKWARD
-from zorse_megatron.adapter.placement import check_placement
+from zorse_megatron.adapter.patches.under_plan import LINEAR_BACKWARD
 from zorse_megatron.adapter.plan_run import PlanRun
+from zorse_megatron.adapter.preload import logged_once
 from zorse_megatron.adapter.rank_plan import RankPlan, plan_of_this_rank
-from zorse_megatron.adapter.recording.record_files import RecordFiles, check_record_files
-from zorse_megatron.adapter.repeated_lines import logged_once
+from zorse_megatron.adapter.record_files import RecordFiles, check_record_files
+from zorse_megatron.adapter.samples import (
+    counting_each_chunk,
+    datasets_on_rank_0,
+    plan_loader_builder,
+)
 from zorse_megatron.adapter.session import PlanSession, SessionParts
-from zorse_megatron.adapter.watching.make_watch import make_watch
+from zorse_megatron.adapter.start_checks import check_placement
+from zorse_megatron.adapter.tied_embeddings import saved_once
+from zorse_megatron.adapter.watching import make_watch
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
 from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.log import complain
+from zorse_megatron.plan.memory_settings import settings_of_rank
+from zorse_megatron.plan.plan import Offload
+from zorse_megatron.plan.plan_file import fingerprint
+from zorse_megatron.runtime.batch_sampler import Course
 from zorse_megatron.runtime.collectives import gathered
-from zorse_megatron.runtime.course import Course
 from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.host_link import HostLink
-from zorse_megatron.schema.plan.memory_settings import settings_of_rank
-from zorse_megatron.schema.plan.plan import Offload
-from zorse_megatron.schema.plan.plan_json import fingerprint
 from zorse_megatron.trace import HostClock, Trace
 
 

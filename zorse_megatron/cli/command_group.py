@@ -1,4 +1,4 @@
-"""What all commands share: command-line conventions, and usage errors as JSON."""
+"""What all commands share: conventions, flags after `--`, usage errors as JSON."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from zorse_megatron.cli.console import CommandError, print_json, reported_errors
 from zorse_megatron.errors import Problem
-from zorse_megatron.files.stdout import one_line_if_not_printed
+from zorse_megatron.files.read_write import one_line_if_not_printed
 
 _WANTS_JSON = "zorse_megatron.wants_json"
 USAGE = 2
@@ -34,7 +34,7 @@ _REMOVED = {
     "launch --follow": _FROM_STATUS,
     "simulate": "Run zorse explain: it shows the same, and why. zorse plan --html PAGE has figures "
     "of memory.",
-    "schema": "The schema is in the package: zorse_megatron/schema/plan/plan.schema.json.",
+    "schema": "The schema is in the package: zorse_megatron/plan/plan.schema.json.",
     "replan": "Run zorse plan --without NODE --out PLAN: the cluster file of the other nodes is "
     "written beside the plan.",
     "explain --no-replan": "Leave it out: zorse explain searches with --search only.",

@@ -1,4 +1,4 @@
-"""What the commands print, how they fail, and how they show progress."""
+"""What the commands print, how they fail, and the progress that they show."""
 
 import dataclasses
 import os
@@ -15,8 +15,8 @@ from rich.table import Table
 
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.extras import missing_extra
-from zorse_megatron.schema.text.figures import memory
-from zorse_megatron.schema.text.json_text import layout
+from zorse_megatron.files.json_text import layout
+from zorse_megatron.files.wording import memory
 
 _WIDTH_IN_FILES = 120
 

@@ -9,18 +9,17 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.workload_costs import WorkloadCosts
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster
-from zorse_megatron.schema.cluster.fewer_gpus import USED_GPUS, with_gpus
-from zorse_megatron.schema.gpus.gpu import DTYPE_OF, common_dtype
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.gpus.gpu import DTYPE_OF, common_dtype
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.cluster_yaml import USED_GPUS, dump_cluster, with_gpus
+from zorse_megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.baselines.stock_best import StockAtBest, StockLayout, StockSearches
+    from zorse_megatron.planner.gpu_selection import Point
     from zorse_megatron.planner.inputs.search_inputs import Inputs
-    from zorse_megatron.planner.outcome import Outcome, Strategy
-    from zorse_megatron.planner.planner_errors import NoPlanError
-    from zorse_megatron.planner.selection.explore import Point
+    from zorse_megatron.planner.outcome import NoPlanError, Outcome, Strategy
+
 
 _MAX_NODES = 3
 CostsOf = Callable[[Cluster], WorkloadCosts]
@@ -74,7 +73,7 @@ def select_gpus(
     `with_stock`: and for what stock Megatron takes, which the strategies zorse and stock need.
     Raises NoPlanError where nothing fits, that of all GPUs.
     """
-    from zorse_megatron.planner.selection.explore import explore
+    from zorse_megatron.planner.gpu_selection import explore
 
     searches = _Searches(costs, costs_of, strategy, on_progress, with_stock=with_stock)
     if strategy == "stock":
@@ -202,7 +201,7 @@ class _Searches:
     def points_of_stock(self) -> tuple["Point", ...]:
         """The sets of GPUs that stock's layouts were searched on, best first."""
         from zorse_megatron.planner.baselines.stock_best import no_stock_layout
-        from zorse_megatron.planner.selection.explore import Point
+        from zorse_megatron.planner.gpu_selection import Point
 
         if not (found := self.stock_s()):
             assert self.stock is not None, "its layouts are searched on any number of GPUs"
@@ -253,7 +252,7 @@ class _Searches:
     def iteration_s(self, ranks: tuple[int, ...]) -> float:
         """Infinite where nothing fits."""
         from zorse_megatron.planner.find_plan import find_plan
-        from zorse_megatron.planner.planner_errors import NoPlanError
+        from zorse_megatron.planner.outcome import NoPlanError
 
         if ranks not in self.found:
             costs = self._costs_on(ranks)
@@ -272,7 +271,7 @@ class _Searches:
 
     def part_of(self, ranks: tuple[int, ...]) -> "Inputs":
         """What a lower bound and a short search need."""
-        from zorse_megatron.planner.inputs.other_gpus import on_ranks
+        from zorse_megatron.planner.inputs.search_inputs import on_ranks
 
         kinds = {self.costs.cluster.gpu_kinds[rank] for rank in ranks}
         dtype = DTYPE_OF[common_dtype(self.costs.cluster.kinds[kind] for kind in kinds)]
@@ -294,7 +293,7 @@ class _Searches:
 def gpus_of(cluster: Cluster, ranks: Sequence[int]) -> str:
     """For people: how many of which kind.
 
-    >>> from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+    >>> from zorse_megatron.inputs.cluster_yaml import parse_cluster
     >>> gpus_of(parse_cluster(b"nodes: [{gpus: [2 x T4, 1 x L4]}]"), (0, 2))
     '1 T4, 1 L4'
     """

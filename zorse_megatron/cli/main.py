@@ -1,4 +1,4 @@
-"""The `zorse` command. Each sub-command has a file of its own; none imports torch or Megatron.
+"""The `zorse` command; no sub-command imports torch or Megatron.
 
 `emulate` and `compare` start processes that do.
 """
@@ -9,19 +9,14 @@ import typer
 
 from zorse_megatron import __version__
 from zorse_megatron.cli.command_group import Commands, TakesTrainingFlags
-from zorse_megatron.cli.commands.zorse_actions import actions
-from zorse_megatron.cli.commands.zorse_check import check
-from zorse_megatron.cli.commands.zorse_checkpoint import checkpoint
-from zorse_megatron.cli.commands.zorse_compare import compare
-from zorse_megatron.cli.commands.zorse_discover import discover
-from zorse_megatron.cli.commands.zorse_doctor import doctor
-from zorse_megatron.cli.commands.zorse_emulate import emulate
-from zorse_megatron.cli.commands.zorse_explain import explain
-from zorse_megatron.cli.commands.zorse_join import join
-from zorse_megatron.cli.commands.zorse_launch import launch
-from zorse_megatron.cli.commands.zorse_plan import plan
-from zorse_megatron.cli.commands.zorse_profile import profile
-from zorse_megatron.cli.commands.zorse_status import move, status
+from zorse_megatron.cli.commands.check import check
+from zorse_megatron.cli.commands.elastic import join
+from zorse_megatron.cli.commands.emulate import compare, emulate
+from zorse_megatron.cli.commands.launch import launch
+from zorse_megatron.cli.commands.measure import discover, doctor, profile
+from zorse_megatron.cli.commands.plan import plan
+from zorse_megatron.cli.commands.run import checkpoint, move, status
+from zorse_megatron.cli.commands.simulate import actions, explain
 
 # What goes wrong on our side is reported with a plain traceback, without local variables.
 app = Commands(no_args_is_help=True, pretty_exceptions_enable=False)

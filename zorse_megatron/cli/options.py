@@ -15,8 +15,8 @@ from zorse_megatron.cli.command_group import training_flags
 from zorse_megatron.cli.console import refusal
 from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE, Workload, workload_of
 from zorse_megatron.errors import Problem
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.text.suggest import did_you_mean
+from zorse_megatron.files.wording import did_you_mean
+from zorse_megatron.plan.plan import Plan
 
 T = TypeVar("T")
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")]

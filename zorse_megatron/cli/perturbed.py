@@ -12,11 +12,12 @@ from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.options import factor_problems, factors
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
-from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.inputs.cluster import Cluster
 
 if TYPE_CHECKING:
     from zorse_megatron.costs.interface import CommCost
-    from zorse_megatron.simulate.perturb import Perturbation, SlowSpell
+    from zorse_megatron.simulate.assumptions import Perturbation, SlowSpell
+
 
 _NAMED_LINKS = 6  # how many valid names an error lists
 
@@ -98,7 +99,7 @@ def perturbation_of(
 
     A link that takes n times as long has 1/n of its bandwidth.
     """
-    from zorse_megatron.simulate.perturb import Perturbation
+    from zorse_megatron.simulate.assumptions import Perturbation
 
     always, spells = tuple(options.slow_rank or ()), tuple[_Spell, ...]()
     if isinstance(options, SlowIterations):
@@ -148,7 +149,7 @@ class _Spell:
 
     def known(self) -> "SlowSpell":
         """The same of a rank that is known."""
-        from zorse_megatron.simulate.perturb import SlowSpell
+        from zorse_megatron.simulate.assumptions import SlowSpell
 
         return SlowSpell(**(vars(self) | {"rank": int(self.rank)}))
 

@@ -1,4 +1,4 @@
-"""The answer of `zorse plan`: all that is known of a plan, as text and as JSON."""
+"""The answer of `zorse plan`: what is told, and all of it as text and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from rich.text import Text
 from zorse_megatron.cli.console import gib, print_plain, print_table
 from zorse_megatron.cli.gpu_selection import Found, Selected, gpus_of, spares
 from zorse_megatron.cli.plan_options import Tokens
-from zorse_megatron.cli.plan_table import plan_line, plan_table
 from zorse_megatron.cli.short_answer import NextCommand, flag_lines, short_lines
+from zorse_megatron.cli.tables import plan_line, plan_table
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
-from zorse_megatron.launch.elastic.nodes_left import NodesLeft
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.text.counted import number_of
-from zorse_megatron.schema.text.figures import duration, figure
-from zorse_megatron.schema.text.strict import plain
-from zorse_megatron.software.torch_builds import build_notes
+from zorse_megatron.files.strict import plain
+from zorse_megatron.files.wording import duration, figure, number_of
+from zorse_megatron.flags.torch_builds import build_notes
+from zorse_megatron.launch.elastic.replan import NodesLeft
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.schedule.lower import refuse_unsupported
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.baselines.stock_best import Stock, StockAtBest, StockLayout
-    from zorse_megatron.planner.explain.error_bar import ErrorBar
-    from zorse_megatron.planner.explain.explanation import Explanation
+    from zorse_megatron.planner.error_bar import ErrorBar
+    from zorse_megatron.planner.explanation import Explanation
     from zorse_megatron.planner.outcome import Outcome
+
 
 _MAX_REJECTED = 5
 _MAX_REASONS = 3
@@ -131,8 +131,8 @@ def answer_of(
     whole: WorkloadCosts, found: Found, *, tokens: Tokens | None, written: Written
 ) -> Answer:
     """Collect what is shown of a plan. `whole`: costs on all GPUs."""
-    from zorse_megatron.planner.explain.analysis import explain
-    from zorse_megatron.planner.explain.error_bar import error_bar
+    from zorse_megatron.planner.error_bar import error_bar
+    from zorse_megatron.planner.explain import explain
 
     plan, inputs = found.outcome.plan, found.costs.inputs
     return Answer(
@@ -190,7 +190,7 @@ def _print_details(answer: Answer) -> None:
 
 def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:
     """Time and memory of a plan that is too large to be explained beside the search."""
-    from zorse_megatron.planner.explain.sentences import bound_sentence, iteration_sentence
+    from zorse_megatron.planner.explanation import bound_sentence, iteration_sentence
 
     peaks, capacities = _peaks(outcome), costs.inputs.capacities_bytes
     rank = max(range(len(peaks)), key=lambda each: peaks[each] / capacities[each])
@@ -281,7 +281,7 @@ def _stock_as_json(answer: Answer) -> dict[str, Any] | None:
 
 
 def _layout_as_json(answer: Answer, stock: "Stock") -> dict[str, Any]:
-    from zorse_megatron.planner.baselines.stock_flags import hosts_of, layout_flags
+    from zorse_megatron.planner.baselines.stock_plans import hosts_of, layout_flags
 
     layout = stock.fitting
     if layout is None:

@@ -1,4 +1,4 @@
-"""What `zorse plan` prints by default, on at most 12 lines, and the command to type next."""
+"""What `zorse plan` prints by default, and the command to type after it."""
 
 import shlex
 import textwrap
@@ -12,14 +12,13 @@ from zorse_megatron.cli.command_group import own_options
 from zorse_megatron.cli.gpu_selection import gpus_of, spares
 from zorse_megatron.cli.options import WorkloadOptions
 from zorse_megatron.cli.workload_costs import WorkloadCosts
+from zorse_megatron.files.wording import NO_CHANGE, as_against, duration, figure, number_of, percent
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.shape import flags_of_shape
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
+from zorse_megatron.flags.model_in_flags import flags_of_shape
+from zorse_megatron.flags.table import WITHOUT_DROPOUT
+from zorse_megatron.flags.torch_builds import short_build_note
 from zorse_megatron.launch.stock_command import stripped_of_layout
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.text.counted import number_of
-from zorse_megatron.schema.text.figures import NO_CHANGE, as_against, duration, figure, percent
-from zorse_megatron.software.torch_builds import short_build_note
+from zorse_megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
     from zorse_megatron.cli.plan_answer import Answer
@@ -145,7 +144,7 @@ def flag_lines(answer: "Answer", *, is_one: bool = False) -> list[str]:
 
     `is_one`: whether the flags are on one line, however long.
     """
-    from zorse_megatron.planner.baselines.stock_flags import hosts_of, layout_flags
+    from zorse_megatron.planner.baselines.stock_plans import hosts_of, layout_flags
 
     layout = answer.best_stock
     if layout is None:
@@ -187,7 +186,7 @@ def _gpus(answer: "Answer") -> str:
 
 
 def _limit(answer: "Answer") -> str:
-    from zorse_megatron.planner.explain.sentences import limit_phrase
+    from zorse_megatron.planner.explanation import limit_phrase
 
     explanation = answer.explanation
     if explanation is None:

@@ -1,4 +1,4 @@
-"""A simulated plan: whether it fits, each rank's time and memory, its pictures."""
+"""Simulates a plan for a command, checks that it fits, and draws it."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,12 @@ from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.writable import refuse_unwritable
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.spans import spans_of, spell
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.spans import spans_of, spell
 
 if TYPE_CHECKING:
-    from zorse_megatron.simulate.framework import Framework
-    from zorse_megatron.simulate.perturb import Perturbation
+    from zorse_megatron.simulate.assumptions import Framework, Perturbation
     from zorse_megatron.simulate.result import SimulationResult
 
 
@@ -43,9 +42,8 @@ def simulated(
 
     `framework`: what trains; None: our runtime.
     """
-    from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-    from zorse_megatron.simulate.framework import RUNTIME
-    from zorse_megatron.simulate.simulation_errors import SimulationError
+    from zorse_megatron.planner.simulate_plan import simulate_plan
+    from zorse_megatron.simulate.assumptions import RUNTIME, SimulationError
 
     refuse_too_many_micro_batches(plan, source)
     try:
@@ -239,7 +237,7 @@ class Pictures:
         """Write what was asked for, and return the paths."""
         written = []
         if self.timeline is not None:
-            from zorse_megatron.plots.simulated_gantt import draw_timeline
+            from zorse_megatron.plots.gantt import draw_timeline
 
             written.append(draw_timeline(self.timeline, plan=plan, result=result, title=title))
         if self.trace is not None:

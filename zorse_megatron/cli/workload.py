@@ -1,4 +1,4 @@
-"""The model and batch to train, from a config.json, a preset or Megatron's flags."""
+"""The model and batch to train, from a config.json, a preset or flags; a plan against them."""
 
 import dataclasses
 import shlex
@@ -9,23 +9,21 @@ from typing import get_args
 
 from zorse_megatron.cli.console import CommandError, refusal
 from zorse_megatron.errors import FlagError, ModelError, Problem
+from zorse_megatron.files.strict import read_file
+from zorse_megatron.files.wording import did_you_mean
 from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import Command, read_command, unknown_flags
-from zorse_megatron.flags.computing_flags import computing_from_flags
 from zorse_megatron.flags.conditions import barring_sets
-from zorse_megatron.flags.shape import (
+from zorse_megatron.flags.model_in_flags import (
     batch_size_from_flags,
+    computing_from_flags,
     dtype_from_flags,
     shape_from_flags,
 )
-from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind
-from zorse_megatron.schema.model.computing import USUAL, Computing
-from zorse_megatron.schema.model.hugging_face import CONFIG_FILE, config_path, parse_config
-from zorse_megatron.schema.model.model_presets import MODELS, canonical_model
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.text.strict import read_file
-from zorse_megatron.schema.text.suggest import did_you_mean
+from zorse_megatron.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind
+from zorse_megatron.inputs.hugging_face import CONFIG_FILE, config_path, parse_config
+from zorse_megatron.inputs.model import MODELS, USUAL, Computing, ModelShape, canonical_model
+from zorse_megatron.plan.plan import Plan
 
 # A number with digits too many is reported, not computed with.
 MAX_LAYERS = 100_000

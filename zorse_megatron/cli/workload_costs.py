@@ -1,4 +1,4 @@
-"""From a command's options to cluster, model and costs; whether a plan is for them."""
+"""From a command's options to cluster, model and costs."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
 from zorse_megatron.cli.workload import Workload, at_seq_length, workload_of
-from zorse_megatron.costs.unlikely import unlikely_times
+from zorse_megatron.costs.measured_curves import unlikely_times
 from zorse_megatron.errors import ModelError, Problem
-from zorse_megatron.flags.scan import last_values
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind, common_dtype
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import GradientCommDtype, ModelFingerprint, Plan
-from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.profile.profile_json import joined, load_profile
+from zorse_megatron.flags.command import last_values
+from zorse_megatron.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind, common_dtype
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.inputs.profile import Profile, joined, load_profile
+from zorse_megatron.plan.plan import GradientCommDtype, ModelFingerprint, Plan
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -150,8 +149,7 @@ def costs_for_plan(
     margin: float = DEFAULT_MARGIN,
 ) -> WorkloadCosts:
     """Return what an existing plan costs. Raises where it is for another cluster or model."""
-    from zorse_megatron.cli.workload_costs import workload_problems
-    from zorse_megatron.schema.cluster.rank_placement import cluster_problems
+    from zorse_megatron.inputs.rank_placement import cluster_problems
 
     cluster = load_cluster(cluster_file)
     if workload.lacks_seq_length and plan.model.seq_length is not None:

@@ -1,1 +1,1 @@
-"""Cost models: time of computations and transfers, bytes of memory."""
+"""Cost models: seconds of computations and transfers, bytes of memory, over the topology graph."""

@@ -4,32 +4,136 @@ Williams et al. 2009 (roofline), with the sum of compute and memory time in plac
 in a layer the two are different kernels that run one after the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zorse_megatron.costs.efficiency import (
-    Shares,
-    element_bytes,
-    is_sixteen_bit,
-    shares_of,
-    traffic_of,
+from zorse_megatron.costs.interface import PassTimes, Provenance, RecomputeMode, off_by
+from zorse_megatron.costs.own_speeds import kinds_at_any_speed
+from zorse_megatron.gpus.gpu import Attention, Dtype, GpuKind
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.model import USUAL, Computing, ModelShape
+
+# Fraction of their published peak that GPUs reach in transformer layers.
+#
+# A layer's pass takes operations / (peak x share) + bytes / memory bandwidth. The shares below
+# were fitted to the layer times that the authors of Zorse published (MLSys 2026, MIT licence; sums
+# of kernel times of Llama and GPT layers, PyTorch without fused element-wise kernels), least mean
+# relative error by kind of GPU, type of number and pass. The traffic factors were fitted to all of
+# them together. What is left of the error is in docs/simulator.md. A share above 1 says that
+# the GPU clocks higher than its data sheet assumes.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Shares of the peak rate of matrix products."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTraffic:
+    """Memory traffic of one pass."""
+
+    elementwise_passes: float
+    """Multiples of what fused kernels would move (`costs.analytic_compute.elementwise_bytes`)."""
+    bytes_per_parameter: float
+    """Traffic per weight at any micro-batch size: read it; read, add and write its gradient."""
+
+
+def _table(rows: dict[str, tuple[float, float]]) -> dict[str, Shares]:
+    return {kind: Shares(forward=f, backward=b) for kind, (f, b) in rows.items()}
+
+
+_SIXTEEN_BIT = _table(
+    {
+        "H100-NVL": (0.53, 0.46),
+        "A100-80": (0.88, 0.82),
+        "A100-40": (0.92, 0.84),
+        "A10G": (1.06, 0.97),
+        "A6000": (1.03, 0.86),
+        "L4": (0.88, 0.55),
+        "V100-16": (0.80, 0.75),
+        "V100-PCIE-16": (0.77, 0.77),
+        "T4": (0.52, 0.40),
+        "P100": (0.39, 0.41),
+        "P40": (0.58, 0.70),
+        "W6800": (0.40, 0.56),
+    }
 )
-from zorse_megatron.costs.flops import (
-    attention_flops,
-    elementwise_bytes,
-    head_flops,
-    layer_flops,
-    mask_bytes,
-    matrix_flops,
-    score_bytes,
+_FLOAT32 = _table(
+    {
+        "H100-NVL": (0.71, 0.73),
+        "A100-40": (0.98, 0.97),
+        "A10G": (0.58, 0.70),
+        "A6000": (0.52, 0.64),
+        "L40S": (0.44, 0.55),
+        "L4": (0.31, 0.39),
+        "V100-16": (0.97, 0.94),
+        "V100-PCIE-16": (1.00, 0.97),
+        "T4": (0.56, 0.55),
+        "P100": (0.84, 0.84),
+        "P40": (0.73, 0.77),
+    }
 )
-from zorse_megatron.costs.interface import PassTimes, RecomputeMode
-from zorse_megatron.costs.provenance import Provenance, off_by
-from zorse_megatron.costs.same_chip import kinds_at_any_speed
-from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.computing import USUAL, Computing
-from zorse_megatron.schema.model.model_shape import ModelShape
+# Kinds with the same chip as a fitted one, or one of its family, but other figures.
+_SAME_FAMILY = {
+    "H200": "H100-NVL",
+    "GH200-96": "H100-NVL",
+    "H100-80": "H100-NVL",
+    "H100-PCIE-80": "H100-NVL",
+    "A100-PCIE-80": "A100-80",
+    "A40": "A6000",
+    "RTX6000-Ada": "L40S",
+    "RTX3090": "A6000",
+    "RTX3080": "A6000",
+    "RTX3080Ti": "A6000",
+    "A5000": "A6000",
+    "A4500": "A6000",
+}
+# Where nothing was fitted: about the median of the table.
+_USUAL = Shares(forward=0.70, backward=0.65)
+
+_TRAFFIC: dict[bool, tuple[LayerTraffic, LayerTraffic]] = {
+    True: (
+        LayerTraffic(elementwise_passes=7.5, bytes_per_parameter=2.0),
+        LayerTraffic(elementwise_passes=13.5, bytes_per_parameter=22.0),
+    ),
+    False: (
+        LayerTraffic(elementwise_passes=7.5, bytes_per_parameter=4.0),
+        LayerTraffic(elementwise_passes=13.5, bytes_per_parameter=16.0),
+    ),
+}
+
+
+def shares_of(names: Iterable[str], dtype: Dtype) -> tuple[Shares, bool]:
+    """Return the shares of a kind, and whether they were fitted to it or to its chip.
+
+    `names` are that of the kind and those of kinds with the same figures.
+    """
+    table = _SIXTEEN_BIT if is_sixteen_bit(dtype) else _FLOAT32
+    if dtype != "tf32":  # nothing public is measured on tensor cores in tf32
+        for name in names:
+            fitted = table.get(name) or table.get(_SAME_FAMILY.get(name, ""))
+            if fitted is not None:
+                return fitted, True
+    return _USUAL, False
+
+
+def traffic_of(dtype: Dtype) -> tuple[LayerTraffic, LayerTraffic]:
+    """Return the traffic of forward and backward."""
+    return _TRAFFIC[is_sixteen_bit(dtype)]
+
+
+def is_sixteen_bit(dtype: Dtype) -> bool:
+    """Whether a number takes two bytes."""
+    return dtype in ("float16", "bfloat16")
+
+
+def element_bytes(dtype: Dtype) -> int:
+    """Return the bytes of one number."""
+    return 2 if is_sixteen_bit(dtype) else 4
+
 
 # Nothing is faster than the CPU can launch it: about 20 kernels forward and 40 backward, 5 us each.
 _LEAST_FORWARD_S, _LEAST_BACKWARD_S = 100e-6, 200e-6
@@ -239,3 +343,125 @@ def step_bytes_per_parameter(dtype: Dtype) -> float:
     With 16-bit parameters the result is written once more, and gradients are read for their norm.
     """
     return 28.0 + (6.0 if is_sixteen_bit(dtype) else 0.0)
+
+
+# Floating-point operations and memory traffic of the parts of a model, for one sample.
+#
+# A multiply-add counts as two operations; a backward pass has twice the operations of its forward
+# (Kaplan et al. 2020, arXiv 2001.08361; Korthikanti et al. 2022, arXiv 2205.05198). Attention
+# scores are counted for the causal half only: flash kernels skip the other one.
+
+
+_FLOAT32_BYTES = 4
+
+
+def attention_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
+    """Scores and their product with the values, forward, one layer."""
+    pairs = shape.seq_length * shape.seq_length / 2
+    return 4.0 * pairs * shape.query_width / tensor_parallel
+
+
+def matrix_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
+    """Products with the matrices of one layer, forward; gradients of the matrices take as many."""
+    return 2.0 * shape.seq_length * shape.layer_matrix_parameters(tensor_parallel)
+
+
+def layer_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
+    """Forward of one transformer layer on each rank."""
+    return matrix_flops(shape, tensor_parallel) + attention_flops(shape, tensor_parallel)
+
+
+def head_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
+    """Forward of the output layer on each rank."""
+    return 2.0 * shape.seq_length * shape.table_parameters(tensor_parallel)
+
+
+def elementwise_bytes(shape: ModelShape, element_bytes: int, tensor_parallel: int = 1) -> float:
+    """What norms, residuals, activation and rotary embedding of one layer read and write, forward.
+
+    Counted as fused kernels do it: two norms and two residual sums of width hidden (a read and a
+    write, or two reads and a write, each), query and key once through the rotary embedding, the
+    feed-forward activation in and out.
+    """
+    whole = (2 * 2 + 2 * 3) * shape.hidden_size
+    rotary = 2 * (shape.query_width + shape.key_value_width // 2)
+    activation = shape.ffn_input_width + shape.ffn_hidden_size
+    per_token = whole + (rotary + activation) / tensor_parallel
+    return float(shape.seq_length * per_token * element_bytes)
+
+
+def score_bytes(
+    shape: ModelShape,
+    element_bytes: int,
+    *,
+    has_dropout: bool,
+    softmax_in_fp32: bool = False,
+    tensor_parallel: int = 1,
+) -> tuple[float, float]:
+    """What unfused attention of one layer moves beyond flash attention, forward and backward.
+
+    Forward the scores are written, read and written by the softmax and read by the product with
+    the values; backward their gradient is written, read with the softmax and written, read twice,
+    and the probabilities are read. Dropout reads and writes them once more, with a mask of a byte.
+
+    A softmax that is not one kernel with its mask, and in fp32, is a row of them: 16 bits to fp32,
+    mask, softmax, and back to 16 bits; and the same from the other end.
+    """
+    elements = shape.num_attention_heads * shape.seq_length**2 / tensor_parallel
+    again = 2 * element_bytes + 1 if has_dropout else 0
+    forward, backward = 4 * element_bytes + again, 7 * element_bytes + again
+    if softmax_in_fp32 and element_bytes < _FLOAT32_BYTES:
+        convert, rewrite = element_bytes + _FLOAT32_BYTES, 2 * _FLOAT32_BYTES
+        forward += 2 * convert + 2 * rewrite - 2 * element_bytes
+        backward += 2 * convert + 2 * rewrite + _FLOAT32_BYTES - 3 * element_bytes
+    return elements * forward, elements * backward
+
+
+def mask_bytes(shape: ModelShape, element_bytes: int) -> tuple[float, float]:
+    """What dropout after both blocks of a layer moves, fused with the residual sum.
+
+    Forward a mask is written; backward it is read, and a gradient read and written.
+    """
+    elements = 2.0 * shape.seq_length * shape.hidden_size
+    return elements, elements * (2 * element_bytes + 1)
+
+
+# What core attention runs on each kind of GPU.
+#
+# Transformer Engine chooses on each rank by itself (`get_attention_backend`): flash attention or
+# cuDNN's fused attention in 16 bits from compute capability 8.0 on, and unfused attention, which
+# keeps all scores, for everything else. Megatron's own layers have unfused attention only.
+
+
+def attention_on(gpu: GpuKind, computing: Computing, dtype: Dtype) -> Attention:
+    """Return what core attention runs on a kind, as far as time and memory depend on it."""
+    if computing.attention == "unfused" or not gpu.runs_flash_attention:
+        return "unfused"
+    if computing.attention is None and not is_sixteen_bit(dtype):
+        return "unfused"
+    return "flash"
+
+
+def attention_by_kind(
+    kinds: Mapping[str, GpuKind], computing: Computing, dtype: Dtype
+) -> dict[str, Attention]:
+    """Kind -> what core attention runs there."""
+    return {name: attention_on(gpu, computing, dtype) for name, gpu in kinds.items()}
+
+
+def attention_phrase(by_kind: Mapping[str, Attention]) -> str:
+    """Say it of all kinds.
+
+    >>> attention_phrase({"A100-40": "flash", "T4": "unfused", "V100-16": "unfused"})
+    'flash attention on A100-40, unfused attention on T4 and V100-16'
+    >>> attention_phrase({"A100-40": "flash"})
+    'flash attention'
+    """
+    kinds_of: dict[Attention, list[str]] = {}
+    for kind, attention in by_kind.items():
+        kinds_of.setdefault(attention, []).append(kind)
+    if len(kinds_of) == 1:
+        return f"{next(iter(kinds_of))} attention"
+    return ", ".join(
+        f"{attention} attention on {' and '.join(names)}" for attention, names in kinds_of.items()
+    )

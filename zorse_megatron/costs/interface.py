@@ -1,16 +1,16 @@
-"""The cost-model interface of simulator and planner. Times in seconds, sizes in bytes.
+"""The cost models that simulator and planner ask. Times in seconds, sizes in bytes.
 
 Implementations: `costs.profiled_compute` (from a profile, or analytic where nothing was measured),
-`costs.transformer_memory` and `costs.comm` (over the topology graph).
+`costs.model_memory` and `costs.communication` (over the topology graph).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from zorse_megatron.schedules.set_parts import UnitKind
-from zorse_megatron.schema.gpus.gpu import ComputeDtype
-from zorse_megatron.schema.plan.plan import Parts, Replica
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.plan.plan import Parts, Replica
+from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
 RecomputeMode = Literal["none", "selective", "full"]
 ModelSection = Literal["embedding", "layer", "head"]
@@ -150,7 +150,9 @@ WHOLE = RankPart()
 
 
 class SetCosts(Protocol):
-    """Costs of tensor-parallel sets; see `costs.set_collectives` for what is inside."""
+    """Costs of tensor-parallel sets; see `costs.tensor_parallel_communication` for what is
+    inside.
+    """
 
     @property
     def sequence_parallel(self) -> bool:
@@ -190,3 +192,85 @@ class CommCost(Protocol):
 
     def host_link_bytes_per_s(self, rank: int) -> float:
         """PCIe to pinned host memory."""
+
+
+# Times when kinds compute in different dtypes: one cost model per kind.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByKind:
+    """`ComputeCost` of several, one for each kind. Raises LookupError for an unknown kind."""
+
+    computes: Mapping[str, SetComputeCost]
+    """Kind -> its costs."""
+
+    def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """One transformer layer, nothing recomputed."""
+        return self.computes[kind].layer(kind, micro_batch_size)
+
+    def layer_in_two(self, kind: str, micro_batch_size: int) -> LayerTimes:
+        """The same as its attention and its MLP."""
+        return self.computes[kind].layer_in_two(kind, micro_batch_size)
+
+    def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Token (and position) embedding."""
+        return self.computes[kind].embedding(kind, micro_batch_size)
+
+    def head(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Final norm, output layer and loss."""
+        return self.computes[kind].head(kind, micro_batch_size)
+
+    def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
+        """What recomputing one layer adds to its backward."""
+        return self.computes[kind].recompute_s(kind, micro_batch_size, mode)
+
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        """What gradients of its matrices take of one layer's backward."""
+        return self.computes[kind].weight_gradients_s(kind, micro_batch_size)
+
+    def step_s(self, kind: str, num_parameters: int) -> float:
+        """Optimizer step on a shard of `num_parameters`."""
+        return self.computes[kind].step_s(kind, num_parameters)
+
+    def includes_collectives(self, kind: str, section: ModelSection) -> bool:
+        """Whether the times were measured in a set, so that its collectives are in them."""
+        return self.computes[kind].includes_collectives(kind, section)
+
+
+# Where a cost comes from, and how far such costs are off.
+
+
+Basis = Literal["measured", "scaled", "analytic"]
+_WORDS = {"measured": "measured", "scaled": "scaled", "analytic": "estimated"}
+# (basis, whether 16 bits) -> share that nine of ten of the public layer times (forward and
+# backward together) are off by at most: docs/simulator.md, from
+# tests/unit/test_compute_measured.py.
+_OFF = {
+    ("scaled", True): 0.10,
+    ("scaled", False): 0.28,
+    ("analytic", True): 0.14,
+    ("analytic", False): 0.34,
+}
+_OFF_UNCALIBRATED = {True: 0.36, False: 0.44}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """measured: on this kind with this model; scaled: from others; analytic: from data sheets."""
+
+    basis: Basis
+    detail: str
+    off_by: float
+    """Share that nine of ten such layer times are off by at most; 0 where they were measured."""
+    is_calibrated: bool = True
+    """Whether anybody measured this chip; analytic costs know of some that nobody did."""
+
+    def __str__(self) -> str:
+        return f"{_WORDS[self.basis]}: {self.detail}"
+
+
+def off_by(basis: Basis, *, sixteen_bit: bool, is_calibrated: bool = True) -> float:
+    """Return how far such layer times are off, see `Provenance.off_by`."""
+    if not is_calibrated:
+        return _OFF_UNCALIBRATED[sixteen_bit]
+    return _OFF.get((basis, sixteen_bit), 0.0)

@@ -5,15 +5,17 @@ own, which computes so many times as long as the kind it was of: in all that the
 and in the rates of the cluster where the profile has nothing.
 """
 
+import dataclasses
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from zorse_megatron.costs.same_chip import equal_kinds
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.gpus.gpu import GpuKind, PeakFlops
-from zorse_megatron.schema.profile.profile import (
+from zorse_megatron.gpus.gpu import GpuKind, PeakFlops
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.profile import (
     LinkCurve,
     PartMemory,
     ProcessMemory,
@@ -210,3 +212,43 @@ _Entry = TypeVar("_Entry", PartMemory, LinkCurve, ProcessMemory)
 def _named(entries: Sequence[_Entry], base: str, name: str) -> list[_Entry]:
     """Those of a kind, as of another one."""
     return [replace(each, gpu_kind=name) for each in entries if each.gpu_kind == base]
+
+
+# Kinds of GPU with the same chip.
+
+
+def equal_kinds(kind: str, kinds: Mapping[str, GpuKind]) -> Iterator[str]:
+    """Yield the kind, and those with the same figures but for memory size and links.
+
+    Among them are the well-known ones: what a cluster file makes of an A100 by giving it less
+    memory still computes as an A100.
+    """
+    yield kind
+    gpu = kinds.get(kind)
+    for name, other in {**GPU_KINDS, **kinds}.items():
+        if gpu is not None and name != kind:
+            same_bandwidth = other.memory_bytes_per_s == gpu.memory_bytes_per_s
+            if same_bandwidth and other.peak == gpu.peak:
+                yield name
+
+
+def kinds_at_any_speed(kind: str, kinds: Mapping[str, GpuKind]) -> Iterator[str]:
+    """Yield those of `equal_kinds`, and the well-known ones that are faster or slower in all alike.
+
+    Such as a GPU that somebody has found to take 1.5 times as long as others of its kind.
+    """
+    yield from equal_kinds(kind, kinds)
+    gpu = kinds.get(kind)
+    for name, other in GPU_KINDS.items():
+        if gpu is not None and name != kind and _is_in_proportion(gpu, other):
+            yield name
+
+
+def _is_in_proportion(gpu: GpuKind, other: GpuKind) -> bool:
+    ratio = gpu.memory_bytes_per_s / other.memory_bytes_per_s
+    ours, theirs = dataclasses.astuple(gpu.peak), dataclasses.astuple(other.peak)
+    return all(
+        mine is yours is None
+        or (mine is not None and yours is not None and math.isclose(mine, ratio * yours))
+        for mine, yours in zip(ours, theirs, strict=True)
+    )

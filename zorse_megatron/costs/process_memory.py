@@ -1,4 +1,4 @@
-"""What a rank's process takes of its GPU's memory beside tensors.
+"""What a rank's process takes of GPU and host memory beside tensors.
 
 Nothing here was measured by this project: each constant is a public report, or the source of NCCL,
 torch or Transformer Engine, named beside it. docs/memory.md has the list.
@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zorse_megatron.schedules.communicators import (
+from zorse_megatron.gpus.gpu import GpuKind
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.schedule.communicators import (
     WORLD_CTAS,
     Communicator,
     crowding_note,
@@ -16,8 +18,6 @@ from zorse_megatron.schedules.communicators import (
     most_ctas,
     planned_communicators,
 )
-from zorse_megatron.schema.gpus.gpu import GpuKind
-from zorse_megatron.schema.plan.plan import Plan
 
 _MIB = 2**20
 
@@ -135,3 +135,36 @@ def planned_channels(plan: Plan, num_sms: Sequence[int]) -> Mapping[Communicator
 
 def _multiprocessors(gpu: GpuKind) -> int:
     return gpu.multiprocessors or _USUAL_MULTIPROCESSORS
+
+
+# Size of pinned host blocks: torch's allocator rounds them up and caches them.
+
+
+_FLOAT32_BYTES = 4
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Bytes of the host that one block takes: the next power of two.
+
+    Source: torch 2.13, `CachingHostAllocatorImpl::allocate` (c10 `PowerOf2Ceil`), which rounds
+    blocks of any size unless `PYTORCH_ALLOC_CONF` has a `pinned_max_round_threshold_mb`.
+
+    >>> pinned_bytes(4096), pinned_bytes(4097), pinned_bytes(0)
+    (4096, 8192, 0)
+    """
+    return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
+
+
+def pinned_state_bytes(num_bytes: int, num_parameters: int) -> int:
+    """Bytes that the optimizer's state of one chunk's shard takes: a block for each kind of it.
+
+    `num_bytes` is that of the state, in float32: two moments, and main parameters where there are
+    some (`adapter.optimizer.host_state`).
+
+    >>> pinned_state_bytes(12 * 1000, 1000)
+    12288
+    """
+    if not num_parameters:
+        return 0
+    block = _FLOAT32_BYTES * num_parameters
+    return -(-num_bytes * pinned_bytes(block) // block)

@@ -1,4 +1,4 @@
-"""Time and memory of a pipeline stage: the formulas, for single numbers and numpy arrays alike.
+"""Time and memory of a pipeline stage: the formulas, for numbers and numpy arrays alike.
 
 The simulator calls them with the numbers of one rank's chunk, the planner with those of one stage
 (`planner.closed_form.stage_memory`, `stage_costs`), or with arrays [GPU class, segment, layers] for

@@ -16,23 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.adapter.found_software import found_software, gpu_of
 from zorse_megatron.adapter.groups.process_groups import create_groups, nccl_channels
+from zorse_megatron.adapter.start_checks import found_software, gpu_of
 from zorse_megatron.costs.process_memory import communicator_bytes
-from zorse_megatron.doctor.report import Gpu, Machine
+from zorse_megatron.doctor.doctor_run import Gpu, Machine
 from zorse_megatron.kernels.bench_cases import CASES, Case, copy_case
 from zorse_megatron.kernels.dispatch import why_not_triton
-from zorse_megatron.launch.max_connections import queue_environment
-from zorse_megatron.launch.shared_gpus import share_gpus
+from zorse_megatron.launch.rank_environment import queue_environment, share_gpus
 from zorse_megatron.measure.on_ranks.ranks import median_s
-from zorse_megatron.runtime.communicator_groups import connect, link_groups, world_options
-from zorse_megatron.schedules.communicators import (
-    WORLD_CTAS,
-    Communicator,
-    planned_communicators,
-)
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.runtime.transport import connect, link_groups, world_options
+from zorse_megatron.schedule.communicators import WORLD_CTAS, Communicator, planned_communicators
 
 _TIMEOUT = timedelta(seconds=60)
 _COPIED_BYTES = 256 * 10**6

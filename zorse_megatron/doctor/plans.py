@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_WORKERS
-from zorse_megatron.launch.max_connections import MOST_QUEUES
-from zorse_megatron.schema.plan.plan import (
+from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_WORKERS
+from zorse_megatron.launch.rank_environment import MOST_QUEUES
+from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Group,

@@ -1,1 +1,1 @@
-"""Files on disk: outputs are written completely or not at all, inputs are bounded."""
+"""Files, read and written strictly: outputs are complete or absent, inputs are bounded."""

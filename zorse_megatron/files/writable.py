@@ -1,4 +1,4 @@
-"""Check that outputs can be written before the work that produces them."""
+"""Checks that outputs can be written, before the work that makes them."""
 
 import errno
 import fcntl
@@ -7,8 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zorse_megatron.errors import OutputError, Problem
-from zorse_megatron.files.target import regular_target, stream_of
-from zorse_megatron.files.write import EXPECTED, remedy_for, temporary_beside, write_all
+from zorse_megatron.files.read_write import (
+    EXPECTED,
+    regular_target,
+    remedy_for,
+    stream_of,
+    temporary_beside,
+    write_all,
+)
 
 # Enough to find a full disk, which may still take empty files.
 _PROBE = bytes(4096)

@@ -1,1 +1,1 @@
-"""Megatron's flags: the list, how to parse a command line, and what a plan does with each."""
+"""Megatron's flags, and builds of torch: what a plan does with each, and what ranks need."""

@@ -1,4 +1,4 @@
-"""Check a training command against its plan, or for planning, by the rows of `flags.yaml`.
+"""Checks a training command against its plan, or for planning, by the rows of `flags.yaml`.
 
 The same rows check a command line that is read without Megatron (`check_command`: by check, launch
 and the planning commands, and by a run before it imports torch) and the arguments that Megatron has
@@ -14,8 +14,8 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.flags.command import Command, unknown_flags
 from zorse_megatron.flags.conditions import OF_COMMANDS, OF_PLANS, Case, is_given, own_entry_trains
 from zorse_megatron.flags.table import Row, defaults, further_rows, names_of, row_of, spelling_of
-from zorse_megatron.schema.gpus.gpu import GpuKind
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.gpus.gpu import GpuKind
+from zorse_megatron.plan.plan import Plan
 
 _NAMES = ("Adam", "Megatron", "Transformer", "MuP")
 

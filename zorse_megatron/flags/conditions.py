@@ -1,4 +1,4 @@
-"""What the further reasons of `flags.yaml` depend on: the command, its plan, and the plan's GPUs.
+"""What the further reasons of `flags.yaml` depend on: the command, its plan, the plan's GPUs.
 
 A condition is asked for an argument and yields what fills in the braces of its row, once for each
 problem. Arguments that Megatron derives are None at first and skipped; they are asked about again.
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zorse_megatron.flags.computing_flags import (
+from zorse_megatron.flags.model_in_flags import (
     RECOMPUTED_MODULES,
     compute_dtypes,
     is_mixed,
@@ -17,13 +17,12 @@ from zorse_megatron.flags.computing_flags import (
     recompute_argument,
 )
 from zorse_megatron.flags.table import defaults, further_rows, spelling_of
-from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schema.gpus.gpu import GpuKind
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.plan.memory_settings import said_settings
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
-from zorse_megatron.schema.plan.set_rules import DividedSizes, set_problems, sets_of
+from zorse_megatron.gpus.gpu import GpuKind
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.plan.memory_settings import said_settings
+from zorse_megatron.plan.plan import Plan, holds_equal_parts
+from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, set_problems, sets_of
+from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 
 Filled = Iterator[Mapping[str, object]]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.files.read import read_input
+from zorse_megatron.files.read_write import read_input
 
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _TIKTOKEN_DEFAULT = 2**17

@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zorse_megatron.kernels import AdamW, adamw_shard, norm_and_flag, pack, sum_parts
-from zorse_megatron.kernels.adamw_shard import step_torch
-from zorse_megatron.schedules.shards import Interval
+from zorse_megatron.kernels.kernels import (
+    AdamW,
+    adamw_shard,
+    norm_and_flag,
+    pack,
+    step_torch,
+    sum_parts,
+)
+from zorse_megatron.schedule.shards import Interval
 
 Work = Callable[[], object]
 PARTS = 4

@@ -1,13 +1,14 @@
-"""Decide, once and only here, whether kernels run in Triton or in plain torch."""
+"""Decides, once and only here, whether kernels run in Triton or in plain torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import torch
 
+from zorse_megatron.gpus.gpu import TRITON_FROM, spell
 from zorse_megatron.log import say
-from zorse_megatron.schema.gpus.compute_capability import TRITON_FROM, spell
 
 Kernel = Callable[..., Any]
 
@@ -88,3 +89,76 @@ def _probe(device: torch.device) -> str | None:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"
+
+
+# Argument checks of the kernels, and the pieces in which plain torch works.
+
+
+NARROW = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *NARROW)
+
+CHUNK = 1 << 22
+"""Elements that plain torch works on at a time: few launches, and a few temporaries of 16 MiB (in
+fp64 of 32 MiB), however long the shards are and however many parts are added."""
+
+
+class Problems:
+    """Collects what is wrong with a call, to raise it all at once."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        self.found: list[str] = []
+
+    def need(self, fits: bool, problem: str) -> None:
+        """Note a problem where something does not fit."""
+        if not fits:
+            self.found.append(problem)
+
+    def need_flat(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        dtypes: tuple[torch.dtype, ...],
+        like: torch.Tensor | None = None,
+    ) -> None:
+        """A contiguous 1-D tensor of one of `dtypes`, as long as `like` and on its device."""
+        self.need(
+            tensor.ndim == 1 and tensor.is_contiguous(),
+            f"found {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+            "expected it 1-D and contiguous",
+        )
+        self.need_dtype(name, tensor, dtypes)
+        if like is not None:
+            self.need(
+                tensor.numel() == like.numel() and tensor.device == like.device,
+                f"found {name} with {tensor.numel()} elements on {tensor.device}; expected "
+                f"{like.numel()} on {like.device}",
+            )
+
+    def need_dtype(self, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+        """A tensor of one of `dtypes`."""
+        expected = " or ".join(map(str, dtypes))
+        self.need(tensor.dtype in dtypes, f"found {name} in {tensor.dtype}; expected {expected}")
+
+    def need_apart(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Contiguous tensors; no two share memory, as one is written while another is read."""
+        for (name, one), (other, two) in combinations(tensors.items(), 2):
+            self.need(
+                not _overlap(one, two),
+                f"found {name} and {other} in the same memory; expected them apart",
+            )
+
+    def stop(self) -> None:
+        """Raise ValueError if there is any problem."""
+        if self.found:
+            raise ValueError(f"{self.kernel}: " + "; ".join(self.found))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    start, stop = one.data_ptr(), one.data_ptr() + one.nbytes
+    return max(start, other.data_ptr()) < min(stop, other.data_ptr() + other.nbytes)
+
+
+def chunks(numel: int) -> Iterator[slice]:
+    """Cut `numel` elements into slices of at most CHUNK."""
+    return (slice(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))

@@ -1,20 +1,106 @@
-"""The batch script of a training job under Slurm.
+"""The batch script of a training job under Slurm: its options, its nodes, edits to it.
 
 One `#SBATCH` block for each component, as `man sbatch` has it for heterogeneous jobs; srun deals
 tasks out component by component, and in blocks to the nodes of each.
 """
 
+import dataclasses
+import hashlib
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-from zorse_megatron.checkpoints.folder import TRACKER
-from zorse_megatron.launch.components import JobComponent
-from zorse_megatron.launch.node_starter import TASK, asked_for_node, node_starter
-from zorse_megatron.launch.torchrun_lines import OWN_STORES, described
+from zorse_megatron.errors import LaunchError, OutputError, Problem
+from zorse_megatron.files.read_write import stream_of
+from zorse_megatron.files.wording import did_you_mean
+from zorse_megatron.inputs.cluster import Cluster, Node
+from zorse_megatron.launch.torchrun_lines import MAX_RESTARTS, OWN_STORES, described
 from zorse_megatron.launch.training_command import TrainingCommand
-from zorse_megatron.schema.plan.spans import spell
+from zorse_megatron.live.checkpoint_files import TRACKER
+from zorse_megatron.plan.spans import spell
+
+# Which nodes a Slurm job asks for together: the components of a heterogeneous job.
+
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobComponent:
+    """Nodes that follow each other in the cluster file and are alike: either may be the other."""
+
+    partition: str | None
+    """Slurm's partition; None: the site's default."""
+    nodes: tuple[Node, ...]
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs, and ranks, of each of its nodes."""
+        return len(self.nodes[0].gpu_kinds)
+
+    @property
+    def ranks(self) -> range:
+        """The global ranks of its GPUs."""
+        return range(self.nodes[0].first_rank, self.nodes[-1].ranks.stop)
+
+
+def components_of(cluster: Cluster, partitions: Mapping[str, str]) -> tuple[JobComponent, ...]:
+    """Cut the cluster into components, in the order of its ranks.
+
+    `partitions`: name of a node or kind of a node's first GPU -> partition; the name of a node
+    comes first, and "" stands for all others. Slurm deals tasks out component by component, so
+    that ranks land on the right kinds of GPU whichever nodes it picks. Raises LaunchError for a
+    key that is neither a node nor a kind of the cluster.
+    """
+    known = {"", *(node.name for node in cluster.nodes), *cluster.gpu_kinds}
+    problems = [_unknown(key, known) for key in partitions if key not in known]
+    if problems:
+        raise LaunchError("the partitions do not fit the cluster", problems)
+
+    def likeness(node: Node) -> tuple[str | None, Node]:
+        return _partition_of(node, partitions), dataclasses.replace(node, name="", first_rank=0)
+
+    return tuple(
+        JobComponent(partition=alike[0], nodes=tuple(nodes))
+        for alike, nodes in groupby(cluster.nodes, likeness)
+    )
+
+
+def refuse_odd_names(cluster: Cluster) -> None:
+    """Raise LaunchError for nodes whose names Slurm would read as something else, or not at all."""
+    problems = [
+        Problem(
+            where="--node-names",
+            found=f"a node named {node.name!r} in the cluster file",
+            expected="the name that Slurm has for it: letters, digits, dots, dashes, underscores",
+            remedy="Name the nodes as sinfo -N does, or leave --node-names out.",
+        )
+        for node in cluster.nodes
+        if not _HOST_NAME.fullmatch(node.name)
+    ]
+    if problems:
+        raise LaunchError("the nodes cannot be asked for by name", problems)
+
+
+def _partition_of(node: Node, partitions: Mapping[str, str]) -> str | None:
+    _, first = min(zip(node.numbers, node.gpu_kinds, strict=True))
+    for key in (node.name, first, ""):
+        if key in partitions:
+            return partitions[key]
+    return None
+
+
+def _unknown(key: str, known: set[str]) -> Problem:
+    return Problem(
+        where="--partition",
+        found=f'"{key}"',
+        expected="a kind of GPU or a node of the cluster",
+        remedy=did_you_mean(key, known - {""}),
+    )
+
 
 _OF_SRUN_TOO = "cpus-per-task="
 _PARAMETERS = """\
@@ -259,3 +345,150 @@ def _srun(
         f"{ends} \\\n"
         f"    {task} \\\n    {flags}{' &' if training.resumes else ''}"
     )
+
+
+# How a batch script starts ranks by torchrun, once on each node: stock Megatron's, elastic jobs'.
+#
+# Slurm numbers tasks component by component, and node by node in each; with one task on each node
+# that is the node's rank. torchrun needs a time of its own to let ranks save: it ends them after 30
+# s (`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`).
+
+
+TASK = r'bash -c "$(declare -p GPUS PYTHON); $(declare -f on_node); on_node \"\$@\"" bash'
+"""Of srun, followed by script and flags."""
+_CPUS = "cpus-per-task="
+_ON_NODE = """\
+GPUS=({gpus})    # numbers of each node's GPUs among those that Slurm gives, in the order of ranks
+export MASTER_ADDR=${{MASTER_ADDR:-$SLURMD_NODENAME}}
+export MASTER_PORT=${{MASTER_PORT:-$((20000 + 7 * SLURM_JOB_ID % 10000))}}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${{TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-{save_s}}}
+on_node() {{
+    local mine given at
+    IFS=, read -ra mine <<<"${{GPUS[SLURM_PROCID]}}"
+    IFS=, read -ra given <<<"${{CUDA_VISIBLE_DEVICES-}}"
+    for at in "${{!mine[@]}}"; do mine[at]=${{given[mine[at]]-${{mine[at]}}}}; done
+    CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${{mine[*]}}")
+    export CUDA_VISIBLE_DEVICES
+    exec "$PYTHON" -m torch.distributed.run {nodes} \\
+        --nproc-per-node "${{#mine[@]}}" {meets} "$@"
+}}
+"""
+_ALL_NODES = (
+    '--nnodes "${#GPUS[@]}" --node-rank "$SLURM_PROCID"',
+    '--master-addr "$MASTER_ADDR" \\\n        --master-port "$MASTER_PORT"',
+)
+_MEET = (
+    '--rdzv-backend c10d --rdzv-id "$RUN" \\\n        '
+    '--rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-conf "is_host=$((SLURM_PROCID == 0))"'
+)
+
+
+def node_starter(
+    components: Sequence[JobComponent], *, save_s: int, fewest_nodes: int | None
+) -> str:
+    """Return the function that each node runs. `save_s`: how long ranks may take to save.
+
+    `fewest_nodes`: of an elastic job, which goes on with so many; None: all are needed.
+    """
+    numbers = (node.numbers for component in components for node in component.nodes)
+    gpus = " ".join(",".join(map(str, each)) for each in numbers)
+    nodes, meets = _ALL_NODES
+    if fewest_nodes is not None:
+        most = f'{fewest_nodes}:"${{#GPUS[@]}}"'
+        nodes, meets = f"--nnodes {most} --max-restarts {MAX_RESTARTS}", _MEET
+    return _ON_NODE.format(gpus=gpus, save_s=save_s, nodes=nodes, meets=meets)
+
+
+def asked_for_node(component: JobComponent, more: Sequence[str]) -> list[str]:
+    """Return sbatch's options for one task on each node, which has the cores of all its ranks.
+
+    `more`: further ones of the user's, of which `cpus-per-task` is for a rank. A node that has more
+    GPUs than are used is asked for whole, so that their numbers hold.
+    """
+    node = component.nodes[0]
+    gpus = max(node.numbers) + 1
+    whole = ["--exclusive"] if gpus > len(node.numbers) else []
+    cores = [text.removeprefix(_CPUS) for text in more if text.startswith(_CPUS)]
+    if cores or not any(text.startswith("cpus-per-gpu=") for text in more):
+        each, ranks = (cores or ["1"])[-1], len(node.gpu_kinds)
+        whole.append(f"--{_CPUS}{int(each) * ranks if each.isdecimal() else each}")
+    return ["--ntasks-per-node=1", f"--gpus-per-node={gpus}", *whole]
+
+
+# The long options of sbatch, to tell a misspelt one before the job is submitted.
+#
+# From `man sbatch` of Slurm 24.05; and those of Pyxis, the container plugin of many GPU clusters.
+
+
+_SBATCH = """
+account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint
+container container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task
+deadline delay-boot dependency distribution error exclude exclusive export export-file extra
+extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task
+gres gres-flags help hint hold ignore-pbs input job-name kill-on-invalid-dep licenses mail-type
+mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nice no-kill no-requeue
+nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket
+open-mode output overcommit oversubscribe parsable partition power prefer priority profile
+propagate qos quiet reboot requeue reservation resv-ports segment signal sockets-per-node
+spread-job stepmgr switches test-only thread-spec threads-per-core time time-min tmp tres-bind
+tres-per-task uid usage use-min-nodes verbose version wait wait-all-nodes wckey wrap
+"""
+_PYXIS = """
+container-entrypoint container-entrypoint-log container-env container-image container-mount-home
+container-mounts container-name container-readonly container-remap-root container-save
+container-workdir container-writable no-container-entrypoint no-container-mount-home
+no-container-remap-root
+"""
+KNOWN = frozenset((_SBATCH + _PYXIS).split())
+
+
+def is_known(name: str) -> bool:
+    """Whether sbatch takes it: an option, or the beginning of one."""
+    return any(known.startswith(name) for known in KNOWN)
+
+
+def closest(name: str) -> str:
+    """Return a remedy for an unknown option."""
+    return f"{did_you_mean(name, KNOWN)} An option of another plugin goes to sbatch itself."
+
+
+# Detect whether a script was edited since it was written.
+
+
+_LINE = re.compile(rb"^# checksum ([0-9a-f]{16})\n", re.MULTILINE)
+
+
+def with_checksum(script: str) -> str:
+    """Add a comment, after the first ones, that no longer fits once the script is edited."""
+    *first, rest = script.split("\n", 3)
+    return "\n".join([*first, f"# checksum {_checksum(script.encode())}", rest])
+
+
+def refuse_edited(path: Path, script: str) -> None:
+    """Raise OutputError if writing `script` would lose what somebody wrote or changed."""
+    if stream_of(path) is not None or not path.exists():
+        return
+    try:
+        there = path.read_bytes()
+    except OSError:
+        return  # the writer says why
+    marked = _LINE.search(there)
+    if there == script.encode() or (marked and _is_whole(there, marked)):
+        return
+    problem = Problem(
+        where=str(path),
+        found="a script that was edited since zorse launch wrote it"
+        if marked
+        else "a file that zorse launch did not write",
+        expected="a script as zorse launch wrote it, or none yet",
+        remedy="Choose another path, or give --force to replace it.",
+    )
+    raise OutputError("the script is not replaced", [problem])
+
+
+def _is_whole(script: bytes, marked: re.Match[bytes]) -> bool:
+    return marked[1].decode() == _checksum(script[: marked.start()] + script[marked.end() :])
+
+
+def _checksum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Which rank of the job this process is, from what torchrun or Slurm's srun put in its environment.
+"""Which rank of the job this process is, from torchrun's or srun's environment.
 
 Slurm's variables are those of srun's manual page (OUTPUT ENVIRONMENT VARIABLES), torchrun's those
 of PyTorch's elastic documentation. What torchrun says comes first: it may run inside a Slurm job.
@@ -6,12 +6,16 @@ of PyTorch's elastic documentation. What torchrun says comes first: it may run i
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from zorse_megatron.errors import LaunchError, Problem
+from zorse_megatron.inputs.cluster import Cluster, Node
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.schedule.communicators import communicators_of, resident_kernels
+from zorse_megatron.schedule.lower import lower_plan
 
 NODE_NAME = "ZORSE_NODE_NAME"
 """Names the node in place of its host name: several nodes may be pretended on one machine."""
@@ -236,3 +240,151 @@ def _is_number(text: str | None) -> bool:
 
 def _error(problems: list[Problem]) -> LaunchError:
     return LaunchError("the processes were not started as a job", problems)
+
+
+# The rank of a process that srun started on a node of the cluster file.
+
+
+def torch_environment(
+    launched: LaunchedRank, environment: Mapping[str, str], cluster: Cluster | None
+) -> dict[str, str]:
+    """Return the variables that torch.distributed and Megatron lack; none under torchrun.
+
+    Slurm numbers tasks in its own order of nodes. With `cluster`, whose nodes bear the names that
+    Slurm has for them, a task takes the rank that the file has for its node and local number, so
+    that the order does not matter; rank 0, and with it the job's store, is on the file's first
+    node (MASTER_ADDR overrides its address). Raises LaunchError where the job's nodes are not
+    those of the file.
+    """
+    if launched.launcher != "srun":
+        return {}
+    variables = launched.torch_environment()
+    if cluster is None:
+        return variables
+    problems = _problems(launched, cluster)
+    if problems:
+        raise LaunchError("the job's nodes are not those of the cluster file", problems)
+    node = node_called(cluster, launched.node)
+    assert node is not None
+    variables["RANK"] = str(node.first_rank + launched.local_rank)
+    variables["MASTER_ADDR"] = environment.get("MASTER_ADDR") or cluster.nodes[0].name
+    return variables
+
+
+def node_called(cluster: Cluster, name: str) -> Node | None:
+    """Return the node of that name, or of the same host name without its domain."""
+    for spelling in (str, _host):
+        for node in cluster.nodes:
+            if spelling(node.name) == spelling(name):
+                return node
+    return None
+
+
+def _host(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _problems(launched: LaunchedRank, cluster: Cluster) -> list[Problem]:
+    problems = []
+    if launched.world_size != cluster.world_size:
+        problems.append(
+            Problem(
+                where="--zorse-cluster",
+                found=f"{launched.world_size} tasks in this step of Slurm's",
+                expected=f"{cluster.world_size}, one for each GPU of the cluster file",
+                remedy="Write the batch script again with zorse launch.",
+            )
+        )
+    node = node_called(cluster, launched.node)
+    if node is None:
+        problems.append(
+            Problem(
+                where="--zorse-cluster",
+                found=f'this task on node "{launched.node}", which the file does not have',
+                expected=f"one of {', '.join(node.name for node in cluster.nodes)}",
+                remedy="Ask Slurm for these nodes (zorse launch --node-names does), or leave the "
+                "flag out where any nodes of these kinds will do.",
+            )
+        )
+    elif launched.local_rank >= len(node.gpu_kinds):
+        problems.append(
+            Problem(
+                where="--zorse-cluster",
+                found=f"task {launched.local_rank} of node {node.name} (counted from 0)",
+                expected=f"{len(node.gpu_kinds)} tasks there, one for each GPU",
+                remedy="Write the batch script again with zorse launch.",
+            )
+        )
+    return problems
+
+
+# How many hardware queues the streams of a rank's GPU share.
+#
+# CUDA deals streams out to so many queues as `CUDA_DEVICE_MAX_CONNECTIONS` says (8 without it, 32
+# at most). What waits at the head of a queue holds back the other streams of it. What ranks launch
+# for a plan's lists cannot hang for that (docs/simulator.md), but it may be late; and a reduction
+# that --overlap-grad-reduce starts within a backward comes before its place in the list, so that
+# with fewer queues than streams two ranks can wait for each other.
+
+
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = 32
+# Computations, openings of receive buffers, copies to the host and from it.
+_OTHER_STREAMS = 4
+# Stages of sums and gathers in a region, and across regions.
+_STREAMS_OF_STAGES = 2
+
+
+def queue_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What to set before CUDA starts: as many queues as there are, unless the user has chosen."""
+    return {} if VARIABLE in environment else {VARIABLE: str(MOST_QUEUES)}
+
+
+def queue_problems(
+    plan: Plan, environment: Mapping[str, str], *, overlaps_reductions: bool
+) -> list[Problem]:
+    """What is wrong with the number of queues for --overlap-grad-reduce, if that is on."""
+    if not overlaps_reductions or len(plan.groups) == 1:
+        return []
+    lists = [lower_plan(plan, forward_only=forward_only) for forward_only in (False, True)]
+    streams = max(resident_kernels(communicators_of(plan, lists)).values()) + _OTHER_STREAMS
+    if any(group.hierarchical for group in plan.groups):
+        streams += _STREAMS_OF_STAGES
+    given = environment.get(VARIABLE, str(MOST_QUEUES))
+    queues = int(given) if given.isdecimal() else MOST_QUEUES
+    if queues >= streams:
+        return []
+    set_it = f"Unset {VARIABLE}, which then is {MOST_QUEUES}, or leave"
+    return [
+        Problem(
+            where="--overlap-grad-reduce",
+            found=f"{VARIABLE}={given} and {streams} streams on the busiest rank",
+            expected=f"as many hardware queues as streams ({streams}), or two ranks can wait for "
+            "each other: such a reduction starts before its place in the list",
+            remedy=f"{set_it if streams <= MOST_QUEUES else 'Leave'} --overlap-grad-reduce out: a "
+            "chunk's reduction then starts when its last backward has ended.",
+        )
+    ]
+
+
+# Lets several ranks share a GPU, to try things out where there are fewer GPUs than ranks.
+#
+# NCCL refuses two ranks on one GPU of one host (`src/init.cc`, "Duplicate GPU detected"). With
+# names of their own for the host (NCCL's user guide, "NCCL_HOSTID") ranks are on different machines
+# as far as it knows, and talk over sockets. Slow, and not verified: no GPU was available.
+
+
+SHARE_GPUS = "ZORSE_SHARE_GPUS"
+"""Environment variable: 1 where ranks may share GPUs."""
+
+
+def share_gpus(environment: MutableMapping[str, str]) -> None:
+    """Set what NCCL needs for that, if it is asked for; before the process uses NCCL."""
+    if environment.get(SHARE_GPUS) != "1":
+        return
+    environment.update(
+        NCCL_HOSTID=f"zorse-rank-{environment.get('RANK', '0')}",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_NET="Socket",
+        NCCL_IB_DISABLE="1",
+    )

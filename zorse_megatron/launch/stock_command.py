@@ -7,18 +7,13 @@ from itertools import groupby
 from typing import Any
 
 from zorse_megatron.errors import LaunchError, Problem
-from zorse_megatron.flags.command import Command, read_command
-from zorse_megatron.flags.computing_flags import job_dtype
-from zorse_megatron.flags.scan import find_flags, split_script
+from zorse_megatron.flags.command import Command, find_flags, read_command, split_script
+from zorse_megatron.flags.model_in_flags import job_dtype
 from zorse_megatron.flags.table import flags, spelling_of
-from zorse_megatron.launch.max_connections import VARIABLE
-from zorse_megatron.launch.training_command import (
-    TrainingCommand,
-    folder_problems,
-    resuming_flags,
-)
-from zorse_megatron.schema.cluster.cluster import Cluster, Node
-from zorse_megatron.schema.gpus.gpu import ComputeDtype
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.inputs.cluster import Cluster, Node
+from zorse_megatron.launch.rank_environment import VARIABLE
+from zorse_megatron.launch.training_command import TrainingCommand, folder_problems, resuming_flags
 
 _LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),

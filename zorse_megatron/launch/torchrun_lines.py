@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from zorse_megatron.inputs.cluster import Cluster, Node
 from zorse_megatron.launch.training_command import TrainingCommand
-from zorse_megatron.schema.cluster.cluster import Cluster, Node
-from zorse_megatron.schema.plan.spans import spell
+from zorse_megatron.plan.spans import spell
 
 DEFAULT_PORT = 29500
 MAX_RESTARTS = 100

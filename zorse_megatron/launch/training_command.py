@@ -1,12 +1,13 @@
 """The training command as every rank runs it: the user's own, the plan, and what resuming needs."""
 
+import os
 import os.path
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zorse_megatron.errors import LaunchError, Problem
-from zorse_megatron.flags.scan import last_values
+from zorse_megatron.flags.command import last_values
 
 MODULE = "zorse_megatron.pretrain"
 _DAMAGED = "--zorse-damaged-checkpoint"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zorse_megatron.errors import MeasureError, Problem
-from zorse_megatron.schema.gpus.device_names import GPU_KIND, kind_of_device
-from zorse_megatron.schema.gpus.gpu import LinkType
-from zorse_megatron.schema.text.quantities import spell_bandwidth
+from zorse_megatron.files.quantities import spell_bandwidth
+from zorse_megatron.gpus.gpu import LinkType
+from zorse_megatron.gpus.known_gpus import GPU_KIND, kind_of_device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,12 @@ from itertools import combinations_with_replacement
 from pathlib import Path
 
 from zorse_megatron.errors import MeasureError, Problem
-from zorse_megatron.flags.scan import Nargs, find_flags, split_ours
-from zorse_megatron.free_port import free_port
+from zorse_megatron.flags.command import Nargs, find_flags, split_ours
+from zorse_megatron.gpus.gpu import Attention
+from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.inputs.profile import Part, TimedOperation, Transfers
 from zorse_megatron.measure.machine import SeenNode
-from zorse_megatron.schema.gpus.gpu import Attention
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.profile.profile import Part, TimedOperation, Transfers
+from zorse_megatron.processes import free_port
 
 
 @dataclass(frozen=True, kw_only=True)

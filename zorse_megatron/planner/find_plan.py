@@ -1,4 +1,4 @@
-"""The search: the entry to this package."""
+"""The search for the fastest plan: the entry to this package."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,39 +7,47 @@ from itertools import islice
 
 from zorse_megatron.costs.process_memory import crowding
 from zorse_megatron.errors import Problem
-from zorse_megatron.planner.baselines.cephalo import cephalo_inputs, cephalo_plans
-from zorse_megatron.planner.baselines.link_bound import link_bound
-from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
-from zorse_megatron.planner.baselines.stock import stock_layouts, stock_plans
-from zorse_megatron.planner.baselines.stock_best import StockLayout, no_stock_layout, stock_on_all
-from zorse_megatron.planner.baselines.zorse_paper import zorse_paper_plans
+from zorse_megatron.plan.memory_settings import offloads_anything, said_settings
+from zorse_megatron.plan.plan import Plan, Predictions
+from zorse_megatron.planner.baselines.lower_bounds import link_bound, lower_bound_s
+from zorse_megatron.planner.baselines.published_planners import (
+    cephalo_inputs,
+    cephalo_plans,
+    zorse_paper_plans,
+)
+from zorse_megatron.planner.baselines.stock_best import (
+    StockLayout,
+    no_stock_layout,
+    stock_layouts,
+    stock_on_all,
+    stock_plans,
+)
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator, best_first
-from zorse_megatron.planner.evaluate.gc_paused import gc_paused
-from zorse_megatron.planner.evaluate.simulate_plan import planned_micro_batch_times
-from zorse_megatron.planner.inputs.limits import refuse_too_large
-from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.describe_plan import describe_plan, structure
+from zorse_megatron.planner.evaluate import Evaluation, Evaluator, best_first, gc_paused
+from zorse_megatron.planner.inputs.search_inputs import Inputs, refuse_too_large
 from zorse_megatron.planner.outcome import (
     STRATEGIES,
+    NoPlanError,
     Outcome,
+    PlannerInputError,
     Rejected,
     SearchProgress,
     SearchStats,
     Strategy,
 )
-from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
-from zorse_megatron.planner.plans.describe import describe_plan, structure
-from zorse_megatron.planner.search.communication_dtype import with_narrow_gradients
-from zorse_megatron.planner.search.longer_batches import with_plans_of_shorter
-from zorse_megatron.planner.search.plan_changes import with_changes
-from zorse_megatron.planner.search.region_levels import with_best_levels
-from zorse_megatron.planner.search.set_search import search_with_sets
-from zorse_megatron.planner.search.split_backwards import with_split_backwards
-from zorse_megatron.planner.search.zorse import SearchResult
-from zorse_megatron.planner.shortage.gpu_memory import no_plan
-from zorse_megatron.schema.plan.memory_settings import offloads_anything, said_settings
-from zorse_megatron.schema.plan.plan import Plan, Predictions
+from zorse_megatron.planner.search.finish_plan import (
+    with_best_levels,
+    with_narrow_gradients,
+    with_plans_of_shorter,
+    with_split_backwards,
+)
+from zorse_megatron.planner.search.local_moves import with_changes
+from zorse_megatron.planner.search.tensor_parallel_search import search_with_sets
+from zorse_megatron.planner.search.zorse_search import SearchResult
+from zorse_megatron.planner.shortage import no_plan
+from zorse_megatron.planner.simulate_plan import planned_micro_batch_times
 
 __all__ = [
     "STRATEGIES",

@@ -1,4 +1,4 @@
-"""One iteration as a chart: what each rank did, and when, from its recorded spans."""
+"""One iteration as a chart: what each rank did, and when, as executed or simulated."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 
-from zorse_megatron.plots.figure import TEXT, new_figure, save_figure
-from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Kind, parse_action
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.spans import spell
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.spans import spell
+from zorse_megatron.plots.figures import TEXT, new_figure, save_figure
+from zorse_megatron.plots.shown import MAX_ROWS, rows_of
+from zorse_megatron.schedule.actions import COMPUTE, TRANSFERS, Kind, parse_action
+from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.trace import Span
 
 _MS = 1e3
@@ -194,3 +196,29 @@ def _rank_label(plan: Plan, rank: int) -> str:
     kinds = plan.cluster.gpu_kinds if plan.cluster else None
     name = f"rank {rank}" if kinds is None else f"rank {rank}: {kinds[rank]}"
     return f"{name}\n{work.num_microbatches} x {work.micro_batch_size} samples"
+
+
+# A simulated iteration as a chart, in the form of the charts of executed ones.
+
+
+def draw_timeline(
+    path: Path, *, plan: Plan, result: SimulationResult, title: str, max_rows: int = MAX_ROWS
+) -> Path:
+    """Draw what each rank did, and when.
+
+    Of ranks of one group that did the same amount of work and waiting, and were simulated, one is
+    drawn where there are more than `max_rows`.
+    """
+    simulated = set(result.simulated_ranks)
+    rows = rows_of(
+        plan,
+        # Times that differ by rounding only look the same.
+        look=lambda rank: (rank in simulated, f"{result.usage[rank].busy_s:.6g}"),
+        weight=lambda rank: result.usage[rank].busy_s if rank in simulated else -1.0,
+        most=max_rows,
+    )
+    ranks = [row.rank for row in rows if row.rank in simulated]
+    if len(ranks) < plan.world_size:
+        title += f" ({len(ranks)} of {plan.world_size} ranks)"
+    spans = {rank: result.spans(rank) for rank in ranks}
+    return draw_gantt(path, plan=plan, spans=spans, title=title, ranks=ranks)

@@ -1,8 +1,45 @@
-"""Cuts the global sample order into global batches, and these into one replica's micro-batches."""
+"""Which micro-batches a replica runs of each global batch, and which samples these have."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
-from zorse_megatron.runtime.course import Course
+from zorse_megatron.schedule.samples import MicroBatch
+
+# Which micro-batches a replica runs of each global batch: they may change between two.
+
+
+class Course:
+    """A replica's micro-batches, by the number of the global batch, counted from 0.
+
+    A data loader is ahead of the training: what it has cut stays as it was cut.
+    """
+
+    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._changes = [(0, tuple(micro_batches))]
+        self.num_cut = 0
+        """Global batches that the data loader has begun to cut."""
+
+    def at(self, number: int) -> tuple[MicroBatch, ...]:
+        """The micro-batches of a global batch."""
+        return next(each for first, each in reversed(self._changes) if first <= number)
+
+    def cut(self, number: int) -> tuple[MicroBatch, ...]:
+        """The same, for the data loader."""
+        self.num_cut = max(self.num_cut, number + 1)
+        return self.at(number)
+
+    def change(self, number: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Let there be others from a global batch on, that has not been cut."""
+        assert number >= self.num_cut, f"global batch {number} of {self.num_cut} has been cut"
+        self._changes = [*self._changes[-1:], (number, tuple(micro_batches))]
+
+
+def batches_ahead(*, num_prefetched: int, fewest: int) -> int:
+    """Global batches that a loader has begun at most beyond those that have been run.
+
+    `num_prefetched`: micro-batches that its workers may have before they are asked for; `fewest`:
+    micro-batches of a global batch at least.
+    """
+    return -(-num_prefetched // max(1, fewest))
 
 
 class PlanBatchSampler:

@@ -16,8 +16,8 @@ from zorse_megatron.runtime.host_link import HostMemoryFull
 from zorse_megatron.runtime.mailbox import Mailbox
 from zorse_megatron.runtime.memory_ledger import MemoryLedger
 from zorse_megatron.runtime.step_times import StepTimes
-from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
-from zorse_megatron.schedules.samples import MicroBatch
+from zorse_megatron.schedule.actions import RECEIVES, SENDS, Action, Kind
+from zorse_megatron.schedule.samples import MicroBatch
 from zorse_megatron.trace import Trace
 
 

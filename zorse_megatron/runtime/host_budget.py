@@ -1,4 +1,4 @@
-"""Check before the start, node by node, that host memory holds what the plan offloads.
+"""Checks before the start, node by node, that host memory holds what the plan offloads.
 
 All ranks of a node share its memory, so they are checked together. What a rank may then take is
 what it needs and an equal part of the rest.
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zorse_megatron.errors import Problem, ZorseError
-from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
-from zorse_megatron.schedules.activation_offloads import leaving_activations
+from zorse_megatron.schedule.actions import COMPUTE, Action, Kind
+from zorse_megatron.schedule.transfer_windows import leaving_activations
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

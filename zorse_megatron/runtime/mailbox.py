@@ -1,8 +1,8 @@
 """Tensors sent between chunks: split and joined along the batch dimension.
 
-Between tensor-parallel sets they are also split along the sequence (`schedules.sequence_slices`).
-A set whose ranks each need the whole gathers it inside itself when it is taken, right before the
-computation that all its ranks come to next.
+Between tensor-parallel sets they are also split along the sequence
+(`schedule.tensor_parallel_parts`). A set whose ranks each need the whole gathers it inside itself
+when it is taken, right before the computation that all its ranks come to next.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,15 +10,39 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from zorse_megatron.runtime.collectives import all_gather_uneven
-from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.runtime.transport import Receive, Transport, Work
-from zorse_megatron.schedules.actions import Action, Kind
-from zorse_megatron.schedules.receive_openings import receive_openings
-from zorse_megatron.schedules.samples import MicroBatch
-from zorse_megatron.schedules.send_closings import send_closings
-from zorse_megatron.schedules.sequence_slices import slice_of_rank
+from zorse_megatron.schedule.actions import Action, Kind
+from zorse_megatron.schedule.samples import MicroBatch
+from zorse_megatron.schedule.tensor_parallel_parts import SequenceSlice, SetParts, slice_of_rank
+from zorse_megatron.schedule.transfer_windows import receive_openings, send_closings
+
+# Where a rank is in its tensor-parallel set, and what of an activation it has.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetPlace:
+    """One rank of a set; a rank that is a set of its own has none."""
+
+    index: int
+    degree: int
+    group: dist.ProcessGroup
+    """The set's ranks, in order."""
+    is_split: bool
+    """Whether activations between layers are split over the set (sequence parallelism)."""
+    parts: SetParts
+    """What its ranks hold of each layer."""
+
+    @property
+    def positions(self) -> SequenceSlice:
+        """Positions that this rank sends and receives."""
+        return slice_of_rank(self.index, self.degree)
+
+    def held(self, length: int) -> tuple[int, int]:
+        """Positions of an activation that this rank has: all, or its part."""
+        return self.positions.bounds(length) if self.is_split else (0, length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zorse_megatron.errors import Problem, ZorseError
-from zorse_megatron.files.write import write_text
+from zorse_megatron.files.read_write import write_text
 from zorse_megatron.runtime.host_budget import HOST_REMEDIES
 from zorse_megatron.runtime.host_link import HostMemoryFull
-from zorse_megatron.schedules.actions import Action
+from zorse_megatron.schedule.actions import Action
 
 # What helps where a category is too large, as keys of the plan file.
 _REMEDIES = {

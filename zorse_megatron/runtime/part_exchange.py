@@ -15,9 +15,14 @@ import torch.distributed as dist
 
 from zorse_megatron.runtime.collectives import CommVolume, as_one_exchange
 from zorse_megatron.runtime.transport import Work
-from zorse_megatron.schedules.part_messages import Messages, gather_messages, sum_messages
-from zorse_megatron.schedules.tensor_blocks import TensorBlock
-from zorse_megatron.schedules.tensor_parts import OwnedBlock, TensorPart
+from zorse_megatron.schedule.tensor_parallel_parts import (
+    Messages,
+    OwnedBlock,
+    TensorBlock,
+    TensorPart,
+    gather_messages,
+    sum_messages,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

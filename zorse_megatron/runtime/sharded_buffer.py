@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 
 from zorse_megatron.runtime.host_link import HostBacked, HostLink
-from zorse_megatron.schedules.shards import Interval
+from zorse_megatron.schedule.shards import Interval
 
 
 class ShardedBuffer:

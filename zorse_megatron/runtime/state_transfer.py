@@ -1,4 +1,4 @@
-"""State from rank to rank, as `migration.transfers` has it: over gloo, between the hosts.
+"""State from rank to rank, as `live.move` has it: over gloo, between the hosts.
 
 One state of one parameter at a time, so that beside what a rank has set aside it needs little. A
 rank lets go of a parameter that it is done with.
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.migration.boxes import common_block
-from zorse_megatron.migration.transfers import Transfer
-from zorse_megatron.schedules.tensor_blocks import TensorBlock
+from zorse_megatron.live.move import Transfer, common_block
+from zorse_megatron.schedule.tensor_parallel_parts import TensorBlock
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from zorse_megatron.rebalance.iteration_times import IterationTimes
-from zorse_megatron.rebalance.link_times import Messages
-from zorse_megatron.schedules.actions import ON_LAYERS, TRANSFERS, Action
+from zorse_megatron.live.run_status import IterationTimes, Messages
+from zorse_megatron.schedule.actions import ON_LAYERS, TRANSFERS, Action
 from zorse_megatron.trace import Clock
 
 _Marks = tuple[Any, Any]

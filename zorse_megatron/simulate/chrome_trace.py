@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.files.write import write_text
-from zorse_megatron.schedules.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind
-from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.files.read_write import write_text
+from zorse_megatron.schedule.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind
+from zorse_megatron.simulate.memory_ledger import Category
 from zorse_megatron.simulate.result import SimulationResult
-from zorse_megatron.simulate.task_graph import Track
+from zorse_megatron.simulate.tasks import Track
 from zorse_megatron.trace import Span
 
 _MAIN, _COLLECTIVES, _TO_HOST, _FROM_HOST, _FIRST_PEER = range(5)

@@ -4,22 +4,22 @@ Copies. Let the replicas of a group that run equally many micro-batches be a cla
 all have micro-batches of m samples; let r be the
 greatest common divisor of the R * m and the extra samples in flight of all groups, and L the least
 common multiple of the m. Samples are laid out in
-rounds of R * m of one class or another, by counts alone (see `schedules.samples`; where two classes
+rounds of R * m of one class or another, by counts alone (see `schedule.samples`; where two classes
 may be at the same point, all replicas of one precede those of the other). If L divides r, cut every
 r consecutive
 samples into g = r / L blocks of L. No micro-batch straddles a block, so the k-th blocks of all
 rounds are a pipeline of their own, the k-th of g, with R / g replicas of each class. The lists of
 each copy are those of the plan with R / g replicas of each and 1 / g of the batch, other names for
 ranks and samples aside, if in each copy replicas of the classes follow one another in the same
-order. The simulation in `schedules.order` breaks ties by chunk and replica, which both
+order. The simulation in `schedule.micro_batch_order` breaks ties by chunk and replica, which both
 keep, and it compares samples of one replica by windows, whose size r divides, so that two
 micro-batches share a window in both or in neither; it must not get stuck, where it lets one of all
-replicas go on (which is checked). In that of `schedules.breadth_first` replicas of a group wait for
-each other; all copies are there at the same time, so each could be alone.
+replicas go on (which is checked). In that of `schedule.pipeline_schedules` replicas of a group wait
+for each other; all copies are there at the same time, so each could be alone.
 
 Classes. Copies are of one class if their ranks have the same kinds, shards, fixed memory and
 settings (what they recompute and offload) and their transfers the same costs, and cross links that
-are alike (see `copy_classes`). All copies of a class run at the same times, by induction over time:
+are alike (see `equal_ranks`). All copies of a class run at the same times, by induction over time:
 their computations and copies to the host cost the same, their
 collectives are the same ones, and their flows have the same rates, because progressive filling
 decides by the bandwidth of links and by how many flows of each sort cross them, so that at each
@@ -32,23 +32,147 @@ replicas in several regions, whose samples are laid out otherwise.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
 from zorse_megatron.costs.interface import CommCost
-from zorse_megatron.schedules.actions import SENDS, TRANSFERS, Action, ActionLists
-from zorse_megatron.schedules.lower import lower_unless_stuck
-from zorse_megatron.schedules.region_lanes import Lanes
-from zorse_megatron.schema.plan.memory_settings import (
+from zorse_megatron.plan.memory_settings import (
     ranks_that_offload_gradients,
     ranks_that_offload_parameters,
 )
-from zorse_megatron.schema.plan.plan import Group, Plan
-from zorse_megatron.simulate.copy_classes import Edge, classify_copies
-from zorse_megatron.simulate.network_loads import EqualLinks
-from zorse_megatron.simulate.rank_sizes import RankSizes
+from zorse_megatron.plan.plan import Group, Plan, Replica
+from zorse_megatron.schedule.actions import SENDS, TRANSFERS, Action, ActionLists
+from zorse_megatron.schedule.lower import lower_unless_stuck
+from zorse_megatron.schedule.samples import Lanes
+from zorse_megatron.simulate.assumptions import SimulationError
+from zorse_megatron.simulate.network import EqualLinks
+from zorse_megatron.simulate.rank_bytes import RankSizes
+
+# Which copies of a pipeline run at the same times (see `equal_ranks`).
+#
+# Colour refinement (one-dimensional Weisfeiler-Leman) on copies and links: copies that look the
+# same are of one class; links are alike if they have the same bandwidth and are crossed by equally
+# many copies of each transfer in each class; copies of a class that cross links that are not alike
+# are told apart. Repeated until nothing changes. O(rounds x transfers x links on a way).
+
+
+Edge = tuple[int, int]
+"""(source, target), as global ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyClasses:
+    """A partition of the copies."""
+
+    first: tuple[int, ...]
+    """Copy -> the first copy of its class."""
+    links: EqualLinks
+    """For a simulation of the first copy of each class."""
+
+
+def classify_copies(
+    comm: CommCost,
+    copies: Sequence[Mapping[int, int]],
+    edges: Sequence[Edge],
+    rings: Sequence[Sequence[int]],
+    looks: Sequence[Hashable],
+) -> CopyClasses:
+    """Partition the copies.
+
+    `copies`: for each copy, rank of copy 0 -> the rank in its place; `edges`: pairs of ranks of
+    copy 0 that send something; `rings`: the ranks of each collective, which loads the links of its
+    ring once; `looks`: what must be equal in copies of one class to begin with.
+    """
+    network = _CopyNetwork(comm, copies, edges, rings)
+    classes = _numbered(looks)
+    while True:
+        colours, loads = network.colours(classes)
+        finer = _numbered(
+            [
+                (
+                    classes[copy],
+                    tuple(tuple(sorted(colours[name] for name in path)) for path in paths),
+                )
+                for copy, paths in enumerate(network.paths)
+            ]
+        )
+        if max(finer) == max(classes):
+            break
+        classes = finer
+    first = [classes.index(number) for number in classes]
+    one_of: dict[int, str] = {}
+    return CopyClasses(
+        first=tuple(first),
+        links=EqualLinks(
+            same_as={name: one_of.setdefault(colour, name) for name, colour in colours.items()},
+            copies={
+                (copies[copy][edge[0]], copies[copy][edge[1]]): {
+                    name: loads[name][number, classes[copy]] for name in path
+                }
+                for copy in sorted(set(first))
+                for number, (edge, path) in enumerate(zip(edges, network.paths[copy], strict=True))
+            },
+        ),
+    )
+
+
+class _CopyNetwork:
+    """The links that each copy's transfers and the collectives cross."""
+
+    def __init__(
+        self,
+        comm: CommCost,
+        copies: Sequence[Mapping[int, int]],
+        edges: Sequence[Edge],
+        rings: Sequence[Sequence[int]],
+    ) -> None:
+        self.comm = comm
+        self.capacity: dict[str, float] = {}
+        self.paths = [
+            [self._path(names[source], names[target]) for source, target in edges]
+            for names in copies
+        ]
+        """Copy -> names of the links on the way of each of its transfers."""
+        self.rings = [
+            tuple(
+                dict.fromkeys(
+                    name
+                    for pair in zip(ring, [*ring[1:], ring[0]], strict=True)
+                    for name in self._path(*pair)
+                )
+            )
+            for ring in rings
+            if len(ring) > 1
+        ]
+
+    def _path(self, source: int, target: int) -> tuple[str, ...]:
+        found = dict(self.comm.shared_links(source, target))
+        self.capacity.update(found)
+        return tuple(found)
+
+    def colours(
+        self, classes: Sequence[int]
+    ) -> tuple[dict[str, int], dict[str, Counter[Hashable]]]:
+        """Link -> its colour, and link -> (number of the transfer, class) -> copies on it."""
+        loads: dict[str, Counter[Hashable]] = {name: Counter() for name in self.capacity}
+        for copy, paths in enumerate(self.paths):
+            for number, path in enumerate(paths):
+                for name in path:
+                    loads[name][number, classes[copy]] += 1
+        for number, ring in enumerate(self.rings):
+            for name in ring:
+                loads[name]["ring", number] += 1
+        looks = [(self.capacity[name], frozenset(load.items())) for name, load in loads.items()]
+        return dict(zip(loads, _numbered(looks), strict=True)), loads
+
+
+def _numbered(looks: Sequence[Hashable]) -> list[int]:
+    """Number of each look, in the order in which looks appear first."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(look, len(numbers)) for look in looks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,3 +434,81 @@ class Copies:
         start = self._sample(action.samples[0], copy)
         stop = start + action.samples[1] - action.samples[0]
         return dataclasses.replace(action, peer=names[action.peer], samples=(start, stop))
+
+
+# Replicas of several ranks: one rank of each tensor-parallel set stands for all.
+#
+# For runs of other frameworks whose layers were measured in sets of one size, with the set's
+# collectives in them (`scripts.validation`). Of this project's runtime every rank is simulated.
+#
+# The ranks of a set run the same actions at the same times: the costs of computations with
+# `tensor_parallel` set are those of one rank, with the set's own collectives inside. So the plan is
+# lowered with one rank per replica, and the first rank of each replica is simulated. What the ranks
+# of a set put on the network together is the business of the `CommCost`
+# (`scripts.validation.device_sets`).
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSets:
+    """A plan's tensor-parallel sets, all of the same size and one after the other."""
+
+    plan: Plan
+    size: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "RankSets":
+        """Find the sets. Raises SimulationError where they differ in size or are not aligned."""
+        size = len(plan.groups[0].replicas[0].ranks)
+        for where, replica in _replicas(plan):
+            first = replica.ranks[0]
+            if replica.unequal_parts is not None:
+                raise SimulationError(
+                    f"{where} has unequal parts; expected equal ones where one rank stands for all"
+                )
+            if replica.ranks != tuple(range(first, first + size)) or first % size:
+                raise SimulationError(
+                    f"{where} has ranks {replica.ranks}; expected {size} ranks in a row that start "
+                    f"at a multiple of {size}, as in the first replica, where one rank stands for "
+                    "a set"
+                )
+        return cls(plan=plan, size=size)
+
+    def one_rank_each(self) -> Plan:
+        """The plan that is lowered: replica n * size ... becomes rank n."""
+        if self.size == 1:
+            return self.plan
+        groups = tuple(
+            dataclasses.replace(
+                group,
+                replicas=tuple(
+                    dataclasses.replace(replica, ranks=(replica.ranks[0] // self.size,))
+                    for replica in group.replicas
+                ),
+            )
+            for group in self.plan.groups
+        )
+        return dataclasses.replace(self.plan, groups=groups, cluster=None, predictions=None)
+
+    def stand_ins(self, lists: ActionLists) -> EqualRanks:
+        """Name the ranks of `one_rank_each`'s lists as the plan does."""
+        if self.size == 1:
+            return EqualRanks.all_different(self.plan, lists)
+        return EqualRanks(
+            lists={
+                rank * self.size: tuple(map(self._renamed, actions))
+                for rank, actions in enumerate(lists.ranks)
+            },
+            stands_in=tuple(rank - rank % self.size for rank in range(self.plan.world_size)),
+            links=EqualLinks(),
+        )
+
+    def _renamed(self, action: Action) -> Action:
+        if action.peer is None:
+            return action
+        return dataclasses.replace(action, peer=action.peer * self.size)
+
+
+def _replicas(plan: Plan) -> Iterator[tuple[str, Replica]]:
+    for number, group in enumerate(plan.groups):
+        for index, replica in enumerate(group.replicas):
+            yield f"groups[{number}].replicas[{index}]", replica

@@ -2,34 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 
-from zorse_megatron.costs.interface import (
-    CommCost,
-    ComputeCost,
-    DtypeCosts,
-    MemoryCost,
-    SetCosts,
-)
-from zorse_megatron.schedules.actions import ActionLists
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.gpus.gpu import ComputeDtype
-from zorse_megatron.schema.model.computing import JobRecompute
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost, SetCosts
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.inputs.model import JobRecompute
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.schedule.actions import ActionLists, Kind
+from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.action_costs import ActionCosts
-from zorse_megatron.simulate.engine import run_program
-from zorse_megatron.simulate.equal_ranks import EqualRanks, find_equal_ranks
-from zorse_megatron.simulate.framework import (
+from zorse_megatron.simulate.assumptions import (
+    NO_PERTURBATION,
     RUNTIME,
     STOCK_1F1B,
     STOCK_INTERLEAVED,
     Framework,
+    Perturbation,
+    SimulationError,
 )
-from zorse_megatron.simulate.network_loads import NetworkLoads
-from zorse_megatron.simulate.perturb import NO_PERTURBATION, Perturbation
-from zorse_megatron.simulate.rank_sets import RankSets
-from zorse_megatron.simulate.rank_sizes import RankSizes
+from zorse_megatron.simulate.equal_ranks import EqualRanks, RankSets, find_equal_ranks
+from zorse_megatron.simulate.network import NetworkLoads
+from zorse_megatron.simulate.rank_bytes import RankSizes
 from zorse_megatron.simulate.result import SimulationResult
-from zorse_megatron.simulate.simulation_errors import SimulationError
-from zorse_megatron.simulate.timeline import Timeline
+from zorse_megatron.simulate.tasks import Timeline, run_program
 from zorse_megatron.simulate.translate import translate
 
 _MERGED = (RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED)
@@ -61,7 +54,7 @@ def simulate(
     `merge_equal_ranks`: simulate one of several equal ranks where the result is proven to be the
     same (see `equal_ranks`), all of them where it is not; with it, spans exist of one rank each.
     `sets`: costs of replicas of several ranks, by how many. Without them one rank of each such
-    replica is simulated, which must all be of one size (see `rank_sets`); `comm` and the other
+    replica is simulated, which must all be of one size (see `equal_ranks`); `comm` and the other
     costs are then for that tensor-parallel size, and `lists` for the plan of
     `RankSets.one_rank_each`.
     `by_dtype`: the costs of groups with a `compute_dtype`; those of other types count as the job's.
@@ -119,3 +112,64 @@ def simulate(
 def action_lists(plan: Plan, *, forward_only: bool = False) -> ActionLists:
     """The plan's lists, also where the runtime cannot execute all of the plan yet."""
     return lower_plan(plan, forward_only=forward_only)
+
+
+# How long each rank computes for one micro-batch: what a run's own times are compared with.
+
+
+def micro_batch_times(
+    plan: Plan,
+    compute: ComputeCost,
+    memory: MemoryCost,
+    comm: CommCost,
+    kinds: Sequence[str],
+    *,
+    sequence_length: int,
+    by_dtype: Mapping[ComputeDtype, DtypeCosts],
+    recompute: JobRecompute | None,
+    sets: SetCosts | None,
+) -> tuple[float, ...]:
+    """Rank -> seconds of a micro-batch through all of its chunks, forward and backward.
+
+    Ranks of a set wait for one another, so all take as long as the slowest, collectives included.
+    0 where a rank runs none. The arguments are those of `iteration.simulate`.
+    """
+    memories = {dtype: costs.memory for dtype, costs in by_dtype.items()}
+    computes = {dtype: costs.compute for dtype, costs in by_dtype.items()}
+    costs = ActionCosts(
+        RankSizes(plan, memory, RUNTIME, memories, recompute, kinds=kinds, sets=sets),
+        compute,
+        NetworkLoads(comm),
+        kinds,
+        computes,
+        sets=sets,
+        sequence_length=sequence_length,
+    )
+    found = [0.0] * plan.world_size
+    for number, group in enumerate(plan.groups):
+        for replica in group.replicas:
+            if replica.num_microbatches:
+                seconds = sum(
+                    _chunk_s(costs, replica.ranks, chunk, bool(group.split_backward))
+                    + (0.0 if sets is None else _inside_s(costs, replica.ranks, chunk))
+                    for chunk in plan.chunks_of_group(number)
+                )
+                for rank in replica.ranks:
+                    found[rank] = seconds
+    return tuple(found)
+
+
+def _chunk_s(costs: ActionCosts, ranks: Sequence[int], chunk: int, splits: bool) -> float:
+    kinds = [Kind.FORWARD, Kind.BACKWARD, *([Kind.WEIGHT_GRADIENT] if splits else [])]
+    total_s = 0.0
+    for kind in kinds:
+        phases = [costs.seconds(rank, chunk, kind, splits=splits) for rank in ranks]
+        total_s += sum(map(max, zip(*phases, strict=True)))
+    return total_s
+
+
+def _inside_s(costs: ActionCosts, ranks: tuple[int, ...], chunk: int) -> float:
+    if len(ranks) == 1:
+        return 0.0
+    times = costs.set_collectives(ranks, chunk, gathers=False)
+    return float(times.forward_s + times.backward_s)

@@ -21,11 +21,11 @@ from functools import cached_property
 from operator import attrgetter
 
 from zorse_megatron.costs.stage_formulas import widened_bytes
-from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Action, Kind
-from zorse_megatron.schedules.gradient_offloads import offloaded_gradients
-from zorse_megatron.schedules.shards import largest_piece, state_pieces
-from zorse_megatron.simulate.rank_sizes import RankSizes
-from zorse_megatron.simulate.simulation_errors import SimulationError
+from zorse_megatron.schedule.actions import COMPUTE, TRANSFERS, Action, Kind
+from zorse_megatron.schedule.shards import largest_piece, state_pieces
+from zorse_megatron.schedule.transfer_windows import offloaded_gradients
+from zorse_megatron.simulate.assumptions import SimulationError
+from zorse_megatron.simulate.rank_bytes import RankSizes
 
 _FORMS = frozenset({Kind.GATHER, Kind.RELEASE})
 _LOCATIONS = frozenset({Kind.OFFLOAD, Kind.FETCH})

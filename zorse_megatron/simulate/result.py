@@ -1,23 +1,281 @@
-"""What a simulation found, from the whole iteration down to single actions."""
+"""What a simulation found: the iteration, each rank's time and host memory, the critical path."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from zorse_megatron.simulate.critical_path import CriticalStep, critical_path
-from zorse_megatron.simulate.memory_timeline import (
+from zorse_megatron.costs.process_memory import pinned_bytes, pinned_state_bytes
+from zorse_megatron.schedule.actions import COMPUTE, SENDS, TRANSFERS, Kind
+from zorse_megatron.simulate.memory_ledger import (
     MemoryStep,
     PeakMemory,
     memory_over_time,
     peak_bytes,
     peak_memory,
 )
-from zorse_megatron.simulate.recorded_spans import TransferSpan, spans_of, transfers_of
-from zorse_megatron.simulate.timeline import Timeline
-from zorse_megatron.simulate.usage import RankUsage, busy_s, usage_of
+from zorse_megatron.simulate.tasks import NOTHING, Program, Role, Timeline, Track
 from zorse_megatron.trace import Span, Trace
+
+# How each rank spent its time.
+
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankUsage:
+    """Parts of one rank's iteration; they add up to it."""
+
+    busy_s: float
+    """Forwards, backwards, optimizer step."""
+    communication_s: float
+    """Stopped while a collective (or a swap of the tied embedding) of its own was running."""
+    wait_s: float
+    """Stopped for other ranks, or for copies to and from the host."""
+    idle_s: float
+    """After the end of its list."""
+
+    @property
+    def busy_fraction(self) -> float:
+        """Share of the iteration in which the rank computed."""
+        whole_s = self.busy_s + self.communication_s + self.wait_s + self.idle_s
+        return self.busy_s / whole_s if whole_s else 0.0
+
+
+def usage_of(timeline: Timeline, rank: int) -> RankUsage:
+    """Split the rank's iteration up."""
+    track, times = timeline.program.tracks[rank], timeline.times
+    computing_s = busy_s(timeline, rank)
+    end_s = max((times.end_s[task] for task in _tasks(track)), default=0.0)
+    stopped = list(_between(_computing(timeline, rank), end_s))
+    communicating = sorted((times.start_s[t], times.end_s[t]) for t in track.communication)
+    communication_s = _overlap_s(stopped, _merged(communicating))
+    return RankUsage(
+        busy_s=computing_s,
+        communication_s=communication_s,
+        wait_s=max(0.0, end_s - computing_s - communication_s),
+        idle_s=timeline.end_s - end_s,
+    )
+
+
+def busy_s(timeline: Timeline, rank: int) -> float:
+    """How long the rank computes."""
+    return sum(stop_s - start_s for start_s, stop_s in _computing(timeline, rank))
+
+
+def _tasks(track: Track) -> Iterator[int]:
+    """All that must be done before the rank is through; sends leave before they arrive."""
+    yield from track.main
+    yield from track.communication
+    yield from track.copies.values()
+    for position in track.own:
+        yield track.tasks[position]
+
+
+def _computing(timeline: Timeline, rank: int) -> Iterator[Interval]:
+    roles, times = timeline.program.graph.roles, timeline.times
+    for task in timeline.program.tracks[rank].main:
+        if roles[task] is Role.COMPUTE:
+            yield times.start_s[task], times.end_s[task]
+
+
+def _between(intervals: Iterable[Interval], end_s: float) -> Iterator[Interval]:
+    """The gaps from 0 to `end_s` that the sorted, disjoint intervals leave."""
+    last_s = 0.0
+    for start_s, stop_s in intervals:
+        if start_s > last_s:
+            yield last_s, start_s
+        last_s = max(last_s, stop_s)
+    if end_s > last_s:
+        yield last_s, end_s
+
+
+def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Sorted intervals, with those that overlap joined."""
+    merged: list[Interval] = []
+    for start_s, stop_s in intervals:
+        if merged and start_s <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop_s)
+        else:
+            merged.append((start_s, stop_s))
+    return merged
+
+
+def _overlap_s(first: list[Interval], second: list[Interval]) -> float:
+    """Length of what is in both of two sorted lists of disjoint intervals."""
+    total_s, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        start_s = max(first[i][0], second[j][0])
+        stop_s = min(first[i][1], second[j][1])
+        total_s += max(0.0, stop_s - start_s)
+        if first[i][1] <= second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total_s
+
+
+# The critical path: backwards from the end, always to the last dependency to finish.
+
+
+class Reason(StrEnum):
+    """Why an action on the critical path did not start earlier."""
+
+    START = "it starts the iteration"
+    SAME_RANK = "the rank did what precedes it in its list"
+    DATA = "the data had to arrive"
+    SENDER = "the sender had to come so far"
+    RECEIVER = "the receiver had to come so far"
+    SAME_PAIR = "the transfer before it between the same ranks was under way"
+    LAST_RANK = "this rank of the group had to come so far"
+    COLLECTIVE = "a collective of its group was under way"
+    COPY = "a copy to or from the host was under way"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalStep:
+    """One action on the critical path. It starts when the step before it ends."""
+
+    rank: int
+    """Of a transfer: the sender; of a collective: the rank that came last."""
+    action: str
+    start_s: float
+    end_s: float
+    reason: Reason
+    """Why it did not start earlier."""
+    contention_s: float = 0.0
+    """How much longer it took than on idle links."""
+
+
+def critical_path(timeline: Timeline) -> tuple[CriticalStep, ...]:
+    """The steps in the order of time. Without gaps: their durations add up to the iteration.
+
+    Tasks that take no time are left out, but for the last.
+    """
+    times = timeline.times
+    if not times.end_s:
+        return ()
+    task = max(range(len(times.end_s)), key=times.end_s.__getitem__)
+    steps: list[CriticalStep] = []
+    while task != NOTHING:
+        if times.end_s[task] > times.start_s[task] or not steps:
+            steps.append(_step(timeline, task))
+        task = times.cause[task]
+    return tuple(reversed(steps))
+
+
+def _step(timeline: Timeline, task: int) -> CriticalStep:
+    graph, times = timeline.program.graph, timeline.times
+    cause = times.cause[task]
+    rank, _ = graph.owner[task]
+    if graph.roles[task] is Role.COLLECTIVE and cause != NOTHING:
+        rank = graph.owner[cause][0]
+    took_s = times.end_s[task] - times.start_s[task]
+    flow = graph.flows[task]
+    alone_s = graph.seconds_s[task]
+    if flow is not None:
+        alone_s += flow.num_bytes / flow.limit_bytes_per_s
+    return CriticalStep(
+        rank=rank,
+        action=timeline.program.word(task),
+        start_s=times.start_s[task],
+        end_s=times.end_s[task],
+        reason=_reason(timeline.program, task, cause),
+        contention_s=max(0.0, took_s - alone_s) if flow is not None else 0.0,
+    )
+
+
+_BEHIND = {
+    Role.TRANSFER: Reason.DATA,
+    Role.COLLECTIVE: Reason.COLLECTIVE,
+    Role.COPY: Reason.COPY,
+    Role.COMPUTE: Reason.SAME_RANK,
+}
+"""Why something on a rank's own streams waited, by what it waited for."""
+
+
+def _reason(program: Program, task: int, cause: int) -> Reason:
+    graph = program.graph
+    if cause == NOTHING:
+        return Reason.START
+    if graph.roles[task] is Role.COLLECTIVE:
+        return Reason.LAST_RANK
+    if graph.roles[task] is not Role.TRANSFER:
+        return _BEHIND[graph.roles[cause]]
+    if graph.roles[cause] is Role.TRANSFER:
+        return Reason.SAME_PAIR
+    return Reason.SENDER if graph.owner[cause][0] == graph.owner[task][0] else Reason.RECEIVER
+
+
+# Simulated actions in the shape in which the runtime records them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSpan:
+    """One transfer, from when both ends had started it until it arrived."""
+
+    source: int
+    target: int
+    action: str
+    """The sender's word for it."""
+    num_bytes: int
+    start_s: float
+    end_s: float
+
+
+def spans_of(timeline: Timeline, rank: int, *, step: int = 0) -> tuple[Span, ...]:
+    """One span per action, in the order of the rank's list.
+
+    A span starts when nothing of the rank's own was left to wait for, and `waited_s` is the time
+    from there until all that comes from other ranks was there, as in an executed trace.
+    """
+    track = timeline.program.tracks[rank]
+    return tuple(
+        _span(timeline, track, position, step=step) for position in range(len(track.actions))
+    )
+
+
+def _span(timeline: Timeline, track: Track, position: int, *, step: int) -> Span:
+    action = track.actions[position]
+    times = timeline.times
+    if action.kind in TRANSFERS:  # only started here, which takes no time
+        start_s = end_s = timeline.reached_s(track, position)
+        waited_s = 0.0
+    else:
+        start_s = timeline.ready_s(track, position)
+        task = track.tasks[position]
+        end_s = times.end_s[task]
+        gates = track.gates.get(position)
+        gate = max(gates, key=times.end_of) if gates else track.first_task(position)
+        waited_s = max(0.0, times.start_s[gate] - start_s)
+    return Span(step=step, action=str(action), start_s=start_s, end_s=end_s, waited_s=waited_s)
+
+
+def transfers_of(timeline: Timeline) -> tuple[TransferSpan, ...]:
+    """All transfers between chunks, by sender and in the order of its list."""
+    times, sizes = timeline.times, timeline.sizes
+    found = []
+    for rank, track in timeline.program.tracks.items():
+        for position, action in enumerate(track.actions):
+            if action.kind not in SENDS:
+                continue
+            assert action.peer is not None
+            task = track.tasks[position]
+            found.append(
+                TransferSpan(
+                    source=rank,
+                    target=action.peer,
+                    action=str(action),
+                    num_bytes=sizes.message_bytes(action),
+                    start_s=times.start_s[task],
+                    end_s=times.end_s[task],
+                )
+            )
+    return tuple(found)
+
 
 Found = TypeVar("Found")
 
@@ -109,3 +367,72 @@ class SimulationResult:
                 "Simulate with merge_equal_ranks=False for the spans of every rank"
             )
         return rank
+
+
+# Host memory by rank: the counterpart of the plan's offload settings.
+#
+# In blocks of pinned memory, as a run on GPUs allocates them (`runtime.host_link`): for each chunk
+# one with its shard of parameters, one with that of gradients, one for each kind of optimizer
+# state, one for each tensor that layers keep of a micro-batch: their inputs only, if all are
+# recomputed.
+
+
+STATE, ACTIVATIONS, PARAMETERS = "optimizer state", "activations", "parameters"
+GRADIENTS = "gradients"
+
+
+def host_bytes(result: SimulationResult, rank: int) -> Mapping[str, int]:
+    """Category -> bytes of a rank that wait in the host at most; empty where nothing does."""
+    timeline = result.timeline
+    stand_in = result.stands_in[rank]
+    offload = timeline.sizes.settings[stand_in].offload
+    found = {}
+    if offload.optimizer_state:
+        found[STATE] = _state_bytes(timeline, stand_in)
+    if offload.activations:
+        found[ACTIVATIONS] = _activation_bytes(timeline, stand_in)
+    if offload.parameters:
+        sizes = timeline.sizes
+        found[PARAMETERS] = sum(
+            pinned_bytes(sizes.memory_of(chunk).parameter_bytes(sizes.shards[chunk][stand_in]))
+            for chunk in sizes.chunks(stand_in)
+        )
+    if offload.gradients:
+        residency = timeline.program.tracks[stand_in].residency
+        found[GRADIENTS] = sum(
+            pinned_bytes(residency.shard_of_gradients(chunk))
+            for chunk in residency.gradients_in_host
+        )
+    return found
+
+
+def _state_bytes(timeline: Timeline, rank: int) -> int:
+    sizes = timeline.sizes
+    owned = {chunk: sizes.shards[chunk][rank] for chunk in sizes.chunks(rank)}
+    return sum(
+        pinned_state_bytes(sizes.memory_of(chunk).state_bytes(number), number)
+        for chunk, number in owned.items()
+    )
+
+
+def _activation_bytes(timeline: Timeline, rank: int) -> int:
+    """The most at one time. What its own backward follows at once stays on the GPU."""
+    actions = [a for a in timeline.program.tracks[rank].actions if a.kind in COMPUTE]
+    away: set[tuple[int | None, int | None]] = set()
+    now = most = 0
+    for number, action in enumerate(actions):
+        key = action.chunk, action.micro_batch
+        kept = _kept_bytes(timeline, rank, action.chunk or 0)
+        after = actions[number + 1] if number + 1 < len(actions) else None
+        if action.kind is Kind.BACKWARD:
+            now -= kept if key in away else 0
+        elif after is None or (after.chunk, after.micro_batch) != key:
+            away.add(key)
+            now += kept
+            most = max(most, now)
+    return most
+
+
+def _kept_bytes(timeline: Timeline, rank: int, chunk: int) -> int:
+    """Bytes of one micro-batch."""
+    return sum(map(pinned_bytes, timeline.sizes.kept_tensors(rank, chunk)))

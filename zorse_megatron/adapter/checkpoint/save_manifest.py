@@ -1,4 +1,4 @@
-"""A manifest with each save: sizes and checksums of its files, after them and before the tracker.
+"""A manifest with each save: sizes and checksums of files, after them, before the tracker.
 
 Every rank reads the files that it has written, which its node still has in memory; rank 0 reads the
 few others, and writes the manifest. A crash before that leaves a folder without one, to which the
@@ -13,18 +13,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zorse_megatron.adapter.checkpoint.shared_reads import on_rank_0, read_together
+from zorse_megatron.adapter.checkpoint.before_load import on_rank_0, read_together
 from zorse_megatron.adapter.patches import checkpoints
 from zorse_megatron.adapter.patches.rebind import Replacements
-from zorse_megatron.checkpoints.check import LAST_OF_STOCK
-from zorse_megatron.checkpoints.manifest import (
+from zorse_megatron.files.read_write import NotWritten
+from zorse_megatron.live.checkpoint_check import LAST_OF_STOCK
+from zorse_megatron.live.checkpoint_files import (
     MANIFEST,
     STOCK_MANIFEST,
     FileRecord,
     Manifest,
     write_manifest,
 )
-from zorse_megatron.files.write import NotWritten
 from zorse_megatron.runtime.collectives import gathered
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")

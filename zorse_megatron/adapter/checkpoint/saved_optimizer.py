@@ -1,6 +1,6 @@
 """The optimizer's part of a checkpoint: what stock would have written without a plan.
 
-The state tensors are saved by their owners, without a gather (see `sharded_tensors`), under
+The state tensors are saved by their owners, without a gather (see `saved_parameters`), under
 stock's keys; the rest (parameter groups, step, loss scaler) has stock's structure, so a checkpoint
 goes from a plan to stock, from stock to a plan and from plan to plan. Sources of the two layouts:
 `FP32Optimizer` and `Float16OptimizerWithFloat16Params` in `megatron.core.optimizer.optimizer`;
@@ -8,27 +8,21 @@ goes from a plan to stock, from stock to a plan and from plan to plan. Sources o
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.exchange_utils import exchange_loaded_objects_gather_object
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.utils import get_pg_size
 
-from zorse_megatron.adapter.checkpoint.saved_groups import (
-    allocate_state,
-    counts_steps_per_parameter,
-    restore_groups,
-    restore_step,
-    saved_step,
-)
-from zorse_megatron.adapter.checkpoint.sharded_tensors import (
-    joined,
-    model_shardings,
-    saved_blocks,
-)
-from zorse_megatron.adapter.parameters.tied_embeddings import is_second_copy
+from zorse_megatron.adapter.checkpoint.saved_parameters import joined, model_shardings, saved_blocks
+from zorse_megatron.adapter.patches import checkpoints
+from zorse_megatron.adapter.patches.rebind import Replacements
+from zorse_megatron.adapter.tied_embeddings import is_second_copy
 from zorse_megatron.errors import FlagError, Problem
 
 logger = logging.getLogger(__name__)
@@ -212,3 +206,123 @@ def _restore_shards(optimizer: Any, shards: dict, layout: CheckpointLayout) -> N
             name = _name_in_checkpoint(key, parameter, layout, is_mixed=optimizer.is_mixed)
             if name is not None:
                 optimizer.write(tensor, joined(shards[str(index)][name]))
+
+
+# Parameter groups, step counts and memory of an optimizer's state: what is the same on all ranks.
+#
+# They go through checkpoints (`saved_optimizer`), and from plan to plan in memory.
+
+
+def allocate_state(optimizer: Any, device: torch.device | None = None) -> None:
+    """Give every owned shard its state, zero at step 0, where it has none yet.
+
+    `device`: on which shards are stepped, if that is another one than they are on now.
+    """
+    inner = optimizer.optimizer
+    optimizer.init_state_fn(inner, optimizer.config)
+    if counts_steps_per_parameter(inner):
+        for group in inner.param_groups:
+            for shard in group["params"]:
+                if "step" not in inner.state[shard]:
+                    inner.state[shard]["step"] = _step_tensor(0, device or shard.device, group)
+
+
+def restore_groups(optimizer: Any, saved_groups: list[dict]) -> None:
+    """Take over the hyper-parameters of each group from the saved group of the same kind."""
+    saved_by_kind = {_kind(group): group for group in saved_groups}
+    for group in optimizer.optimizer.param_groups:
+        saved = saved_by_kind.get(_kind(group))
+        if saved is None:
+            raise FlagError(
+                "The checkpoint's optimizer does not fit the command",
+                [
+                    Problem(
+                        where="parameter groups",
+                        found=f"groups {sorted(map(str, saved_by_kind))} in the checkpoint",
+                        expected=f"a group {_kind(group)} of {param_group_identifier_keys}",
+                        remedy="Use the learning-rate and weight-decay flags with which it was "
+                        "saved, or --no-load-optim.",
+                    )
+                ],
+            )
+        group.update({k: v for k, v in saved.items() if k not in ("params", "step")})
+
+
+def _kind(group: dict) -> tuple:
+    """What stock tells parameter groups apart by (`_filter_and_reorder_param_groups`)."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
+
+
+def counts_steps_per_parameter(inner: Any) -> bool:
+    """torch's Adam keeps a step per parameter, the fused ones per group."""
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
+def saved_step(inner: dict) -> int:
+    """The number of updates, from wherever stock's optimizers keep it."""
+    steps = {int(group["step"]) for group in inner["param_groups"] if group.get("step")}
+    if common := inner.get("state", {}).get("common_step"):
+        steps.add(int(common))
+    if len(steps) > 1:
+        raise ValueError(f"found steps {sorted(steps)} in the checkpoint; expected one")
+    return steps.pop() if steps else 0
+
+
+def restore_step(optimizer: Any, step: int) -> None:
+    optimizer.step_count = step
+    inner = optimizer.optimizer
+    for group in inner.param_groups:
+        if not counts_steps_per_parameter(inner):
+            group["step"] = step
+            continue
+        for shard in group["params"]:
+            # One tensor each: torch counts in place, so a shared one would count too fast.
+            inner.state[shard]["step"] = _step_tensor(step, shard.device, group)
+
+
+def _step_tensor(step: int, device: torch.device, group: dict) -> torch.Tensor:
+    """A step as torch's Adam would have made it (`torch.optim.adam.Adam._init_group`)."""
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(float(step), device=device if on_device else "cpu")
+
+
+# Hooks into distributed checkpoints: data-parallel groups of which only some have a single rank.
+#
+# Stock's fully parallel save and load share work within a data-parallel group and skip all of it
+# when that group has one rank, including calls that the whole world must make. With stock's grids
+# the groups all have one size, so all or none skip; with a plan's groups, some ranks would call
+# alone.
+
+
+def _make_load(stock_load: Callable[..., Any]) -> Callable[..., Any]:
+    def load(
+        self: Any, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore"
+    ) -> Any:
+        if get_pg_size(self.parallelization_group) > 1:
+            return stock_load(self, sharded_state_dict, checkpoint_dir, async_strategy)
+        # Read before the load, which replaces the entries.
+        _, _, objects, _ = self._defer_loading_sharded_objects(sharded_state_dict)
+        loaded = stock_load(self, sharded_state_dict, checkpoint_dir, async_strategy)
+        mine = self.base_strategy.load(objects, checkpoint_dir, async_strategy) if objects else {}
+        exchange_loaded_objects_gather_object(mine)
+        return loaded
+
+    return load
+
+
+def _make_save(stock_apply: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_saving_parallelization(self: Any, sharded_state_dict: Any) -> None:
+        alone = get_pg_size(self.parallelization_group) <= 1
+        if alone and self.do_cache_distribution and getattr(self, "validated_alone", False):
+            return
+        stock_apply(self, sharded_state_dict)
+        # Stock remembers its distribution, and with it that it has validated; alone there is none.
+        self.validated_alone = alone
+
+    return apply_saving_parallelization
+
+
+PARALLEL_HOOKS: Replacements = {
+    checkpoints.LOAD_IN_PARALLEL: _make_load,
+    checkpoints.SAVE_IN_PARALLEL: _make_save,
+}

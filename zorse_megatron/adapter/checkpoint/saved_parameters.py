@@ -1,22 +1,35 @@
-"""A sharded chunk's parameters in a checkpoint: each rank saves and loads what it owns of them.
+"""A rank's part of a parameter, or of its state, in Megatron's distributed checkpoints.
 
 No parameter is unsharded for it. The tensors in the checkpoint are those that stock would write,
-cut into other blocks (see `sharded_tensors`).
+cut into other blocks (see `saved_parameters`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.checkpoint.sharded_tensors import (
-    held_blocks,
-    joined,
-    saved_blocks,
+from zorse_megatron.adapter.compute_dtype import (
+    in_fp32,
+    keep_exact_part,
+    original_entry,
+    standing_for,
 )
-from zorse_megatron.adapter.parameters.exact_values import in_fp32, keep_exact_part, standing_for
+from zorse_megatron.errors import Problem, SeamError
 from zorse_megatron.runtime.host_link import copied_to_host
+from zorse_megatron.schedule.shards import Interval, intersection
+from zorse_megatron.schedule.tensor_parallel_parts import (
+    TensorBlock,
+    interval_blocks,
+    whole_blocks_of,
+)
 
 
 def saved_entries(
@@ -117,3 +130,221 @@ def is_sharded(chunk: Any, tensor: Any) -> bool:
         and isinstance(tensor, torch.nn.Parameter)
         and tensor in chunk.param_to_bucket_group
     )
+
+
+# A rank's part of a parameter, or of its state, in Megatron's distributed checkpoints.
+#
+# A rank owns an interval of the flattened parameter. A checkpoint describes pieces of tensors by
+# offset and shape, so the interval is cut into blocks (`schedule.tensor_parallel_parts`), each an
+# ordinary `ShardedTensor` of the tensor that stock would write. No rank needs another rank's part,
+# and who loads the checkpoint may cut it in any other way.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedPiece:
+    """A contiguous part of a parameter that is one tensor (or a block of one) in checkpoints.
+
+    Most parameters are one piece; a fused one, such as the gate and up projections of SwiGLU, has
+    several. `span` is its interval in the flattened parameter, `sharding` its `ShardedTensor`.
+    """
+
+    span: Interval
+    sharding: Any
+
+
+def model_shardings(model_sharded_state_dict: Any) -> dict[int, Any]:
+    """Map id(parameter) to its `ShardedTensor` or `ShardedTensorFactory`."""
+    shardings, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    originals = map(original_entry, nested_values(shardings))
+    return {id(sharding.data): sharding for sharding in originals}
+
+
+def parameter_pieces(parameter: torch.Tensor, sharding: Any) -> tuple[ShardedPiece, ...]:
+    """Find the pieces of a parameter from how the model saves it; its memory may be gone.
+
+    A factory is built on a stand-in without memory, so where its products lie in the stand-in's
+    storage tells which elements they are. Raises SeamError when it copies or reorders elements.
+    """
+    if not isinstance(sharding, ShardedTensorFactory):
+        return (ShardedPiece(span=(0, parameter.numel()), sharding=sharding),)
+    stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    pieces = []
+    for product in _products(stand_in, sharding):
+        start = product.data.storage_offset()
+        pieces.append(ShardedPiece(span=(start, start + product.data.numel()), sharding=product))
+    pieces.sort(key=lambda piece: piece.span)
+    position = 0
+    for piece in pieces:
+        made = piece.sharding.data
+        in_place = made.untyped_storage()._cdata == stand_in.untyped_storage()._cdata
+        if not in_place or not made.is_contiguous() or piece.span[0] != position:
+            raise _unknown_factory(sharding.key, piece)
+        position = piece.span[1]
+    if position != parameter.numel():
+        raise _unknown_factory(sharding.key, pieces[-1])
+    return tuple(pieces)
+
+
+def _products(stand_in: torch.Tensor, sharding: Any) -> list[Any]:
+    built = sharding.build_fn(sharding.key, stand_in, sharding.replica_id, None)
+    return [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
+
+
+def _unknown_factory(key: str, piece: ShardedPiece) -> SeamError:
+    return SeamError(
+        "A parameter and its optimizer state cannot be saved in shards",
+        [
+            Problem(
+                where=f"parameter {key}",
+                found=f"a checkpoint transformation that copies or reorders elements (at elements "
+                f"{piece.span}, shape {tuple(piece.sharding.data.shape)})",
+                expected="one that splits the parameter along its first axis",
+                remedy="Train without this layer, or save with --no-save-optim and resident "
+                "parameters.",
+            )
+        ],
+    )
+
+
+def block_tensors(
+    prefix: str,
+    flat: torch.Tensor,
+    owned: Interval,
+    pieces: tuple[ShardedPiece, ...],
+    *,
+    has_copies: bool = False,
+) -> Iterator[Any]:
+    """Yield one `ShardedTensor` per block of `flat`, in the order of its elements.
+
+    `flat` holds elements `owned` of the flattened parameter, or of a state of it; the tensors' data
+    are views of it. `prefix`: before the model's key, as in optimizer.state.exp_avg.<model key>.
+    `has_copies`: other ranks of the data-parallel group have the same elements.
+    """
+    position = 0
+    for piece in pieces:
+        part = intersection(owned, piece.span)
+        if part is None:
+            continue
+        sharding = piece.sharding
+        lead = sharding.prepend_axis_num
+        in_piece = (part[0] - piece.span[0], part[1] - piece.span[0])
+        for block in interval_blocks(tuple(sharding.local_shape), in_piece):
+            # torch_dist takes irregular shards only without prepended axes, so they become
+            # ordinary axes of length 1.
+            shape = (1,) * lead + block.size
+            offset = (0,) * lead + block.offset
+            yield ShardedTensor(
+                key=f"{prefix}{sharding.key}",
+                data=flat[position : position + block.numel].view(shape),
+                dtype=flat.dtype,
+                local_shape=shape,
+                global_shape=tuple(sharding.global_shape),
+                global_offset=tuple(map(sum, zip(sharding.global_offset, offset, strict=True))),
+                axis_fragmentations=None,  # an irregular grid
+                replica_id=sharding.replica_id if has_copies else _owner_replica(sharding),
+                allow_shape_mismatch=sharding.allow_shape_mismatch,
+            )
+            position += block.numel
+    assert position == flat.numel(), f"{prefix}: {position} of {flat.numel()} elements in blocks"
+
+
+def saved_blocks(
+    prefix: str, flat: torch.Tensor, chunk: Any, parameter: torch.nn.Parameter, sharding: Any
+) -> Iterator[Any]:
+    """Yield the blocks of `flat`, which is what this rank owns of a parameter or of its state.
+
+    `chunk`: the wrapped chunk that has the parameter; `sharding`: how the model saves it.
+    """
+    parted = chunk.parted.get(parameter)
+    if parted is None and chunk.has_uneven_parts:
+        part = chunk.parts[parameter]
+        blocks = tuple(whole_blocks_of(part, chunk.owned_part(parameter)))
+        template = _whole_sharding(parameter, sharding)
+        replica = _owner_replica(template)
+        yield from whole_blocks(prefix, flat, blocks, template, part.shape, replica)
+    elif parted is None:
+        pieces = parameter_pieces(parameter, sharding)
+        yield from block_tensors(prefix, flat, chunk.owned_part(parameter), pieces)
+    else:
+        template = _whole_sharding(parameter, sharding)
+        blocks = parted.owned_by(dist.get_rank())
+        replica = (template.replica_id[0], 0, 0)
+        yield from whole_blocks(prefix, flat, blocks, template, parted.part.shape, replica)
+
+
+def held_blocks(chunk: Any, flat: torch.Tensor, parameter: Any, sharding: Any) -> Iterator[Any]:
+    """Yield blocks of all that this rank holds of a parameter, of which others have copies."""
+    if chunk.has_uneven_parts:
+        part, template = chunk.parts[parameter], _whole_sharding(parameter, sharding)
+        blocks = tuple(whole_blocks_of(part, (0, len(flat))))
+        yield from whole_blocks("", flat, blocks, template, part.shape, template.replica_id)
+    else:
+        pieces = parameter_pieces(parameter, sharding)
+        yield from block_tensors("", flat, (0, len(flat)), pieces, has_copies=True)
+
+
+def _whole_sharding(parameter: torch.nn.Parameter, sharding: Any) -> Any:
+    """One sharded tensor of the model that tells where the whole parameter is in checkpoints."""
+    if isinstance(sharding, ShardedTensorFactory):
+        stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        products = _products(stand_in, sharding)
+    else:
+        products = [sharding]
+    if len({each.key for each in products}) > 1:
+        raise SeamError(
+            "A parameter and its optimizer state cannot be saved in blocks of the whole",
+            [
+                Problem(
+                    where=f"parameter {sharding.key}",
+                    found=f"{len(products)} tensors in checkpoints",
+                    expected="one",
+                    remedy="Use replicas of equal tensor parallelism, and equal parts, in each "
+                    "group of the plan.",
+                )
+            ],
+        )
+    return products[0]
+
+
+def whole_blocks(  # noqa: PLR0917
+    prefix: str,
+    flat: torch.Tensor,
+    blocks: Sequence[TensorBlock],
+    sharding: Any,
+    shape: tuple[int, ...],
+    replica_id: tuple[int, int, int],
+) -> Iterator[Any]:
+    """Yield one `ShardedTensor` per block of the whole parameter, with the next of `flat`.
+
+    `sharding`: one of stock's for the same parameter, for its name and its place among layers;
+    `shape`: of the whole parameter.
+    """
+    lead, position = sharding.prepend_axis_num, 0
+    for block in blocks:
+        yield ShardedTensor(
+            key=f"{prefix}{sharding.key}",
+            data=flat[position : position + block.numel].view((1,) * lead + block.size),
+            dtype=flat.dtype,
+            local_shape=(1,) * lead + block.size,
+            global_shape=(*sharding.global_shape[:lead], *shape),
+            global_offset=(*sharding.global_offset[:lead], *block.offset),
+            axis_fragmentations=None,  # an irregular grid
+            replica_id=replica_id,
+            allow_shape_mismatch=sharding.allow_shape_mismatch,
+        )
+        position += block.numel
+
+
+def joined(blocks: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The elements of loaded blocks, which are numbered in the order of `block_tensors`."""
+    flat = [blocks[str(number)].reshape(-1) for number in range(len(blocks))]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _owner_replica(sharding: Any) -> tuple[int, int, int]:
+    """The model's replica id (pipeline, tensor, data), for the one data-parallel owner.
+
+    The second copy of a tied embedding keeps its pipeline entry of 1, so only the first is saved.
+    """
+    pipeline, tensor, _ = sharding.replica_id
+    return (pipeline, tensor, 0)

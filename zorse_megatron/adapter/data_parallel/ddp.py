@@ -7,34 +7,35 @@ step. Of a sharded chunk a rank has unsharded parameters and gradients only whil
 says so; see `chunk_shards`.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.checkpoint.saved_parameters import joined_loaded, take_loaded
-from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder
-from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
-from zorse_megatron.adapter.data_parallel.parameter_gathers import ParameterGathers
-from zorse_megatron.adapter.data_parallel.parted_shards import PartedShards, parted_tensor
-from zorse_megatron.adapter.data_parallel.uneven_buckets import (
+from zorse_megatron.adapter.compute_dtype import keep_exact
+from zorse_megatron.adapter.data_parallel.buckets import (
+    BucketOrder,
     bucket_per_layer,
     cut_buckets,
     uneven_bucket_groups,
 )
-from zorse_megatron.adapter.parameters.exact_values import keep_exact
-from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, held_parts, taken
-from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
+from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards, ParameterGathers
+from zorse_megatron.adapter.data_parallel.unlike_replicas import PartedShards, parted_tensor
+from zorse_megatron.adapter.parameter_parts import cut_axis, held_parts, taken
+from zorse_megatron.plan.plan import Group
+from zorse_megatron.runtime.hierarchical_collectives import CommDtype, RegionGroups
 from zorse_megatron.runtime.host_link import HostLink
-from zorse_megatron.runtime.low_precision_reduce import CommDtype
+from zorse_megatron.runtime.mailbox import SetPlace
 from zorse_megatron.runtime.part_exchange import PartedTensor
-from zorse_megatron.runtime.set_place import SetPlace
-from zorse_megatron.schedules.shards import Interval, intersection
-from zorse_megatron.schedules.tensor_parts import Run, runs_of_rows
-from zorse_megatron.schema.plan.plan import Group
+from zorse_megatron.schedule.shards import Interval, intersection
+from zorse_megatron.schedule.tensor_parallel_parts import Run, runs_of_rows
 
 
 def _without_overlap(ddp_config: Any) -> Any:
@@ -55,13 +56,13 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce has no
     effect on it. `link`: for shards of parameters that may wait in
     the host. `comm_dtype`: how gradients, which are then fp32, are sent; None: as they are kept.
-    `is_mixed`: groups compute in different types (see `exact_values`). `place`: this rank's in its
+    `is_mixed`: groups compute in different types (see `compute_dtype`). `place`: this rank's in its
     tensor-parallel set. `unlike`: the plan's group, if its replicas cut layers differently: what a
-    rank owns is packed then (see `parted_shards`), and `sharded` says whether it is all it keeps.
-    `delays_weights`: weight gradients come after their backward (see `model.weight_gradients`), so
-    no reduction starts in one: overlap_grad_reduce has no effect.
-    `regions`: of a hierarchical group. Options that unequal shards cannot keep have been refused as
-    flags (`zorse_megatron.flags`).
+    rank owns is packed then (see `unlike_replicas`), and `sharded` says whether it is all it keeps.
+    `delays_weights`: weight gradients come after their backward (see
+    `adapter.model.weight_gradients`), so no reduction starts in one: overlap_grad_reduce has no
+    effect. `regions`: of a hierarchical group. Options that unequal shards cannot keep have been
+    refused as flags (`zorse_megatron.flags`).
     """
 
     bucket_groups: list[Any]
@@ -271,3 +272,48 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         if self.shards is not None:
             return self.shards.gradient_piece(parameter, start, stop)
         return parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
+
+
+# Stock's check for inf and nan in gradients, once per step.
+#
+# Stock asks for the norm of every bucket before it reduces it, and each time the host waits for the
+# device. Here the norms are noted where stock asks for them, and looked at together at the end of
+# the passes. What is wrong is then told by stock's own check, in its words; with --rerun-mode
+# validate_results, its default, that check gets all of them, to run the step again. Only with
+# --check-for-large-grads gradients are checked where stock does it.
+#
+# Source: `megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.check_grads`.
+
+
+def check_noted(groups: Iterable[Any]) -> None:
+    """Check all norms that `groups` have noted; the host waits once.
+
+    Raises RuntimeError with stock's message for the first bucket with inf or nan, or lets stock run
+    the step again where it does that.
+    """
+    noted = []
+    for group in groups:
+        noted.append(group.noted_norms)
+        group.noted_norms = []
+    norms = [norm for each in noted for norm in each]
+    if not norms:
+        return
+    in_host = torch.stack([norm.float() for norm in norms]).cpu()
+    is_finite = bool(in_host.isfinite().all())
+    if is_finite and get_rerun_state_machine().mode == RerunMode.DISABLED:
+        return
+    # Those of the device appear in the message.
+    known = iter(in_host if is_finite else norms)
+    for each in noted:
+        buckets = [SimpleNamespace(grad_data=_Noted(next(known))) for _ in each]
+        _ParamAndGradBucketGroup.check_grads(SimpleNamespace(buckets=buckets), True, False)
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """Gradients of which only the norm is known."""
+
+    value: torch.Tensor
+
+    def norm(self, p: int) -> torch.Tensor:
+        return self.value

@@ -17,10 +17,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from zorse_megatron.adapter.groups.process_groups import PipelinePosition
 from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.plan.plan import Group, Plan
 from zorse_megatron.runtime.mailbox import Mailbox
-from zorse_megatron.schedules.actions import RECEIVES, TRANSFERS, Action, Kind
-from zorse_megatron.schedules.samples import MicroBatch, replica_micro_batches
-from zorse_megatron.schema.plan.plan import Group, Plan
+from zorse_megatron.schedule.actions import RECEIVES, TRANSFERS, Action, Kind
+from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
 
 
 class PlanCommunicator(P2PCommunicator):

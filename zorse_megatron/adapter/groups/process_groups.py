@@ -21,26 +21,21 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from zorse_megatron.adapter.groups.plan_ranks import PlanRankGenerator
 from zorse_megatron.log import say
+from zorse_megatron.plan.plan import Plan, communicating_ranks, data_parallel_ranks, ranks_by_region
 from zorse_megatron.runtime.collectives import gathered
-from zorse_megatron.runtime.communicator_groups import nccl_options
 from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
-from zorse_megatron.schedules.communicators import (
+from zorse_megatron.runtime.transport import nccl_options
+from zorse_megatron.schedule.communicators import (
     Communicator,
     crowding_note,
     max_ctas,
     planned_communicators,
 )
-from zorse_megatron.schedules.region_shards import regions_of
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.rank_axes import (
-    communicating_ranks,
-    data_parallel_ranks,
-    ranks_by_region,
-)
+from zorse_megatron.schedule.shards import regions_of
 
 
 class PipelinePosition:
@@ -132,7 +127,7 @@ def create_groups(
         if each.use not in ("link", "world")
     }
     alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
-    # Every group is created by all ranks, in one order: see `runtime.communicator_groups`.
+    # Every group is created by all ranks, in one order: see `runtime.transport`.
     mine: dict[str, dist.ProcessGroup] = {}
     for use, ranks in _ranks_of_groups(plan):
         options = nccl_options(limits.get((use, ranks)), timeout)
@@ -235,3 +230,41 @@ def at_chunk(
     there = copy.copy(collection)
     there.pp = PipelinePosition(chunk, num_chunks)
     return there
+
+
+# The ranks of each axis of parallelism, as Megatron's `RankGenerator` lists them, from a plan.
+#
+# Megatron's own makes them from one size per axis, which only describes grids of equal groups.
+# Those that ask by token (`tp`, `dp`, `tp-dp`, `tp-pp`...) can be given this one.
+
+
+class PlanRankGenerator(RankGenerator):
+    """`RankGenerator` for a plan: lists of ranks, one for each group of a kind."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.world_size = plan.world_size
+        self.rank_offset = 0
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Return the groups along the axes of `token`, joined by hyphens, such as `tp-dp`.
+
+        `cp`, `ep` and `gtp_remat` have size 1. Raises ValueError for the pipeline without `tp` and
+        `dp`: stages have different numbers of ranks, so none has one previous and one next rank.
+        """
+        axes = set(token.split("-")) - {"cp", "ep", "gtp_remat"}
+        groups = self.plan.groups
+        if not axes:
+            return [[rank] for rank in range(self.world_size)]
+        if axes == {"tp"}:
+            return [list(replica.ranks) for group in groups for replica in group.replicas]
+        if axes == {"dp"}:
+            return [list(ranks) for group in groups for ranks in data_parallel_ranks(group)]
+        if axes == {"tp", "dp"}:
+            return [sorted(group.ranks) for group in groups]
+        if axes == {"tp", "dp", "pp"}:
+            return [list(range(self.world_size))]
+        raise ValueError(
+            f"found {token!r}; expected tp, dp, tp-dp or tp-dp-pp: a plan's groups have different "
+            "numbers of ranks, so ranks of different stages are not paired"
+        )

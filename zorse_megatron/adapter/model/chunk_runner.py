@@ -1,7 +1,9 @@
 """What the actions of a list mean for a Megatron model: stock's own forward and backward steps."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,23 +19,53 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
-from zorse_megatron.adapter.data.sample_readers import by_samples, one_sequence
-from zorse_megatron.adapter.data_parallel.gradient_check import check_noted
-from zorse_megatron.adapter.data_parallel.parameter_gathers import wait_for_parameters
-from zorse_megatron.adapter.groups.global_groups import presented
+from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
+from zorse_megatron.adapter.data_parallel.ddp import check_noted
+from zorse_megatron.adapter.groups.global_groups import StockStages, presented
 from zorse_megatron.adapter.groups.process_groups import at_chunk
-from zorse_megatron.adapter.groups.stock_stages import StockStages
-from zorse_megatron.adapter.loss.loss_report import with_token_counts
-from zorse_megatron.adapter.memory.memory_probes import KeptActivations
-from zorse_megatron.adapter.model.step_inputs import StepInputs
+from zorse_megatron.adapter.loss import with_token_counts
+from zorse_megatron.adapter.memory import KeptActivations
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
-from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
-from zorse_megatron.runtime.activation_offload import ActivationOffload
-from zorse_megatron.runtime.gradients_in_host import GradientsInHost
-from zorse_megatron.runtime.set_place import SetPlace
-from zorse_megatron.schedules.actions import Action, Kind
-from zorse_megatron.schedules.activation_offloads import leaving_activations
-from zorse_megatron.schedules.samples import MicroBatch
+from zorse_megatron.adapter.samples import by_samples, one_sequence
+from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
+from zorse_megatron.runtime.mailbox import SetPlace
+from zorse_megatron.runtime.offload import ActivationOffload, GradientsInHost
+from zorse_megatron.schedule.actions import Action, Kind
+from zorse_megatron.schedule.samples import MicroBatch
+from zorse_megatron.schedule.transfer_windows import leaving_activations
+
+# What a step is given: the script's forward step, the models, and the samples of each chunk.
+
+
+@dataclass(kw_only=True)
+class StepInputs:
+    """What `train_step` and `evaluate` hand to the schedule, for one step."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: Mapping[int, Iterator[Any] | None]
+    """Chunk -> where its micro-batches come from."""
+    models: Mapping[int, Any]
+    """Chunk -> the wrapped model."""
+    config: Any
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    are_packed: bool = False
+    """Whether the samples of a micro-batch are one long sequence."""
+
+
+def iterator_per_chunk(
+    iterator: Iterator[Any] | None, chunks: tuple[int, ...], readers: Container[int]
+) -> dict[int, Iterator[Any] | None]:
+    """Let each chunk of `readers` that a rank holds read the same micro-batches."""
+    mine = [chunk for chunk in chunks if chunk in readers]
+    if iterator is None or len(mine) < 2:
+        return dict.fromkeys(chunks, iterator)
+    # Not the iterator itself: stock's has no __iter__ that tee could call.
+    copies = itertools.tee((next(iterator) for _ in itertools.count()), len(mine))
+    # Scripts change a batch to what its stage needs.
+    own = {chunk: map(copy.copy, each) for chunk, each in zip(mine, copies, strict=True)}
+    return {**dict.fromkeys(chunks), **own}
 
 
 @dataclass(kw_only=True)

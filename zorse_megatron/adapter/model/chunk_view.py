@@ -9,11 +9,11 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from zorse_megatron.adapter.memory.kept_in_host import num_recomputed
-from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, kind_of
+from zorse_megatron.adapter.memory import num_recomputed
+from zorse_megatron.adapter.parameter_parts import cut_axis, kind_of
 from zorse_megatron.costs.interface import ModelSection
 from zorse_megatron.runtime.part_exchange import PartedTensor
-from zorse_megatron.schedules.set_parts import UnitKind
+from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
 CountedSection = Literal["embedding", "layer", "head", "tied table"]
 """A table that embedding and output layer share is counted apart: two chunks may have a copy."""

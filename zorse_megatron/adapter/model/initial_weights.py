@@ -24,13 +24,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
+from zorse_megatron.adapter.compute_dtype import keep_exact, torch_dtype
 from zorse_megatron.adapter.groups.global_groups import one_rank_alone
 from zorse_megatron.adapter.groups.process_groups import PipelinePosition
-from zorse_megatron.adapter.parameters.exact_values import keep_exact
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
-from zorse_megatron.schema.plan.plan import ComputeDtype
+from zorse_megatron.gpus.gpu import ComputeDtype
 
 
 def copy_single_process_weights(
@@ -47,7 +46,7 @@ def copy_single_process_weights(
     `chunks`: [first, stop) of the layers -> the wrapped chunk that holds them; `model_config`: the
     script's model config (`cfg_container.model`); `dtype`: in which the single process computes;
     `seed_everything`: seeds as stock does on the first pipeline stage; `keep_exactly`: remember
-    values that a chunk's own type cannot hold (see `exact_values`).
+    values that a chunk's own type cannot hold (see `compute_dtype`).
     """
     set_value = partial(_set, dtype, keep_exactly)
     targets = {

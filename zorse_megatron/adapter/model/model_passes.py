@@ -12,7 +12,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
-from zorse_megatron.schema.profile.profile import Part
+from zorse_megatron.inputs.profile import Part
 
 
 @dataclass(frozen=True, kw_only=True)

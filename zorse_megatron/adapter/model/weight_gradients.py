@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.memory.memory_probes import KeptActivations
+from zorse_megatron.adapter.memory import KeptActivations
 from zorse_megatron.adapter.model.engine_weight_gradients import EngineProduct, delay_in_engine
 
 _NUM_INPUTS = 10

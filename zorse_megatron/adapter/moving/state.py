@@ -1,6 +1,6 @@
 """A rank's state between two plans: set aside in host memory, then handed to its new owners."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +11,115 @@ from megatron.training import get_args, training
 
 from zorse_megatron.adapter.checkpoint.saved_optimizer import (
     CheckpointLayout,
+    allocate_state,
     common_state,
+    owned_parameters,
     restore_common_state,
 )
-from zorse_megatron.adapter.moving.owned_parts import OwnedPart, owned_parts
-from zorse_megatron.adapter.parameters.exact_values import start_from_main
+from zorse_megatron.adapter.checkpoint.saved_parameters import model_shardings, saved_blocks
+from zorse_megatron.adapter.compute_dtype import start_from_main
 from zorse_megatron.adapter.rank_plan import RankPlan
+from zorse_megatron.live.move import (
+    Owned,
+    Transfer,
+    common_block,
+    peak_bytes,
+    plan_transfers,
+    sent_bytes,
+)
 from zorse_megatron.log import say
-from zorse_megatron.migration.boxes import common_block
-from zorse_megatron.migration.costs import peak_bytes, sent_bytes
-from zorse_megatron.migration.transfers import Owned, Transfer, plan_transfers
 from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.state_transfer import Held, HeldBlock, StateTransfer
-from zorse_megatron.schedules.tensor_blocks import TensorBlock
+from zorse_megatron.schedule.tensor_parallel_parts import TensorBlock
+
+# What a rank owns of its optimizer's state, by names and places that are the same under any plan.
+#
+# They are those of checkpoints (`adapter.checkpoint.saved_parameters`), so whatever a plan can save
+# and load has them.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedPart:
+    """A block of one parameter, with the state that a rank has of it."""
+
+    name: str
+    """Of the parameter in checkpoints, and the layer, where one tensor has those of all layers."""
+    block: TensorBlock
+    """Of what the name stands for."""
+    optimizer: Any
+    start: int
+    """Where the block begins in the tensors."""
+    states: Mapping[str, torch.Tensor]
+    """Name of a state -> its tensor, flat, with other blocks of the parameter, too."""
+
+    def read(self) -> tuple[torch.Tensor, ...]:
+        """The values of each state: in the host, and copied only if they are not there."""
+        return tuple(self._of(self.optimizer.read(t)).cpu() for t in self.states.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """What `read` takes of the host's memory."""
+        held = (t for t in self.states.values() if t.device.type != "cpu")
+        return self.block.numel * sum(tensor.element_size() for tensor in held)
+
+    @torch.no_grad()
+    def write(self, state: int, block: TensorBlock, values: torch.Tensor) -> None:
+        """Set a block inside this one, in one state; values of any device."""
+        tensor = tuple(self.states.values())[state]
+        waits = self.optimizer.memory_of(tensor) is not None
+        found = self.optimizer.read(tensor)
+        whole = found.clone() if waits else found  # what waits may be read as a copy
+        starts = (b - o for b, o in zip(block.offset, self.block.offset, strict=True))
+        sides = tuple(slice(s, s + n) for s, n in zip(starts, block.size, strict=True))
+        self._of(whole)[sides].copy_(values)
+        if waits:
+            self.optimizer.write(tensor, whole)
+
+    def _of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This block of a state's tensor."""
+        return tensor.view(-1)[self.start : self.start + self.block.numel].view(self.block.size)
+
+
+def owned_parts(
+    models: Sequence[Any], optimizers: Sequence[Any], dp_cp_group: Any
+) -> Iterator[OwnedPart]:
+    """All parts of this rank; allocates state that there is none of yet.
+
+    `models`: its wrapped chunks; `dp_cp_group`: its data-parallel group.
+    """
+    metadata = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": dp_cp_group,
+    }
+    shardings = model_shardings(
+        {str(n): model.sharded_state_dict(metadata=metadata) for n, model in enumerate(models)}
+    )
+    for optimizer in optimizers:
+        if optimizer.is_stub_optimizer:
+            continue
+        allocate_state(optimizer)
+        for parameter in owned_parameters(optimizer):
+            yield from _parts_of(optimizer, parameter, shardings[id(parameter)])
+
+
+def _parts_of(optimizer: Any, parameter: torch.nn.Parameter, sharding: Any) -> Iterator[OwnedPart]:
+    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+    states = {key: tensors[key] for key in sorted(tensors) if key != "step"}
+    chunk = next(each for each in optimizer.model_chunks if parameter in each.parts)
+    # Where the blocks are, not what is in them.
+    start, stand_in = 0, torch.empty(tensors["param"].numel(), device="meta")
+    for entry in saved_blocks("", stand_in, chunk, parameter, sharding):
+        lead = len(entry.global_shape) - parameter.dim()
+        layer = "".join(f"/{number}" for number in entry.global_offset[:lead])
+        block = TensorBlock(
+            offset=tuple(entry.global_offset[lead:]), size=tuple(entry.local_shape[lead:])
+        )
+        yield OwnedPart(
+            name=entry.key + layer, block=block, optimizer=optimizer, start=start, states=states
+        )
+        start += block.numel
+
 
 # Where the training is, in Megatron's arguments; a checkpoint has the same.
 _POSITION = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")

@@ -1,29 +1,31 @@
 """Megatron's distributed optimizer for shards of unequal size.
 
 Source: `megatron.core.optimizer.distrib_optimizer.DistributedOptimizer`. Which elements a rank owns
-is the only difference to stock's step; checkpoints are in `checkpoint.saved_optimizer`.
+is the only difference to stock's step; checkpoints are in `adapter.checkpoint.saved_optimizer`.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as stock
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
 from zorse_megatron.adapter.checkpoint import saved_optimizer
 from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
-from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps
-from zorse_megatron.adapter.optimizer.gradient_factors import GradientFactors
+from zorse_megatron.adapter.compute_dtype import take_exact
+from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps, by_chunk
 from zorse_megatron.adapter.optimizer.host_state import HostState
-from zorse_megatron.adapter.optimizer.main_parameters import by_chunk
+from zorse_megatron.adapter.optimizer.shard_update import GradientFactors
 from zorse_megatron.adapter.optimizer.streamed_gradients import StreamedGradients
-from zorse_megatron.adapter.parameters.exact_values import take_exact
+from zorse_megatron.adapter.patches import under_plan
+from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.runtime.host_link import HostBacked, HostLink
-from zorse_megatron.schedules.shards import Interval
+from zorse_megatron.schedule.shards import Interval
 
 
 class UnevenDistributedOptimizer(DistributedOptimizer):
@@ -68,7 +70,7 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         """The parameters' parts in this rank's shard of a bucket (stock: equal shards)."""
         bucket = param_and_grad_buffer.buckets[bucket_index]
         packed = getattr(param_and_grad_buffer, "zorse_packed", None)
-        if packed is not None:  # places in what the rank owns, see `parted_shards`
+        if packed is not None:  # places in what the rank owns, see `unlike_replicas`
             names = ("gbuf_world", "gbuf_world_in_bucket", "gbuf_local", "param")
             owned = {p: packed[p] for p in bucket.params_list if packed[p]}
             return {"param_map": {p: dict.fromkeys(names, Range(0, n)) for p, n in owned.items()}}
@@ -82,7 +84,7 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
     def _build_model_and_main_param_groups(
         self, gbuf_ranges: list, param_gbuf_map: dict, opt_group_ranges: list, config: Any
     ) -> tuple:
-        """Stock's, for one chunk after the other (see `main_parameters`)."""
+        """Stock's, for one chunk after the other (see `chunk_steps`)."""
         stock = super()._build_model_and_main_param_groups
         return by_chunk(
             lambda groups: stock(gbuf_ranges, param_gbuf_map, groups, config),
@@ -269,7 +271,9 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         sharding_type: str | None = None,
         metadata: dict | None = None,
     ) -> dict:
-        """The state in the space of the model's parameters; see `checkpoint.saved_optimizer`."""
+        """The state in the space of the model's parameters; see
+        `adapter.checkpoint.saved_optimizer`.
+        """
         return saved_optimizer.sharded_state_dict(
             self, model_sharded_state_dict, is_loading=is_loading, metadata=metadata or {}
         )
@@ -280,3 +284,37 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         for chunk in self.model_chunks:
             if chunk.shards is not None:
                 chunk.shards.mark_changed()
+
+
+# Build stock's optimizer for a model chunk, with shards of unequal size.
+
+
+def build_uneven_optimizer(
+    config: Any,
+    model_chunks: Sequence[Any],
+    config_overrides: Any = None,
+    *,
+    pg_collection: Any,
+    checkpoint_layout: CheckpointLayout,
+    state_waits: bool = False,
+    dump_param_to_param_group_map: str | None = None,
+) -> Any:
+    """Return what `megatron.core.optimizer.get_megatron_optimizer` returns for these arguments.
+
+    A collective call of all ranks. `model_chunks` are `UnevenDistributedDataParallel`;
+    `pg_collection` has the groups of a plan (intra_dist_opt is the world). `config` is
+    not changed; the optimizer gets a copy with use_distributed_optimizer. `state_waits`: its state
+    is to wait in the host (`UnevenDistributedOptimizer.keep_in_host`).
+    """
+    uneven_class = partial(
+        UnevenDistributedOptimizer, checkpoint_layout=checkpoint_layout, state_waits=state_waits
+    )
+    with REGISTRY.applied({under_plan.OPTIMIZER_CLASS: lambda _stock: uneven_class}):
+        return stock.get_megatron_optimizer(
+            replace(config, use_distributed_optimizer=True),
+            list(model_chunks),
+            config_overrides,
+            use_gloo_process_groups=False,
+            pg_collection=pg_collection,
+            dump_param_to_param_group_map=dump_param_to_param_group_map,
+        )

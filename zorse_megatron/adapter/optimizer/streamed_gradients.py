@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 
-from zorse_megatron.adapter.optimizer.gradient_factors import refuse_separate_norms
-from zorse_megatron.runtime.gradients_in_host import GradientsInHost
-from zorse_megatron.schedules.shards import Interval
+from zorse_megatron.adapter.optimizer.shard_update import refuse_separate_norms
+from zorse_megatron.runtime.offload import GradientsInHost
+from zorse_megatron.schedule.shards import Interval
 
 
 class StreamedGradients:

@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from zorse_megatron.adapter.patches.rebind import Rebinding
-from zorse_megatron.adapter.patches.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches.rebind import MEGATRON_VERSIONS, Rebinding
 
 _FULLY_PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 _OPTIMIZER_TEST = "tests/megatron/test_optimizer_checkpoint.py"

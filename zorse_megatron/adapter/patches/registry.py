@@ -1,17 +1,18 @@
 """Every function and class that is rebound in this project; no other record can be applied.
 
+`rebind.py` checks, applies and undoes records. They say what and why; what takes a name's place is
+made where it belongs, and passed in. Nothing here imports torch or Megatron until a record is
+applied.
+
 Beside it there are CPU mode, which stands in for torch.cuda as a whole where there is no GPU
-(`adapter/cpu/cpu_mode.py`), and the values of Megatron's `parallel_state` that are made from the
+(`adapter/cpu_mode.py`), and the values of Megatron's `parallel_state` that are made from the
 plan (`adapter/groups/global_groups.py`).
 """
 
 from zorse_megatron.adapter.patches.checkpoints import CHECKPOINTS
-from zorse_megatron.adapter.patches.emulation import EMULATION
-from zorse_megatron.adapter.patches.moving import MOVING
 from zorse_megatron.adapter.patches.rebind import Rebinding, Registry
-from zorse_megatron.adapter.patches.under_plan import UNDER_A_PLAN
-from zorse_megatron.adapter.patches.weight_gradients import SPLIT_BACKWARD
-from zorse_megatron.adapter.patches.without_plan import ALWAYS, MEASURING, RECORDING
+from zorse_megatron.adapter.patches.under_plan import MOVING, SPLIT_BACKWARD, UNDER_A_PLAN
+from zorse_megatron.adapter.patches.without_plan import ALWAYS, EMULATION, MEASURING, RECORDING
 
 OF_A_RUN: dict[str, tuple[Rebinding, ...]] = {
     "Under a plan": (*UNDER_A_PLAN, *SPLIT_BACKWARD),

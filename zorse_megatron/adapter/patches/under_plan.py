@@ -2,9 +2,8 @@
 
 from functools import partial
 
-from zorse_megatron.adapter.patches import signatures
-from zorse_megatron.adapter.patches.rebind import Rebinding
-from zorse_megatron.adapter.patches.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches import rebind
+from zorse_megatron.adapter.patches.rebind import MEGATRON_VERSIONS, Rebinding
 
 _EXACT = "tests/megatron/test_exactness.py"
 _SCRIPT = "tests/megatron/test_upstream_script.py"
@@ -104,7 +103,7 @@ BUILD_MODELS = _training(
 )
 DDP_CLASS = _training(
     target="megatron.training.models.dist_utils:DistributedDataParallel",
-    parameters=signatures.DDP,
+    parameters=rebind.DDP,
     becomes="Stock's class with shards of unequal size.",
     why="the builder names the wrapper's class instead of taking it",
     delete_when="build_distributed_models takes the DDP class as an argument",
@@ -258,7 +257,7 @@ _reporting = partial(
 )
 TRAIN_STEP = _reporting(
     target=f"{_LOOP}:train_step",
-    parameters=signatures.TRAIN_STEP,
+    parameters=rebind.TRAIN_STEP,
     test=f"{_EXACT}::test_follows_stock",
 )
 EVALUATE = _reporting(
@@ -303,3 +302,53 @@ UNDER_A_PLAN = (
     TRAIN_STEP,
     EVALUATE,
 )
+
+# The name that ranks of a group with `split_backward` rebind.
+
+
+LINEAR_BACKWARD = Rebinding(
+    target="megatron.core.tensor_parallel.layers:"
+    "LinearWithGradAccumulationAndAsyncCommunication.backward",
+    parameters=("ctx", "grad_output"),
+    becomes="The same; in a backward of a group with `split_backward` the weight's gradient is "
+    "left to an action of its own.",
+    why="stock computes the gradients of input and weight in one function; its own "
+    "delay_wgrad_compute is for layers of Transformer Engine, whose stores are replaced",
+    versions=MEGATRON_VERSIONS,
+    test="tests/megatron/test_weight_gradients.py::test_weights_are_those_of_the_plan_without_it",
+    delete_when="stock's linear layers have a backward_dw",
+)
+
+SPLIT_BACKWARD = (LINEAR_BACKWARD,)
+
+# Names of Megatron's training that a run under a plan rebinds to go on under another one.
+
+
+_TEST = "tests/megatron/test_moving.py::test_goes_on_as_from_a_checkpoint"
+_moving = partial(Rebinding, versions=MEGATRON_VERSIONS, test=_TEST)
+
+DECIDE_EXIT = _moving(
+    target="megatron.training.training:checkpoint_and_decide_exit",
+    parameters=(
+        "model",
+        "optimizer",
+        "opt_param_scheduler",
+        "iteration",
+        "num_floating_point_operations_so_far",
+        "checkpointing_context",
+        "train_data_iterator",
+    ),
+    becomes="The same; then, if another plan has been asked for, the training is left for it.",
+    why="it is the last that happens in an iteration: all is logged, evaluated and saved, and no "
+    "sample of the next one has been read",
+    delete_when="stock's loop takes a callback that may end it after an iteration",
+)
+SETUP_FROM_MEMORY = _moving(
+    target="megatron.training.training:setup_model_and_optimizer",
+    parameters=rebind.SETUP,
+    becomes="The same, without loading; state comes from where it was under the plan before.",
+    why="stock takes state from checkpoints only",
+    delete_when="load_checkpoint takes a source that is not a folder",
+)
+
+MOVING = (DECIDE_EXIT, SETUP_FROM_MEMORY)

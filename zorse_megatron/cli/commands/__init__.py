@@ -1,1 +1,1 @@
-"""The commands of `zorse`, a file each."""
+"""The commands of `zorse`, a file for each group of them."""

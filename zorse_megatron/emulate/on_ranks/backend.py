@@ -16,18 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.emulate.clock.messages import (
-    Collective,
-    CollectiveKind,
-    Name,
-    PartExchange,
-    Transfer,
-)
-from zorse_megatron.emulate.clock.rank_clock import RankClock
+from zorse_megatron.emulate.messages import Collective, CollectiveKind, Name, PartExchange, Transfer
 from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
-from zorse_megatron.runtime.collectives import OperationKind
+from zorse_megatron.emulate.rank_clock import RankClock
+from zorse_megatron.runtime.collectives import OperationKind, StageSizes
 from zorse_megatron.runtime.part_exchange import Exchanged
-from zorse_megatron.runtime.staged_operation import StageSizes
 
 BACKEND = "emulated"
 _CPU = torch.device("cpu")
@@ -148,7 +141,7 @@ class EmulatedGroup(dist.ProcessGroup):
     ) -> "EmulatedWork | None":
         """Post one stage of an operation whose data `carry` moves.
 
-        See `runtime.staged_operation`. Elements count as their share of the real buffer.
+        See `runtime.collectives`. Elements count as their share of the real buffer.
         """
         if not self.clock.is_running or self.size() == 1:
             return None

@@ -4,8 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from zorse_megatron.adapter.data.byte_corpus import tokenizer_flags
-from zorse_megatron.adapter.data.library_corpus import write_corpus
+from zorse_megatron.adapter.corpus import tokenizer_flags, write_corpus
 
 
 def main() -> None:

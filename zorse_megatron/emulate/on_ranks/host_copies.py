@@ -1,4 +1,4 @@
-"""Copies between an emulated GPU and its host, and what is offloaded meanwhile.
+"""Copies between an emulated GPU and its host, with times; what is offloaded meanwhile.
 
 Each direction of a GPU's link to the host is a stream of its own, as in `runtime.host_link`: a
 copy starts after what the rank has computed so far and after the copy before it, and takes what
@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zorse_megatron.emulate.clock.rank_clock import RankClock
+from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.runtime.host_link import HostBacked
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
-from zorse_megatron.schedules.shards import state_pieces
+from zorse_megatron.schedule.shards import state_pieces
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.model.chunk_view import ChunkView
-    from zorse_megatron.adapter.optimizer.host_state import HostState
-    from zorse_megatron.adapter.optimizer.state_pieces import OwnedShard
+    from zorse_megatron.adapter.optimizer.host_state import HostState, OwnedShard
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zorse_megatron.adapter.model.chunk_view import ChunkView
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 
+
 _MOMENTS_BYTES = 8
 """Adam's two, in float32."""
 
@@ -148,7 +149,7 @@ class MemoryCap:
 
 
 def _is_packed(chunk: "ChunkView") -> bool:
-    """Whether what the rank owns is packed (`adapter.data_parallel.parted_shards`)."""
+    """Whether what the rank owns is packed (`adapter.data_parallel.unlike_replicas`)."""
     return bool(getattr(chunk.wrapped, "parted", None))
 
 

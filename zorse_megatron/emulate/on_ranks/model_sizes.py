@@ -3,7 +3,7 @@
 The tiny model has as many layers as the real one, so that both are cut in the same way. Each of its
 parameters counts as (real / tiny) parameters, with the quotient of its part of the model: layers,
 embedding or head. An activation [sequence, samples, hidden] counts as the real one of as many
-samples, and a part of its sequence as that part. For what sets communicate see `set_sizes`.
+samples, and a part of its sequence as that part. For what sets communicate see `tensor_sizes`.
 """
 
 import bisect
@@ -20,9 +20,9 @@ from zorse_megatron.adapter.model.chunk_view import (
     owned_shares,
 )
 from zorse_megatron.costs.interface import MemoryCost
-from zorse_megatron.emulate.on_ranks.set_sizes import SetSizes
+from zorse_megatron.emulate.on_ranks.tensor_sizes import SetSizes
 from zorse_megatron.runtime.part_exchange import Exchanged
-from zorse_megatron.schedules.shards import shard_bounds
+from zorse_megatron.schedule.shards import shard_bounds
 
 
 @dataclass(frozen=True, kw_only=True)

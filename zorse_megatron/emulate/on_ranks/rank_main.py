@@ -9,28 +9,26 @@ from datetime import timedelta
 from functools import partial
 
 from zorse_megatron import pretrain
-from zorse_megatron.emulate.jobs.emulated_job import EmulatedJob, current_job
-from zorse_megatron.emulate.jobs.tiny_model import TIMEOUT_MINUTES
+from zorse_megatron.emulate.emulated_job import EmulatedJob, current_job
+from zorse_megatron.emulate.tiny_model import TIMEOUT_MINUTES
 
 
 def emulate(job: EmulatedJob, rank: int) -> pretrain.RankSetup:
     """Put the emulation in place, before Megatron reads its arguments. For CPU mode only."""
-    from zorse_megatron.adapter.cpu import cpu_mode
+    from zorse_megatron.adapter import cpu_mode
 
     cpu_mode.enable()
     import torch.distributed as dist
 
     from zorse_megatron.adapter.emulation_hooks import emulation_hooks
     from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.emulate.clock.conductor_connections import call
-    from zorse_megatron.emulate.clock.rank_clock import RankClock
+    from zorse_megatron.emulate.conductor import call
     from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
-    from zorse_megatron.emulate.on_ranks.emulated_host_link import EmulatedHostLink
-    from zorse_megatron.emulate.on_ranks.emulated_time import EmulatedTime
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
-    from zorse_megatron.emulate.on_ranks.pacer import Pacer
-    from zorse_megatron.emulate.on_ranks.set_sizes import SetSizes
+    from zorse_megatron.emulate.on_ranks.pacer import EmulatedHostLink, Pacer
+    from zorse_megatron.emulate.on_ranks.tensor_sizes import SetSizes
+    from zorse_megatron.emulate.rank_clock import EmulatedTime, RankClock
 
     clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
     atexit.register(clock.finish)

@@ -7,17 +7,17 @@ import os
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.emulate.clock.conductor_connections import call
-from zorse_megatron.emulate.clock.rank_clock import RankClock
-from zorse_megatron.emulate.jobs.emulated_job import current_job
-from zorse_megatron.emulate.jobs.self_test import (
+from zorse_megatron.emulate.conductor import call
+from zorse_megatron.emulate.emulated_job import (
     COMPUTE_S,
     LARGE_ELEMENTS,
     NUM_MESSAGES,
     SMALL_ELEMENTS,
+    current_job,
 )
 from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
 from zorse_megatron.emulate.on_ranks.tensor_sizes import AsTheyAre
+from zorse_megatron.emulate.rank_clock import RankClock
 
 
 def run_schedule(clock: RankClock) -> float:

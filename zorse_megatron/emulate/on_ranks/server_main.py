@@ -1,11 +1,11 @@
 """Forks the ranks of emulated jobs: `python -m zorse_megatron.emulate.on_ranks.server_main`."""
 
-from zorse_megatron.emulate.forks.fork_server import serve
+from zorse_megatron.emulate.fork_server import serve
 
 
 def preload() -> None:
     """Import what every rank needs, and start no thread and no process group."""
-    from zorse_megatron.adapter.cpu import cpu_mode
+    from zorse_megatron.adapter import cpu_mode
 
     cpu_mode.enable()
     from zorse_megatron.adapter.patches.registry import REGISTRY
@@ -21,12 +21,12 @@ def preload() -> None:
     # What a rank imports late, once it has its plan and its flags.
     import zorse_megatron.adapter.emulation_hooks
     import zorse_megatron.adapter.gpt_entry
-    import zorse_megatron.adapter.recording.metrics
+    import zorse_megatron.adapter.recording
     import zorse_megatron.adapter.training
-    import zorse_megatron.emulate.clock.conductor_connections
-    import zorse_megatron.emulate.on_ranks.emulated_host_link
+    import zorse_megatron.emulate.conductor
     import zorse_megatron.emulate.on_ranks.memory_cap
     import zorse_megatron.emulate.on_ranks.model_sizes
+    import zorse_megatron.emulate.on_ranks.pacer
     import zorse_megatron.pretrain  # noqa: F401
 
 

@@ -1,11 +1,18 @@
-"""Bytes that tensors of an emulated job represent."""
+"""Bytes that tensors of an emulated job represent, those between ranks of a set among them."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from zorse_megatron.costs.interface import MemoryCost, ModelSection
+from zorse_megatron.emulate.emulated_job import JobSets
 from zorse_megatron.runtime.part_exchange import Exchanged
+
+if TYPE_CHECKING:
+    from zorse_megatron.adapter.model.chunk_view import ChunkView
+    from zorse_megatron.runtime.part_exchange import PartedTensor
+    from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
 
 class TensorSizes(Protocol):
@@ -66,3 +73,119 @@ class AsTheyAre:
             for pair, count in exchanged.messages(tensor).items():
                 sizes[pair] = sizes.get(pair, 0) + 4 * count
         return sizes
+
+
+# Sizes of what tensor-parallel sets communicate in the real model, from one rank's tiny tensors.
+#
+# An activation counts by its number of elements; what the loss sums, and samples that are
+# broadcast, by the number of tokens; gradients that are summed over the set because all its ranks
+# have the whole parameter, and what unlike replicas exchange, by how many parameters are cut in one
+# way.
+
+
+class SetSizes:
+    """Of one rank; `memory` is that of a rank which is a set of its own."""
+
+    def __init__(
+        self, memory: MemoryCost, sets: JobSets, rank: int, *, sequence_length: int, hidden: int
+    ) -> None:
+        """`sequence_length`, `hidden`: of the tiny model."""
+        self.memory = memory
+        self.sets = sets
+        self.ranks = sets.ranks[rank]
+        self.measured = sets.measured[rank]
+        self.computed: ModelSection | None = None
+        """Which section of the model this rank computes."""
+        self.on_exchange: Callable[[], None] = lambda: None
+        """Called when one begins."""
+        self._tiny = sequence_length, hidden
+        self._num_whole = 0
+        """Of one layer of the tiny model: parameters that sets do not cut."""
+        self._factors: dict[PartedTensor, float] = {}
+        """Real elements for each of the tiny tensor's."""
+        self._owned: dict[int, int] = {}
+        """By chunk: real parameters that this rank owns."""
+        self._chunks: list[ChunkView] = []
+
+    @property
+    def degree(self) -> int:
+        """Ranks of the set."""
+        return len(self.ranks)
+
+    def inside_bytes(self, tensor: torch.Tensor) -> int | None:
+        """Of a tensor that the set sums, gathers or broadcasts; None: that was measured."""
+        if tensor.dim() == 3:  # [positions, samples, hidden]
+            is_counted = self.computed in self.measured
+            return None if is_counted else self.activation_bytes(tensor.numel())
+        if tensor.dim() == 2:  # a number for each token
+            if tensor.is_floating_point() and self.computed in self.measured:
+                return None
+            return tensor.nbytes * self.sets.sequence_length // self._tiny[0]
+        if tensor.numel() > 1 and tensor.is_floating_point():
+            factor = self._real_whole("layer", 1) / max(1, self._num_whole)
+            return self.memory.gradient_bytes(round(tensor.numel() * factor))
+        return tensor.nbytes
+
+    def activation_bytes(self, num_elements: int) -> int:
+        """Of an activation of so many elements."""
+        length, hidden = self._tiny
+        return self.memory.boundary_bytes(1) * num_elements // (length * hidden)
+
+    def add(self, chunk: "ChunkView") -> None:
+        """Learn a chunk."""
+        self._num_whole = chunk.num_whole or self._num_whole
+        self._chunks.append(chunk)
+
+    def owned_parameters(self, chunk: "ChunkView") -> int | None:
+        """Real parameters that this rank owns of a chunk; None where replicas are alike."""
+        if not getattr(chunk.wrapped, "parted", None):
+            return None
+        if id(chunk) not in self._owned:
+            self._learn(chunk)
+        return self._owned[id(chunk)]
+
+    def exchange_bytes(self, exchanged: "Exchanged") -> dict[tuple[int, int], int]:
+        """(source, target) -> what one sends the other."""
+        for chunk in self._chunks:
+            self.owned_parameters(chunk)
+        self.on_exchange()
+        elements: dict[tuple[int, int], float] = {}
+        for tensor in exchanged.unit:
+            for pair, count in exchanged.messages(tensor).items():
+                elements[pair] = elements.get(pair, 0.0) + count * self._factors[tensor]
+        to_bytes = self.memory.gradient_bytes if exchanged.sums else self.memory.parameter_bytes
+        return {pair: to_bytes(round(count)) for pair, count in elements.items()}
+
+    def _learn(self, chunk: "ChunkView") -> None:
+        from zorse_megatron.adapter.model.chunk_view import parted_parameters
+
+        found = list(parted_parameters(chunk))
+        tiny: dict[tuple[ModelSection, UnitKind | None], int] = {}
+        for each in found:
+            count = torch.Size(each.tensor.part.shape).numel()
+            tiny[each.section, each.kind] = tiny.get((each.section, each.kind), 0) + count
+        owned = 0.0
+        for each in found:
+            real = self._real(each.section, each.kind, chunk)
+            self._factors[each.tensor] = real / tiny[each.section, each.kind]
+            owned += each.num_owned * self._factors[each.tensor]
+        self._owned[id(chunk)] = round(owned)
+
+    def _real(self, section: ModelSection, kind: "UnitKind | None", chunk: "ChunkView") -> int:
+        """Parameters of the real chunk that are cut in this way."""
+        layers = len(chunk.layers) if section == "layer" else 1
+        if kind is not None:
+            return layers * self._cut(section)[kind]
+        return self._real_whole(section, layers, has_table=chunk.has_own_output_table)
+
+    def _real_whole(self, section: ModelSection, layers: int, *, has_table: bool = True) -> int:
+        memory = self.memory
+        if section == "head":
+            total = memory.head_parameters(tied_on_same_rank=not has_table)
+            cut = sum(self._cut(section).values()) if has_table else 0
+            return max(0, total - cut)
+        total = memory.layer_parameters() if section == "layer" else memory.embedding_parameters()
+        return layers * (total - sum(self._cut(section).values()))
+
+    def _cut(self, section: ModelSection) -> "Mapping[UnitKind, int]":
+        return self.sets.cut_parameters[section]

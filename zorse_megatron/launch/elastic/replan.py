@@ -1,32 +1,118 @@
-"""The cluster file and the plan for the nodes that are left, kept so that each set is planned once.
+"""The cluster file and the plan for the nodes that are left; each set is planned once.
 
 The search is `zorse plan` in a process of its own: it may be stopped, and nothing of it stays in
 the process that watches over a job.
 """
 
+import contextlib
 import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import networkx as nx
+
 from zorse_megatron import __version__
 from zorse_megatron.errors import LaunchError, PlanError, Problem
-from zorse_megatron.files.write import write_text
-from zorse_megatron.launch.elastic.nodes_left import (
-    NodesLeft,
-    nodes_left,
-    refuse_too_few,
-    what_is_saved,
-)
-from zorse_megatron.launch.elastic.saved import newest_saved
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster, load_cluster
-from zorse_megatron.schema.cluster.fewer_gpus import with_gpus
-from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.files.read_write import NotWritten, append_line, write_text
+from zorse_megatron.inputs.cluster import Cluster, Node
+from zorse_megatron.inputs.cluster_yaml import dump_cluster, load_cluster, with_gpus
+from zorse_megatron.live.checkpoint_check import look_at
+from zorse_megatron.live.checkpoint_files import checkpoints_in, read_tracker
+from zorse_megatron.log import say
+from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.schedule.lower import refuse_unsupported
+
+# Which nodes of a cluster a job goes on with when others are lost.
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesLeft:
+    """Nodes to train on, and those that are not there or cannot take part."""
+
+    nodes: tuple[Node, ...]
+    """In the order of the cluster file, with their ranks in the whole cluster."""
+    lost: tuple[str, ...]
+    """Names of nodes that are not there."""
+    cut_off: tuple[str, ...]
+    """Names of nodes that are there, in regions without a link to the others that are left."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of their GPUs in the whole cluster."""
+        return tuple(rank for node in self.nodes for rank in node.ranks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What they are called."""
+        return tuple(node.name for node in self.nodes)
+
+
+def nodes_left(cluster: Cluster, present: Collection[str]) -> NodesLeft:
+    """Return the nodes to go on with, of those that are `present` (names of the cluster file).
+
+    Where regions were joined only by way of one that is lost, it is the part with most GPUs, and
+    of equal parts the first one in the file. There may be none.
+    """
+    there = [node for node in cluster.nodes if node.name in present]
+    parts = list(_joined_parts(cluster, there))
+    chosen = max(parts, key=_num_gpus, default=[])
+    return NodesLeft(
+        nodes=tuple(chosen),
+        lost=tuple(node.name for node in cluster.nodes if node.name not in present),
+        cut_off=tuple(node.name for node in there if node not in chosen),
+    )
+
+
+def refuse_too_few(
+    cluster: Cluster, left: NodesLeft, *, min_gpus: int, saved: int | None, source: str
+) -> None:
+    """Raise LaunchError if the nodes left have fewer GPUs than the job is to have at least.
+
+    `saved`: iteration of the newest checkpoint to resume from; None: there is none.
+    """
+    if len(left.ranks) >= max(1, min_gpus):
+        return
+    lacking = [f"without {', '.join(left.lost)}"] if left.lost else []
+    if left.cut_off:
+        lacking.append(f"with {', '.join(left.cut_off)} cut off")
+    problem = Problem(
+        where=source,
+        found=f"{len(left.ranks)} of {cluster.world_size} GPUs ({', '.join(lacking)})",
+        expected=f"at least {max(1, min_gpus)} (--min-gpus)",
+        remedy=f"{what_is_saved(saved)} Submit the job again when more nodes are there, or with a "
+        "smaller --min-gpus.",
+    )
+    raise LaunchError("too few GPUs are left", [problem])
+
+
+def what_is_saved(iteration: int | None) -> str:
+    """What training can go on from, in a sentence."""
+    if iteration is None:
+        return "No checkpoint has been saved."
+    return f"The checkpoint of iteration {iteration} is complete."
+
+
+def _joined_parts(cluster: Cluster, nodes: list[Node]) -> Iterator[list[Node]]:
+    """The nodes by regions that links join, in the order of their first nodes."""
+    regions = list(dict.fromkeys(node.region for node in nodes))
+    graph = nx.Graph()
+    graph.add_nodes_from(regions)
+    graph.add_edges_from(
+        link.regions for link in cluster.region_links if set(regions).issuperset(link.regions)
+    )
+    for part in nx.connected_components(graph):
+        yield [node for node in nodes if node.region in part]
+
+
+def _num_gpus(nodes: list[Node]) -> int:
+    return sum(len(node.gpu_kinds) for node in nodes)
+
 
 DEFAULT_LIMIT_S = 600.0
 
@@ -161,3 +247,117 @@ def _problems(answer: bytes, cluster: Path, status: int) -> list[Problem]:
                 remedy="Run it by hand with the same options.",
             )
         ]
+
+
+# What a job has saved, for those who decide how it goes on.
+
+
+def newest_saved(save: str | None) -> int | None:
+    """Return the iteration of the newest checkpoint that is complete by names and sizes.
+
+    `save`: the folder of `--save`. None: there is none, or the folder cannot be read.
+    """
+    if save is None:
+        return None
+    try:
+        for checkpoint in checkpoints_in(Path(save)):
+            if look_at(checkpoint).is_usable:
+                return checkpoint.iteration
+    except OSError:
+        pass
+    return None
+
+
+def latest_named(save: str | None) -> str:
+    """Return what the tracker file says, which changes with every save; "" if there is none."""
+    if save is None:
+        return ""
+    try:
+        return read_tracker(Path(save)).text
+    except OSError:
+        return ""
+
+
+# How the starts of one run went, so that it ends once another start would change nothing.
+#
+# torchrun itself only counts failures: those after new checkpoints, and those of bad input too.
+
+
+BAD_INPUT = "2"
+
+
+class GivenUp(LaunchError):
+    """Another start would not help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starts:
+    """A line of JSON for each start, in the directory of `--plans`, and how the last one ended."""
+
+    directory: Path
+    run: str
+    """As torchrun calls it (`--rdzv-id`)."""
+    save: str | None
+    max_failures: int
+    """In a row without a new checkpoint."""
+
+    @property
+    def outcome(self) -> Path:
+        """Where ranks note an end that torchrun cannot tell from others; see `note_outcome`."""
+        return self.directory / f"{self.run}.outcome"
+
+    def begin(self, nodes: Sequence[str], *, is_first: bool) -> None:
+        """Note a start on these nodes; `is_first`: what there is of this run is of an older job.
+
+        Raises GivenUp where it was bad input on the same nodes, or too many starts have failed; the
+        batch script finds that in `outcome`, too.
+        """
+        log = self.directory / f"{self.run}.jsonl"
+        if is_first:
+            with contextlib.suppress(OSError):
+                log.unlink()
+        before, ended = _lines(log), self._take_outcome()
+        latest = latest_named(self.save)
+        failures = 0
+        for start in reversed(before):
+            if start.get("latest") != latest:
+                break
+            failures += 1
+        if ended == BAD_INPUT and before and not is_first and before[-1].get("nodes") == [*nodes]:
+            self._give_up("bad input, which the last start has said", "other input")
+        if failures > self.max_failures:
+            found = f"{failures} failures in a row without a new checkpoint"
+            self._give_up(found, f"at most {self.max_failures} (MAX_RESTARTS)")
+        entry = {"time_s": round(time.time(), 3), "nodes": [*nodes], "latest": latest}
+        try:
+            append_line(log, json.dumps(entry))
+        except NotWritten as error:
+            say(f"note: {error}")
+
+    def _take_outcome(self) -> str:
+        try:
+            found = self.outcome.read_text(encoding="utf-8")
+            self.outcome.unlink()
+        except OSError:
+            return ""
+        return found
+
+    def _give_up(self, found: str, expected: str) -> None:
+        with contextlib.suppress(OSError):
+            self.outcome.write_text(BAD_INPUT, encoding="utf-8")
+        problem = Problem(
+            where=self.run,
+            found=found,
+            expected=expected,
+            remedy=f"{what_is_saved(newest_saved(self.save))} Start the job again once what ended "
+            "it is mended.",
+        )
+        raise GivenUp("the job ends", [problem])
+
+
+def _lines(log: Path) -> list[dict[str, object]]:
+    try:
+        found = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return []
+    return [start for start in found if isinstance(start, dict)]

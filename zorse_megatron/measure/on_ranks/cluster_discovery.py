@@ -12,22 +12,13 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.files.write import write_bytes, write_text
+from zorse_megatron.files.read_write import write_bytes, write_text
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.profile import Profile, Source, Transfers, save_profile, unequal_parts
 from zorse_megatron.launch.rank_environment import LaunchedRank
 from zorse_megatron.measure.machine import SeenNode, kinds_of_gpu, nodes_of
-from zorse_megatron.measure.on_ranks.ranks import (
-    from_rank,
-    measured_kind,
-    on_first_rank,
-    seen_ranks,
-)
-from zorse_megatron.measure.results.cluster_text import (
-    MeasuredKind,
-    cluster_text,
-    kinds_in,
-    link_curve,
-)
-from zorse_megatron.measure.results.profile_parts import (
+from zorse_megatron.measure.measured_cluster import MeasuredKind, cluster_text, kinds_in, link_curve
+from zorse_megatron.measure.measured_profile import (
     loaded_or_empty,
     unequal_factors,
     with_links,
@@ -35,12 +26,15 @@ from zorse_megatron.measure.results.profile_parts import (
     with_unequal_shards,
     without_transfers,
 )
+from zorse_megatron.measure.on_ranks.ranks import (
+    from_rank,
+    measured_kind,
+    on_first_rank,
+    seen_ranks,
+)
 from zorse_megatron.measure.tasks import LinkTask, OnProgress, Progress, link_tasks, missing_tasks
 from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
-from zorse_megatron.schedules.shards import shard_bounds
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.profile.profile import Profile, Source, Transfers, unequal_parts
-from zorse_megatron.schema.profile.profile_json import save_profile
+from zorse_megatron.schedule.shards import shard_bounds
 
 _UNEQUAL = ("all_gather_unequal", "reduce_scatter_unequal")
 _GATHERS = ("all_gather", "all_gather_unequal")

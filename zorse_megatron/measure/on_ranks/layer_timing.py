@@ -15,15 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from zorse_megatron.gpus.gpu import Attention
+from zorse_megatron.inputs.profile import Part
 from zorse_megatron.measure.on_ranks.ranks import REPEATS, WARM_UP, median_s, timed_s
-from zorse_megatron.measure.tasks import (
-    Answer,
-    LayerRequest,
-    MeasuredPass,
-    MeasuredStep,
-)
-from zorse_megatron.schema.gpus.gpu import Attention
-from zorse_megatron.schema.profile.profile import Part
+from zorse_megatron.measure.tasks import Answer, LayerRequest, MeasuredPass, MeasuredStep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron.adapter.measuring_run import run_until_built
-from zorse_megatron.ends_with_parent import end_with_parent
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.log import complain
 from zorse_megatron.measure.on_ranks.layer_timing import answers
 from zorse_megatron.measure.tasks import LayerRequest, answer_to_json
+from zorse_megatron.processes import end_with_parent
 
 
 def main() -> None:

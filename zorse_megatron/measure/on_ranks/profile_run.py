@@ -6,18 +6,18 @@ from pathlib import Path
 
 import torch
 
-from zorse_megatron.adapter.found_software import gpu_of
+from zorse_megatron.adapter.start_checks import gpu_of
 from zorse_megatron.errors import MeasureError, Problem
+from zorse_megatron.gpus.gpu import Dtype
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.inputs.profile import Profile, Source, save_profile
 from zorse_megatron.launch.rank_environment import LaunchedRank
 from zorse_megatron.measure.machine import SeenDevice, SeenNode, kinds_of_gpu, nodes_of
-from zorse_megatron.measure.on_ranks.ranks import (
-    from_rank,
-    measured_kind,
-    on_first_rank,
-    seen_ranks,
-)
-from zorse_megatron.measure.results.cluster_text import MeasuredKind
-from zorse_megatron.measure.results.profile_parts import (
+from zorse_megatron.measure.measured_cluster import MeasuredKind
+from zorse_megatron.measure.measured_profile import (
     MeasuredSeries,
     first_sizes,
     is_complete,
@@ -28,6 +28,12 @@ from zorse_megatron.measure.results.profile_parts import (
     with_step,
     without_series,
 )
+from zorse_megatron.measure.on_ranks.ranks import (
+    from_rank,
+    measured_kind,
+    on_first_rank,
+    seen_ranks,
+)
 from zorse_megatron.measure.tasks import (
     Answer,
     LayerRequest,
@@ -37,13 +43,6 @@ from zorse_megatron.measure.tasks import (
     measured_layers,
     single_layer_flags,
 )
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.gpus.gpu import Dtype
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.profile.profile import Profile, Source
-from zorse_megatron.schema.profile.profile_json import save_profile
 
 
 @dataclass(frozen=True, kw_only=True)

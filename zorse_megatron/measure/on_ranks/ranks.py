@@ -11,10 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.adapter.found_software import gpu_of
-from zorse_megatron.adapter.start_checks import refuse_unusable_gpu
+from zorse_megatron.adapter.start_checks import gpu_of, refuse_unusable_gpu
 from zorse_megatron.errors import MeasureError, ZorseError
+from zorse_megatron.files.quantities import COMPUTE_RATE
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.launch.rank_environment import LaunchedRank
+from zorse_megatron.live.hub_address import exchange
+from zorse_megatron.live.start_watch import watched
 from zorse_megatron.measure.machine import (
     CpuReader,
     DeviceReader,
@@ -25,11 +28,7 @@ from zorse_megatron.measure.machine import (
     load_nvml,
     nics,
 )
-from zorse_megatron.measure.results.cluster_text import MeasuredKind
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.text.quantities import COMPUTE_RATE
-from zorse_megatron.watch.hub_address import exchange
-from zorse_megatron.watch.start import watched
+from zorse_megatron.measure.measured_cluster import MeasuredKind
 
 WARM_UP = 2
 REPEATS = 5

@@ -1,4 +1,4 @@
-"""Stock Megatron at its best: in any layout, and in even ones on all GPUs and on the best of them.
+"""Stock Megatron at its best: in any layout, and in even ones on all GPUs or the best of them.
 
 One answer for everybody who compares with stock. The simulator runs stock's own 1F1B, whose
 transfers stop the ranks (`STOCK_1F1B`), and its interleaved schedule, of whose transfers only the
@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
+from zorse_megatron.plan.plan import Group, Plan, Replica, Schedule
+from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.baselines.stock_costs import GridEstimate, grid_estimates
-from zorse_megatron.planner.baselines.stock_grids import Grid, no_grid, plan_of_grid
-from zorse_megatron.planner.baselines.stock_placements import subsets
+from zorse_megatron.planner.baselines.stock_layouts import Grid, no_grid, plan_of_grid, subsets
 from zorse_megatron.planner.baselines.stock_search import Simulated, StockSearch, framework_of
-from zorse_megatron.planner.evaluate.evaluator import computations
-from zorse_megatron.planner.evaluate.gc_paused import gc_paused
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.inputs.other_gpus import on_ranks
-from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.planner_errors import NoPlanError
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.planner.build_plan import chunks_of, offload_setting, recompute_setting
+from zorse_megatron.planner.closed_form.device_groups import (
+    DeviceGroup,
+    MemorySettings,
+    ReplicaShare,
+)
+from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations, gc_paused
+from zorse_megatron.planner.inputs.search_inputs import Inputs, on_ranks
+from zorse_megatron.planner.outcome import NoPlanError
+from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.simulate.result import SimulationResult
 
 MOST_GPUS = 256
@@ -332,3 +335,63 @@ def _iteration_s(stock: Stock) -> float:
 
 def _fullest(stock: Stock) -> float:
     return stock.layout.fullest if stock.layout is not None else float("inf")
+
+
+# Baseline `stock`: the best layouts of stock Megatron, as plans.
+#
+# As a plan a layout is executed by this project's runtime and costed so; what stock Megatron itself
+# takes says `stock_best`.
+
+
+def stock_layouts(inputs: Inputs) -> tuple[StockLayout, ...]:
+    """Stock's layouts on all GPUs that fit, fastest first; none are looked for on too many."""
+    searches = StockSearches(inputs)
+    return searches.on(searches.everything) if inputs.world_size <= MOST_GPUS else ()
+
+
+def stock_plans(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Evaluation]:
+    """Evaluations of layouts on all GPUs, in their order; this runtime may prefer another one.
+
+    This runtime's transfers are under way while it computes, which takes memory for a few more
+    activations: a layout that fills a GPU under unmodified Megatron may not fit.
+    """
+    plans = [layout.plan_on(evaluator.inputs) for layout in layouts]
+    return [each for plan in plans if (each := evaluator.evaluate_plan(plan)) is not None]
+
+
+def even_group(
+    device_group: DeviceGroup,
+    shares: dict[int, ReplicaShare],
+    settings: MemorySettings,
+    num_layers: int,
+    num_chunks: int = 1,
+) -> Group:
+    """A group with equal shards."""
+    return Group(
+        replicas=tuple(
+            Replica(
+                ranks=(rank,),
+                micro_batch_size=shares[rank].micro_batch_size,
+                num_microbatches=shares[rank].num_microbatches,
+                shard_weight=1.0,
+            )
+            for rank in device_group.ranks
+        ),
+        recompute=recompute_setting(settings, num_layers, num_chunks),
+        offload=offload_setting(settings),
+    )
+
+
+def whole_plan(
+    inputs: Inputs, groups: list[Group], layers: list[int], schedule: str, num_chunks: int
+) -> Plan:
+    """Groups in model order as a plan."""
+    return Plan(
+        schema_version=1,
+        global_batch_size=inputs.global_batch_size,
+        model=inputs.model,
+        groups=tuple(groups),
+        chunks=chunks_of(layers, num_chunks),
+        schedule=Schedule(name=schedule),  # type: ignore[arg-type]
+        cluster=inputs.cluster,
+    )

@@ -6,13 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zorse_megatron.planner.baselines.stock_grids import Grid, even_grids, tensor_degrees
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
-from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
+from zorse_megatron.planner.baselines.stock_layouts import Grid, even_grids, tensor_degrees
+from zorse_megatron.planner.closed_form.device_groups import (
+    DeviceGroup,
+    DeviceGroups,
+    MemorySettings,
+    Stage,
+    StagePosition,
+)
 from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
 from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.inputs.units import JoinedSet
+from zorse_megatron.planner.inputs.tensor_parallel_units import JoinedSet
 
 _PROBE_BYTES = 10**8
 _ROOMS = (1.0, 1.1)
@@ -320,7 +325,7 @@ class GridCosts:
     def _stage(self, grid: Grid, at: int, layers: int) -> Stage:
         after, width = grid.stages - at - 1, grid.width
         in_flight = after + 1
-        if grid.virtual > 1:  # see `schedules.interleaved`
+        if grid.virtual > 1:  # see `schedule.pipeline_schedules`
             in_flight = (grid.virtual - 1) * grid.stages + 2 * after + 1
         position = StagePosition(
             is_first=at == 0,

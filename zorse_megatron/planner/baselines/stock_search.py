@@ -1,4 +1,4 @@
-"""Search stock's layouts: seeds in closed form, then better neighbours by simulation.
+"""Searches stock's layouts: seeds in closed form, then better neighbours by simulation.
 
 Seeds are costed on sets of GPUs, in orders, for all sizes of parallelism, virtual stages,
 micro-batches and ways to recompute, with layers shared out so that the slowest stage is as fast as
@@ -22,22 +22,23 @@ from zorse_megatron.planner.baselines.stock_costs import (
     grid_estimates,
     in_virtual_stages,
 )
-from zorse_megatron.planner.baselines.stock_grids import (
+from zorse_megatron.planner.baselines.stock_layouts import (
     Grid,
+    Placement,
     in_rounds,
     may_run,
+    placements,
     plan_of_grid,
     shapes,
+    swapped,
     takes,
     tensor_degrees,
 )
-from zorse_megatron.planner.baselines.stock_placements import Placement, placements, swapped
-from zorse_megatron.planner.evaluate.evaluator import computations
-from zorse_megatron.planner.evaluate.gc_paused import gc_paused
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.evaluate import computations, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.simulate.framework import STOCK_1F1B, STOCK_INTERLEAVED, Framework
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.schedule.actions import Kind
+from zorse_megatron.simulate.assumptions import STOCK_1F1B, STOCK_INTERLEAVED, Framework
 from zorse_megatron.simulate.result import SimulationResult
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -1,10 +1,13 @@
 """A candidate before and after it is costed."""
 
+import heapq
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
-from zorse_megatron.planner.closed_form.stage import MicroBatchLevel, Stage
-from zorse_megatron.planner.closed_form.stage_costs import StageCost
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, MicroBatchLevel, Stage
+from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
+from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +65,59 @@ def layers_of_chunks(num_layers: int, num_chunks: int, *, is_last: bool) -> tupl
     least, larger = divmod(num_layers, num_chunks)
     parts = tuple(least + (turn < larger) for turn in range(num_chunks))
     return parts[::-1] if is_last and not least else parts
+
+
+# How evenly whole layers can be divided among groups: a quick score before any costing.
+
+
+def balanced_layers(
+    num_layers: int, speeds: Sequence[float], most: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], float]:
+    """Deal layers to groups, one each at least, so that the slowest is done soonest.
+
+    `most`: layers that each group can hold. Returns layers of each group and the slowest group's
+    layers / speed; infinite where the groups cannot hold all layers. Greedy is optimal here: every
+    further layer goes where it is done soonest. O(layers * log groups).
+
+    >>> balanced_layers(5, [1.0, 2.0]), balanced_layers(5, [1.0, 2.0], most=[9, 2])
+    (((2, 3), 2.0), ((3, 2), 3.0))
+    """
+    room = list(most or [num_layers] * len(speeds))
+    layers = [1] * len(speeds)
+    if min(room) < 1 or sum(room) < num_layers or len(speeds) > num_layers:
+        return tuple(layers), math.inf
+    heap = [(2 / speed, index) for index, speed in enumerate(speeds) if room[index] > 1]
+    heapq.heapify(heap)
+    for _ in range(num_layers - len(speeds)):
+        _, index = heap[0]
+        layers[index] += 1
+        if layers[index] < room[index]:
+            heapq.heapreplace(heap, ((layers[index] + 1) / speeds[index], index))
+        else:
+            heapq.heappop(heap)
+    slowest = max(count / speed for count, speed in zip(layers, speeds, strict=True))
+    return tuple(layers), slowest
+
+
+# Classes of GPUs of one kind and capacity, and the micro-batch sizes that suit them.
+
+
+MemoryClass = tuple[str, int]
+"""GPUs of one kind with as much memory to fill: (kind, bytes)."""
+
+
+def memory_classes_of(inputs: Inputs) -> list[MemoryClass]:
+    """All classes of GPUs of the cluster."""
+    return sorted(set(zip(inputs.kinds, inputs.tensor_capacities_bytes, strict=True)))
+
+
+def best_sizes(inputs: Inputs, cost_model: StageCostModel, level: int) -> dict[MemoryClass, int]:
+    """For each class the micro-batch size with the best rate up to a level."""
+
+    def cost(kind: str, size: int) -> tuple[float, int]:
+        return sum(cost_model.layer_s(kind, size)) / size, size
+
+    return {
+        each: min(cost(each[0], size) for size in range(1, level + 1))[1]
+        for each in memory_classes_of(inputs)
+    }

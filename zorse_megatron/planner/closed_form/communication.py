@@ -1,15 +1,19 @@
-"""Communication time in closed form: inter-stage transfers, link loads, collectives."""
+"""Communication time in closed form: transfers between stages, link loads, collectives."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.rules import hierarchical_problems
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
-from zorse_megatron.planner.closed_form.two_levels import TwoLevels
-from zorse_megatron.planner.groupings.grouping import hardware_key
+from zorse_megatron.planner.groupings.pools import hardware_key
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.simulate.framework import RUNTIME
+from zorse_megatron.schedule.shards import RegionShards, regions_of
+from zorse_megatron.simulate.assumptions import RUNTIME
+from zorse_megatron.simulate.network import Hierarchical, LevelTimes, NetworkLoads
 
 _STATISTIC_BYTES = 4
 # Pairs of ranks of a path that are looked at; of more, as many at equal distances.
@@ -172,3 +176,51 @@ class CommunicationCosts:
             found = tuple(sorted({spec.node_of(rank) for rank in device_group.ranks}))
             self._nodes[device_group] = found
         return found
+
+
+# Sums and gathers of groups in several regions: whether two levels are faster than one ring.
+
+
+class TwoLevels:
+    """Times in two levels, each worked out once; see `simulate.network`."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self._loads = NetworkLoads(inputs.comm)
+        self._times: dict[tuple[tuple[int, ...], int], LevelTimes] = {}
+
+    def times(self, ranks: tuple[int, ...], shard_bytes: int) -> LevelTimes | None:
+        """A gather of equal shards over ascending ranks; None where two levels are not possible.
+
+        Nor for sets, which count as one GPU in the search: the links that they share do not.
+        """
+        if self.inputs.joined_units is not None or not self.inputs.space.hierarchical:
+            return None
+        runs = self._runs(ranks)
+        if len(runs) == 1 or len(runs) > len({self._region(run[0]) for run in runs}):
+            return None
+        key = ranks, shard_bytes
+        if key not in self._times:
+            bounds = tuple(pairwise(accumulate([0] + [shard_bytes] * len(ranks))))
+            shards = RegionShards(bounds=bounds, regions=regions_of(runs))
+            gather = Hierarchical(ranks=ranks, to_bytes=int, loads=self._loads, reduces=False)
+            self._times[key] = gather.times(shards)
+        return self._times[key]
+
+    def _runs(self, ranks: Sequence[int]) -> list[list[int]]:
+        return [list(run) for _, run in groupby(ranks, key=self._region)]
+
+    def _region(self, rank: int) -> str:
+        spec = self.inputs.spec
+        return spec.nodes[spec.node_of(rank)].region
+
+
+def in_two_levels(plan: Plan, numbers: Sequence[int]) -> Plan:
+    """The plan, with these groups hierarchical as far as the rules of plans let them."""
+    for number in numbers:
+        groups = [*plan.groups]
+        groups[number] = replace(groups[number], hierarchical=True)
+        changed = replace(plan, groups=tuple(groups))
+        if not any(hierarchical_problems(changed)):
+            plan = changed
+    return plan

@@ -1,4 +1,4 @@
-"""Cost of a device group with a number of layers, in closed form: time, recomputation, offload.
+"""Cost of a stage in closed form: time, recomputation, offload.
 
 If memory (see `stage_memory`) does not suffice, layers are recomputed, as few as possible, or
 parameters, optimizer state and the inputs of layers wait in the host (see `host_settings`).
@@ -9,22 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
-from zorse_megatron.costs.stage_formulas import (
-    micro_batches_per_replica,
-    pass_s,
-    samples_per_s,
-)
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, GpuClass
-from zorse_megatron.planner.closed_form.host_settings import StageHostMemory
-from zorse_megatron.planner.closed_form.settings_by_class import SettingsByClass
-from zorse_megatron.planner.closed_form.settings_to_try import SettingsToTry
-from zorse_megatron.planner.closed_form.stage import (
+from zorse_megatron.costs.stage_formulas import micro_batches_per_replica, pass_s, samples_per_s
+from zorse_megatron.planner.closed_form.device_groups import (
     ClassSettings,
+    DeviceGroup,
+    GpuClass,
     MemorySettings,
     MicroBatchLevel,
     Stage,
 )
-from zorse_megatron.planner.closed_form.stage_memory import StageMemory
+from zorse_megatron.planner.closed_form.stage_memory import StageHostMemory, StageMemory
+from zorse_megatron.planner.closed_form.stage_settings import SettingsByClass, SettingsToTry
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)

@@ -1,12 +1,12 @@
-"""Groupings near a given one: two groups merged, one split, some GPUs moved. For local search."""
+"""Groupings near a given one, for local search."""
 
 from collections.abc import Iterator
 from itertools import combinations, islice
 
-from zorse_megatron.planner.groupings.grouping import Grouping, normalised
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.planner.groupings.pools import Grouping, normalised
 from zorse_megatron.planner.groupings.proposals import GroupingProposal
 from zorse_megatron.planner.groupings.symmetry import Symmetry
-from zorse_megatron.topology.cluster_topology import Topology
 
 
 def neighbours(

@@ -1,11 +1,11 @@
-"""Pools of like GPUs, and ways to divide them into groups along the edges of nodes."""
+"""Pools of like GPUs: ways to put them together, and to divide them along the edges of nodes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations
+from typing import Any, TypeVar
 
-from zorse_megatron.planner.groupings.grouping import hardware_key
-from zorse_megatron.topology.cluster_topology import Topology
+from zorse_megatron.costs.topology import MeasuredNode, Topology
 
 # Up to this many parts every number is tried; beyond, numbers a third to a half apart.
 _EVERY_NUMBER_UP_TO = 8
@@ -90,3 +90,79 @@ def pools_of(spec: Topology) -> tuple[Pool, ...]:
         )
         for key, found in by_node.items()
     )
+
+
+# Which pools of GPUs share groups: ways to put pools together.
+
+
+Merger = tuple[tuple[Pool, ...], ...]
+"""Pools that share groups; each pool is in one part."""
+
+# Up to this many pools every way is tried (Bell's number: 203 for 6).
+_ALL_WAYS_UP_TO = 6
+
+
+def mergers_of(pools: Sequence[Pool]) -> tuple[Merger, ...]:
+    """Ways to merge pools, those with few mergers first.
+
+    All of them for up to 6 pools. Beyond: none, all, by kind, by region, and every two.
+    """
+    if len(pools) <= _ALL_WAYS_UP_TO:
+        found = list(set_partitions(tuple(pools)))
+    else:
+        found = [tuple((pool,) for pool in pools), (tuple(pools),)]
+        found += [_by(pools, "kind"), _by(pools, "region")]
+        found += [
+            (*((pool,) for pool in pools if pool not in pair), pair)
+            for pair in combinations(pools, 2)
+        ]
+    return tuple(sorted(dict.fromkeys(found), key=lambda merger: -len(merger)))
+
+
+def _by(pools: Sequence[Pool], field: str) -> Merger:
+    together: dict[str, list[Pool]] = {}
+    for pool in pools:
+        together.setdefault(getattr(pool, field), []).append(pool)
+    return tuple(map(tuple, together.values()))
+
+
+# All ways to part some items into sets, where there are few.
+
+
+Item = TypeVar("Item")
+
+
+def set_partitions(items: tuple[Item, ...]) -> Iterator[tuple[tuple[Item, ...], ...]]:
+    """Each partition once: Bell's number of them, 203 for 6 items."""
+    if not items:
+        yield ()
+        return
+    first, rest = items[0], items[1:]
+    for partition in set_partitions(rest):
+        yield ((first,), *partition)
+        for i, part in enumerate(partition):
+            yield (*partition[:i], (first, *part), *partition[i + 1 :])
+
+
+# A grouping: which ranks form a group.
+
+
+Grouping = tuple[tuple[int, ...], ...]
+"""The ranks of each group, ascending; groups by their first rank. Every rank is in one group."""
+
+_NAMED = frozenset({"name", "first_rank", "host_memory_bytes", "region", "switch"})
+
+
+def normalised(groups: Iterable[Iterable[int]]) -> Grouping:
+    """Sort ranks and groups, and drop empty groups.
+
+    >>> normalised([[5, 4], [], [0, 2]])
+    ((0, 2), (4, 5))
+    """
+    return tuple(sorted(tuple(sorted(group)) for group in groups if group))
+
+
+def hardware_key(node: MeasuredNode) -> tuple[Any, ...]:
+    """Equal for nodes that differ in name, place and host memory only."""
+    # Of fields alone: what a node has worked out and keeps does not tell it from another.
+    return tuple(getattr(node, each.name) for each in fields(node) if each.name not in _NAMED)

@@ -1,4 +1,4 @@
-"""Candidates for groups: which ranks might hold the same layers. For the planner's search.
+"""Which ranks might hold the same layers: groupings for the planner's search.
 
 Families, taken in turn so that a cap leaves some of each:
 
@@ -16,12 +16,18 @@ from dataclasses import dataclass
 from itertools import count, islice, product
 from typing import TypeVar
 
-from zorse_megatron.planner.groupings.grouping import Grouping, normalised
-from zorse_megatron.planner.groupings.mergers import Merger, mergers_of
-from zorse_megatron.planner.groupings.pools import Pool, pools_of, spread
-from zorse_megatron.planner.groupings.split import split_groupings
+from zorse_megatron.costs.topology import MeasuredNode, Topology
+from zorse_megatron.planner.groupings.graph_cuts import split_groupings
+from zorse_megatron.planner.groupings.pools import (
+    Grouping,
+    Merger,
+    Pool,
+    mergers_of,
+    normalised,
+    pools_of,
+    spread,
+)
 from zorse_megatron.planner.groupings.symmetry import Symmetry
-from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 
 # Combinations of (parts of each pool) that are listed for one way of merging the pools.
 _MOST_COMBINATIONS = 4096

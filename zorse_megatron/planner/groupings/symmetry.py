@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from zorse_megatron.planner.groupings.grouping import Grouping, hardware_key
-from zorse_megatron.topology.cluster_topology import Topology
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.planner.groupings.pools import Grouping, hardware_key
 
 _IN_GROUP = 16  # labels of edges of the network are below
 

@@ -1,35 +1,29 @@
-"""The cost models of a search: computation, memory, and notes on their sources.
+"""The cost models of a search, and why some kinds of GPU have no cost.
 
 Kinds of GPU may compute in different types and run different attention, so each has its costs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zorse_megatron.costs.attention_kinds import attention_by_kind, attention_on, attention_phrase
-from zorse_megatron.costs.by_kind import ByKind
-from zorse_megatron.costs.efficiency import is_sixteen_bit
-from zorse_megatron.costs.interface import SetComputeCost, SetRankCosts
+from zorse_megatron.costs.analytic_compute import (
+    attention_by_kind,
+    attention_on,
+    attention_phrase,
+    is_sixteen_bit,
+)
+from zorse_megatron.costs.interface import ByKind, SetComputeCost, SetRankCosts
+from zorse_megatron.costs.model_memory import TransformerMemory, memory_from_profile, precision_of
+from zorse_megatron.costs.own_speeds import equal_kinds
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
-from zorse_megatron.costs.transformer_memory import (
-    TransformerMemory,
-    memory_from_profile,
-    precision_of,
-)
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.gpus.gpu import (
-    DTYPE_OF,
-    Attention,
-    Dtype,
-    DtypeChoice,
-    GpuKind,
-    common_dtype,
-)
-from zorse_megatron.schema.model.computing import Computing
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.text.figures import memory as spelled
+from zorse_megatron.errors import Problem
+from zorse_megatron.files.wording import memory as spelled
+from zorse_megatron.gpus.gpu import DTYPE_OF, Attention, Dtype, DtypeChoice, GpuKind, common_dtype
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.model import Computing, ModelShape
+from zorse_megatron.inputs.profile import Profile
+from zorse_megatron.plan.plan import GradientCommDtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,3 +240,63 @@ def _measured_sizes(compute: ProfiledCompute, kind: str) -> tuple[int, ...]:
         for size in times.micro_batch_sizes
     }
     return tuple(sorted(measured)) or (1, 2, 4, 8, 16)
+
+
+# Why some kinds of GPU have no cost in the requested dtypes.
+
+
+def communication_dtype_problems(
+    wanted: GradientCommDtype | None, dtypes: Collection[Dtype]
+) -> Iterator[Problem]:
+    """Yield where no loss scale would notice an overflow. `dtypes`: of the kinds of GPU.
+
+    A kind whose best type is float16 is in a group that computes in it, if no kind has float32
+    alone; so the job then has a loss scale, whatever its groups are.
+    """
+    if wanted == "fp16" and ("float16" not in dtypes or "float32" in dtypes):
+        yield Problem(
+            where="communication dtype",
+            found=f"fp16 for a job in {' and '.join(sorted(set(dtypes)))}",
+            expected="fp16 only in a job in float16, whose loss scale notices an overflow",
+            remedy="Use bf16, whose range is that of float32.",
+        )
+
+
+def kind_problems(computes: Mapping[str, ProfiledCompute]) -> Iterator[Problem]:
+    """Yield every kind without units for its type, or without costs. `computes`: by kind."""
+    for kind, compute in computes.items():
+        if not compute.analytic.knows(kind) and not _is_measured(kind, compute):
+            yield _no_units(kind, compute)
+            continue
+        try:
+            compute.layer(kind, 1)
+            compute.embedding(kind, 1)
+            compute.head(kind, 1)
+            compute.step_s(kind, 1)
+        except LookupError as error:
+            yield Problem(
+                where=f"GPU kind {kind}",
+                found=f"no cost for it ({error})",
+                expected="measured times in a profile, or published figures for the kind",
+                remedy="Profile it, or describe it under gpu_kinds of the cluster file.",
+            )
+
+
+def _is_measured(kind: str, compute: ProfiledCompute) -> bool:
+    """Whether this very dtype was measured on it; another one does not count."""
+    same = set(equal_kinds(kind, compute.kinds))
+    return any(
+        times.gpu_kind in same and times.dtype == compute.dtype for times in compute.profile.times
+    )
+
+
+def _no_units(kind: str, compute: ProfiledCompute) -> Problem:
+    own = common_dtype([compute.kinds[kind]])
+    return Problem(
+        where=f"GPU kind {kind}",
+        found=f"no hardware support for {compute.dtype}",
+        expected="a supported dtype, or measured times in this one",
+        remedy="With zorse plan --dtype auto, every group computes in a dtype its GPUs support, "
+        f"{own} with a {kind}. Or use --dtype {DTYPE_OF[own]} for all groups, if all kinds "
+        "support it. Profile it in this dtype if it does support it.",
+    )

@@ -1,11 +1,22 @@
-"""The inputs of a search among units: some GPUs joined to tensor-parallel sets."""
+"""The inputs of a search among tensor-parallel sets, and what these cost."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from zorse_megatron.costs.interface import (
+    NO_TIME,
+    MemoryCost,
+    ModelSection,
+    PassTimes,
+    RecomputeMode,
+    SetComputeCost,
+)
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.plan.plan import ClusterFingerprint
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.inputs.unit_costs import UnitComm, UnitCompute, UnitMemory
-from zorse_megatron.planner.inputs.units import (
+from zorse_megatron.planner.inputs.tensor_parallel_units import (
     JoinedSet,
     Joining,
     SetKind,
@@ -13,9 +24,8 @@ from zorse_megatron.planner.inputs.units import (
     costs_of_rank,
     in_rank_order,
     rank_parts,
+    set_collectives,
 )
-from zorse_megatron.schema.plan.plan import ClusterFingerprint
-from zorse_megatron.topology.cluster_topology import Topology
 
 
 def joined(base: Inputs, joining: Joining) -> Inputs:
@@ -104,3 +114,273 @@ def _spec(base: Inputs, sets: Sequence[JoinedSet], kinds: Sequence[str]) -> Topo
         for node, found in sorted(of_node.items())
     ]
     return Topology.of(nodes, spec.switches, spec.region_links, spec.unequal_shards)
+
+
+# Costs of units that are tensor-parallel sets, as a search asks for them.
+#
+# As the simulator prices them (`simulate.action_costs`): attention and MLP of a layer end in a sum
+# over the set, so each takes as long as on the rank that is slowest there.
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCompute:
+    """`ComputeCost` of units. Kinds of GPU cost what they did."""
+
+    base: Inputs
+    set_kinds: Mapping[str, SetKind]
+    _layers: dict[tuple[str, int], PassTimes] = field(default_factory=dict)
+
+    def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """One transformer layer, the set's collectives included."""
+        if kind not in self.set_kinds:
+            return self.base.compute.layer(kind, micro_batch_size)
+        key = kind, micro_batch_size
+        if key not in self._layers:
+            inside = self.collectives(kind, "layer", micro_batch_size)
+            self._layers[key] = _sum(self.without_collectives(kind, micro_batch_size), inside)
+        return self._layers[key]
+
+    def without_collectives(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """A layer on the ranks that are slowest in its halves."""
+        halves = [
+            compute.layer_in_two(gpu, micro_batch_size)
+            for gpu, compute in self._ranks(self.set_kinds[kind])
+        ]
+        return _sum(
+            _slowest([each.attention for each in halves]), _slowest([each.mlp for each in halves])
+        )
+
+    def collectives(self, kind: str, section: ModelSection, micro_batch_size: int) -> PassTimes:
+        """Those of the set in a part of the model; none where they were measured with it."""
+        found = self.set_kinds[kind]
+        if all(compute.includes_collectives(gpu, section) for gpu, compute in self._ranks(found)):
+            return NO_TIME
+        num_bytes = self.base.memory.boundary_bytes(micro_batch_size)
+        num_tokens = micro_batch_size * self.base.sequence_length
+        return set_collectives(self.base).of(section, found.example, num_bytes, num_tokens)
+
+    def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Token (and position) embedding."""
+        if kind not in self.set_kinds:
+            return self.base.compute.embedding(kind, micro_batch_size)
+        each = [c.embedding(gpu, micro_batch_size) for gpu, c in self._ranks(self.set_kinds[kind])]
+        return _sum(_slowest(each), self.collectives(kind, "embedding", micro_batch_size))
+
+    def head(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Final norm, output layer and loss."""
+        if kind not in self.set_kinds:
+            return self.base.compute.head(kind, micro_batch_size)
+        each = [c.head(gpu, micro_batch_size) for gpu, c in self._ranks(self.set_kinds[kind])]
+        return _sum(_slowest(each), self.collectives(kind, "head", micro_batch_size))
+
+    def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
+        """What recomputing one layer adds to its backward; of a whole one its sums, too."""
+        if kind not in self.set_kinds:
+            return self.base.compute.recompute_s(kind, micro_batch_size, mode)
+        if mode == "full":
+            return self.layer(kind, micro_batch_size).forward_s
+        return max(
+            compute.recompute_s(gpu, micro_batch_size, mode)
+            for gpu, compute in self._ranks(self.set_kinds[kind])
+        )
+
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        """What gradients of its matrices take of one layer's backward."""
+        if kind not in self.set_kinds:
+            return self.base.compute.weight_gradients_s(kind, micro_batch_size)
+        return max(
+            compute.weight_gradients_s(gpu, micro_batch_size)
+            for gpu, compute in self._ranks(self.set_kinds[kind])
+        )
+
+    def step_s(self, kind: str, num_parameters: int) -> float:
+        """Optimizer step on a shard, of which each rank has its part."""
+        if kind not in self.set_kinds:
+            return self.base.compute.step_s(kind, num_parameters)
+        found = self.set_kinds[kind]
+        return max(
+            self.base.compute.step_s(gpu, int(num_parameters * share))
+            for gpu, share in zip(found.gpu_kinds, found.shares, strict=True)
+        )
+
+    def _ranks(self, kind: SetKind) -> list[tuple[str, SetComputeCost]]:
+        """(kind of GPU, costs) of each rank."""
+        return [
+            (gpu, costs_of_rank(self.base, part).compute)
+            for gpu, part in zip(kind.gpu_kinds, kind.rank_parts, strict=True)
+        ]
+
+
+def _sum(one: PassTimes, other: PassTimes) -> PassTimes:
+    return PassTimes(
+        forward_s=one.forward_s + other.forward_s, backward_s=one.backward_s + other.backward_s
+    )
+
+
+def _slowest(times: Sequence[PassTimes]) -> PassTimes:
+    return PassTimes(
+        forward_s=max(each.forward_s for each in times),
+        backward_s=max(each.backward_s for each in times),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitMemory:
+    """`MemoryCost` of units: of a set, what its fullest rank has, over that rank's part."""
+
+    base: Inputs
+    set_kinds: Mapping[str, SetKind]
+
+    @property
+    def _whole(self) -> MemoryCost:
+        return self.base.memory
+
+    def layer_parameters(self) -> int:
+        """Number of parameters of one transformer layer."""
+        return self._whole.layer_parameters()
+
+    def embedding_parameters(self) -> int:
+        """Number of parameters of the embedding."""
+        return self._whole.embedding_parameters()
+
+    def head_parameters(self, *, tied_on_same_rank: bool) -> int:
+        """Number of parameters of the final norm and the head."""
+        return self._whole.head_parameters(tied_on_same_rank=tied_on_same_rank)
+
+    def parameter_bytes(self, num_parameters: int) -> int:
+        """Unsharded parameters as they are computed with."""
+        return self._whole.parameter_bytes(num_parameters)
+
+    def gradient_bytes(self, num_parameters: int) -> int:
+        """Unsharded gradients as they are accumulated."""
+        return self._whole.gradient_bytes(num_parameters)
+
+    def state_bytes(self, num_parameters: int) -> int:
+        """Main parameters and optimizer moments of a shard."""
+        return self._whole.state_bytes(num_parameters)
+
+    def activation_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> int:
+        """What one layer keeps from forward to backward."""
+        found = self.set_kinds.get(kind or "")
+        if found is None:
+            return self._whole.activation_bytes(micro_batch_size, mode, kind)
+        return max(
+            math.ceil(
+                costs_of_rank(self.base, part).memory.activation_bytes(micro_batch_size, mode, gpu)
+                / share
+            )
+            for gpu, part, share in zip(
+                found.gpu_kinds, found.rank_parts, found.shares, strict=True
+            )
+        )
+
+    def kept_tensor_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> tuple[int, ...]:
+        """`activation_bytes`, tensor by tensor; of a set in the proportions of a rank alone."""
+        each = self._whole.kept_tensor_bytes(micro_batch_size, mode, kind)
+        if kind not in self.set_kinds:
+            return each
+        total = self.activation_bytes(micro_batch_size, mode, kind)
+        return tuple(-(-total * one // sum(each)) for one in each)
+
+    def delayed_bytes(self, micro_batch_size: int) -> int:
+        """What one layer keeps from a backward to weight gradients that are computed apart."""
+        return self._whole.delayed_bytes(micro_batch_size)
+
+    def boundary_bytes(self, micro_batch_size: int) -> int:
+        """One activation between two layers, as all ranks of a set send it together."""
+        return self._whole.boundary_bytes(micro_batch_size)
+
+    def head_bytes(self, micro_batch_size: int) -> int:
+        """Logits and what the loss keeps while the head runs."""
+        return self._whole.head_bytes(micro_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitComm:
+    """`CommCost` between units, on the links of their GPUs."""
+
+    units: Units
+    _links: dict[tuple[int, int], tuple[tuple[str, float], ...]] = field(default_factory=dict)
+
+    @property
+    def _base(self) -> "Inputs":
+        return self.units.base
+
+    def _pairs(self, source: int, target: int) -> list[tuple[int, int]]:
+        """GPUs that send each other a part of an activation."""
+        ours, theirs = (self.units.sets[unit].ranks for unit in (source, target))
+        count = max(len(ours), len(theirs))
+        return [
+            (ours[n * len(ours) // count], theirs[n * len(theirs) // count]) for n in range(count)
+        ]
+
+    def transfer_s(self, source: int, target: int, num_bytes: int) -> float:
+        """Point to point, in parts at once."""
+        pairs = self._pairs(source, target)
+        alone_s = self._base.comm.transfer_s(*pairs[0], -(-num_bytes // len(pairs)))
+        if len(pairs) == 1:
+            return alone_s
+        rates = [rate for _, rate in self.shared_links(source, target)]
+        return max(alone_s, num_bytes / min(rates, default=math.inf))
+
+    def shared_links(self, source: int, target: int) -> tuple[tuple[str, float], ...]:
+        """Links on the way, with what the whole gets of those that carry a part of it."""
+        key = source, target
+        if key not in self._links:
+            pairs = self._pairs(source, target)
+            carried: dict[str, tuple[int, float]] = {}
+            for pair in pairs:
+                for name, rate in self._base.comm.shared_links(*pair):
+                    carried[name] = carried.get(name, (0, rate))[0] + 1, rate
+            self._links[key] = tuple(
+                (name, rate * len(pairs) / count) for name, (count, rate) in carried.items()
+            )
+        return self._links[key]
+
+    def reduce_scatter_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """Over one GPU of each unit, as many at once as sets have ranks."""
+        return self._base.comm.reduce_scatter_s(*self._spread(ranks, shard_bytes))
+
+    def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """The same of an all-gather."""
+        return self._base.comm.all_gather_s(*self._spread(ranks, shard_bytes))
+
+    def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """The same of direct messages."""
+        return self._base.comm.exchange_s(*self._spread(ranks, shard_bytes))
+
+    def _spread(
+        self, units: tuple[int, ...], shard_bytes: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """On a node, parts go over links of their own: one rank of each unit stands for all.
+
+        Between nodes all of it passes the NICs of all: as if every GPU had a shard.
+        """
+        firsts = self.units.first_ranks(units)
+        smallest = min(len(self.units.sets[unit].ranks) for unit in units)
+        spec = self._base.spec
+        if len({spec.node_of(rank) for rank in firsts}) == 1:
+            return firsts, tuple(size // smallest for size in shard_bytes)
+        ranks: list[int] = []
+        sizes: list[int] = []
+        for unit, size in zip(units, shard_bytes, strict=True):
+            members = self.units.sets[unit].ranks
+            ranks += members
+            sizes += [size // len(members)] * len(members)
+        order = sorted(range(len(ranks)), key=ranks.__getitem__)
+        return tuple(ranks[at] for at in order), tuple(sizes[at] for at in order)
+
+    def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
+        """Small statistics, over all GPUs."""
+        return self._base.comm.all_reduce_s(self.units.ranks(ranks), num_bytes)
+
+    def host_link_bytes_per_s(self, rank: int) -> float:
+        """To host memory, of all GPUs of a unit."""
+        comm, members = self._base.comm, self.units.sets[rank].ranks
+        if len(members) == 1:
+            return comm.host_link_bytes_per_s(members[0])
+        return min(comm.host_link_bytes_per_s(each) / self.units.share(each) for each in members)

@@ -1,45 +1,117 @@
-"""The inputs of a search: cluster, model and profile, joined and validated."""
+"""What a search starts from: cluster, model, profile, joined and checked; and on other GPUs."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.interface import (
     CommCost,
     ComputeCost,
     DtypeCosts,
     MemoryCost,
+    Provenance,
     SetCosts,
 )
 from zorse_megatron.costs.process_memory import MemoryItem, fixed_bytes, most_bytes, process_items
-from zorse_megatron.costs.provenance import Provenance
+from zorse_megatron.costs.topology import Topology, topology_of
 from zorse_megatron.errors import Problem
-from zorse_megatron.planner.inputs.cost_models import CostModels
-from zorse_megatron.planner.inputs.cost_problems import communication_dtype_problems, kind_problems
-from zorse_megatron.planner.inputs.search_space import SearchSpace, space_problems, wish_problems
-from zorse_megatron.planner.inputs.split_costs import SplitCosts
-from zorse_megatron.planner.inputs.units import Units, in_rank_order
-from zorse_megatron.planner.planner_errors import PlannerInputError
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.gpus.gpu import (
-    DTYPE_OF,
-    ComputeDtype,
-    DtypeChoice,
-    GpuKind,
-    common_dtype,
+from zorse_megatron.files.wording import memory as spelled
+from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype, DtypeChoice, GpuKind, common_dtype
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.model import USUAL, Computing, JobRecompute, ModelShape
+from zorse_megatron.inputs.profile import Profile, Source
+from zorse_megatron.plan.plan import ClusterFingerprint, GradientCommDtype, ModelFingerprint, Plan
+from zorse_megatron.planner.inputs.cost_models import (
+    CostModels,
+    communication_dtype_problems,
+    kind_problems,
 )
-from zorse_megatron.schema.model.computing import USUAL, Computing, JobRecompute
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import (
-    ClusterFingerprint,
-    ModelFingerprint,
-    Plan,
-)
-from zorse_megatron.schema.profile.profile import Profile, Source
-from zorse_megatron.schema.text.figures import memory as spelled
-from zorse_megatron.topology.cluster_topology import Topology
-from zorse_megatron.topology.from_cluster import topology_of
+from zorse_megatron.planner.inputs.tensor_parallel_units import SplitCosts, Units, in_rank_order
+from zorse_megatron.planner.outcome import PlannerInputError
+
+# Which plans a search may propose.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """Which plans may be proposed."""
+
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "breadth_first")
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    """Modes that groups may have; with full, any number of layers."""
+    offload: bool = True
+    """Whether anything may wait in host memory."""
+    offload_activations: bool = False
+    """Whether activations may without recomputation of all layers; searched beside all else."""
+    max_micro_batch_size: int | None = None
+    """None: whatever fits."""
+    max_tensor_parallel: int | None = None
+    """Most ranks of a tensor-parallel set; 1: no sets. None: as many as a node has."""
+    barring_sets: tuple[str, ...] = ()
+    """Flags of the training command with which no plan may have sets."""
+    wished_tensor_parallel: int = 1
+    """Ranks that sets have in what is tried in any case: the training command asks for them."""
+    sets_across_nodes: bool = False
+    """Whether a set may have ranks on several nodes."""
+    unequal_parts: bool = True
+    """Whether ranks of a set may hold unequal parts."""
+    max_groups: int | None = None
+    """None: as many as there are layers."""
+    split_backward: bool = False
+    """Whether groups may compute weight gradients apart from backwards."""
+    gradient_comm_dtype: GradientCommDtype | None = None
+    """In which type gradients may be sent where that is faster; None: as they are kept."""
+    hierarchical: bool = True
+    """Whether groups in several regions may sum and gather in two levels, where that is faster."""
+
+
+def space_problems(space: SearchSpace) -> Iterator[Problem]:
+    """Yield every field with a value that no plan has."""
+    known = {
+        "schedules": ("1f1b", "breadth_first", "interleaved"),
+        "recompute": ("none", "selective", "full"),
+    }
+    for name, values in known.items():
+        found = getattr(space, name)
+        if not found or not set(found) <= set(values):
+            yield Problem(
+                where=f"search space, {name}",
+                found=f"{', '.join(map(repr, found)) or 'nothing'}",
+                expected=f"some of {', '.join(values)}",
+                remedy="Correct it.",
+            )
+
+
+def wish_problems(space: SearchSpace, cluster: Cluster, model: ModelShape) -> Iterator[Problem]:
+    """Yield why sets cannot have as many ranks as the training command asks for."""
+    wished, most = space.wished_tensor_parallel, space.max_tensor_parallel
+    if wished == 1:
+        return
+    where, found = "--tensor-model-parallel-size", f"{wished}"
+    largest = max(len(node.gpu_kinds) for node in cluster.nodes)
+    if wished > largest and not space.sets_across_nodes:
+        yield Problem(
+            where=where,
+            found=f"{wished}, and nodes with {largest} GPUs at most",
+            expected=f"at most {largest}, as every layer sums over a set",
+            remedy="Ask for fewer; with --sets-across-nodes sets may have ranks on several nodes.",
+        )
+    if wished > model.num_query_groups:
+        yield Problem(
+            where=where,
+            found=f"{wished}, and {model.num_query_groups} KV groups",
+            expected=f"at most {model.num_query_groups}: each rank has a whole KV group",
+            remedy="Ask for fewer.",
+        )
+    if most is not None and wished > most:
+        yield Problem(
+            where=where,
+            found=f"{found}, and --max-tp {most}",
+            expected=f"at most {most}",
+            remedy="Leave one of the two out.",
+        )
+
 
 __all__ = ["DEFAULT_MARGIN", "Inputs", "SearchSpace", "make_inputs"]
 
@@ -251,3 +323,144 @@ def _number_problems(global_batch_size: int, memory_margin: float) -> Iterator[P
             expected="a share of the memory, at least 0 and below 1",
             remedy="0.05 reserves one twentieth.",
         )
+
+
+# Refuse, before the search, what cannot be planned in ten minutes.
+
+
+MAX_GPUS = 10_000
+"""As many took 369 s on two cores with other work beside it (docs/planner.md)."""
+MAX_LAYERS = 512
+"""Partitioning a device order grows with the square of the layers; 200 on 8 GPUs take 25 s."""
+
+
+def refuse_too_large(inputs: Inputs) -> None:
+    """Raise PlannerInputError with everything that is beyond the limits."""
+    problems = list(_problems(inputs))
+    if problems:
+        raise PlannerInputError("This is too large to be planned", problems)
+
+
+def _problems(inputs: Inputs) -> Iterator[Problem]:
+    if inputs.world_size > MAX_GPUS:
+        yield Problem(
+            where="the cluster",
+            found=f"{inputs.world_size:,} GPUs",
+            expected=f"at most {MAX_GPUS:,}, which take about ten minutes to plan for",
+            remedy="Plan for a part of the cluster, one region or one kind of node, and train one "
+            "job there; or write the plan by hand, and try it with zorse explain.",
+        )
+    if inputs.num_layers > MAX_LAYERS:
+        yield Problem(
+            where="the model",
+            found=f"{inputs.num_layers:,} layers",
+            expected=f"at most {MAX_LAYERS:,}",
+            remedy="Check num_layers; for such a model write the plan by hand, and try it with "
+            "zorse explain.",
+        )
+
+
+# Which tensor-parallel sets a model can be cut for.
+
+
+def may_join(inputs: Inputs, degree: int) -> bool:
+    """Whether sets of so many ranks can hold parts of the model at all."""
+    groups, length = inputs.model.num_query_groups, inputs.model.seq_length
+    most = inputs.space.max_tensor_parallel
+    if inputs.sets is None or groups is None or groups < degree:
+        return False
+    if most is not None and degree > most:
+        return False
+    return not (inputs.sets.sequence_parallel and (length is None or length % degree))
+
+
+def parts_are_equal(inputs: Inputs, degree: int) -> bool:
+    """Whether so many ranks can hold equal parts of everything."""
+    model = inputs.model
+    sizes = (model.num_query_groups, model.ffn_hidden_size, model.vocab_size)
+    return all(size is not None and size % degree == 0 for size in sizes)
+
+
+# The same search on other GPUs: a subset of the cluster's, or one more of a kind.
+
+
+# Machines rarely hold more; where each of a kind's has as many, the new GPU gets a node of its own.
+_MOST_GPUS_OF_A_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLike:
+    """A node of the new cluster."""
+
+    node: int
+    """The node of `inputs` whose links, NICs and host memory it has."""
+    ranks: tuple[int, ...]
+    """Ranks of that node that its GPUs are like, in the order of local ranks."""
+    name: str | None = None
+    """None: that of the other one."""
+
+
+def on_nodes(inputs: Inputs, nodes: Sequence[NodeLike]) -> Inputs:
+    """Return the inputs on a cluster of these nodes; ranks are counted anew."""
+    spec = inputs.spec
+    made = tuple(
+        replace(
+            spec.nodes[each.node],
+            name=each.name or spec.nodes[each.node].name,
+            gpu_kinds=tuple(inputs.kinds[rank] for rank in each.ranks),
+        )
+        for each in nodes
+    )
+    above = {s.name for node in made for s in spec.switches_above(node.switch)}
+    switches = tuple(switch for switch in spec.switches if switch.name in above)
+    new = Topology.of(made, switches, spec.region_links, spec.unequal_shards)
+    origin = [rank for each in nodes for rank in each.ranks]
+    kinds = tuple(inputs.kinds[rank] for rank in origin)
+    return replace(
+        inputs,
+        spec=new,
+        comm=GraphComm(new),
+        kinds=kinds,
+        capacities_bytes=tuple(inputs.capacities_bytes[rank] for rank in origin),
+        host_bytes=tuple(_host_bytes(inputs, nodes)),
+        cluster=ClusterFingerprint(name=inputs.cluster.name, gpu_kinds=kinds),
+    )
+
+
+def on_ranks(inputs: Inputs, ranks: Sequence[int]) -> Inputs:
+    """Return the inputs on these GPUs of the cluster alone."""
+    wanted = set(ranks)
+    parts = [
+        NodeLike(node=node, ranks=part)
+        for node in range(len(inputs.spec.nodes))
+        if (part := tuple(rank for rank in inputs.spec.ranks_of(node) if rank in wanted))
+    ]
+    return on_nodes(inputs, parts)
+
+
+def with_one_more(inputs: Inputs, kind: str) -> tuple[Inputs, str]:
+    """Return the inputs with one more GPU of a kind, and the name of the node that it is in.
+
+    It goes into the smallest node that has the kind, or into a new one like that where all are
+    full.
+    """
+    spec = inputs.spec
+    homes = [at for at, node in enumerate(spec.nodes) if kind in node.gpu_kinds]
+    home = min(homes, key=lambda at: (spec.nodes[at].num_gpus, len(set(spec.nodes[at].gpu_kinds))))
+    like = next(rank for rank in spec.ranks_of(home) if inputs.kinds[rank] == kind)
+    nodes = [NodeLike(node=at, ranks=tuple(spec.ranks_of(at))) for at in range(len(spec.nodes))]
+    if spec.nodes[home].num_gpus < _MOST_GPUS_OF_A_NODE:
+        nodes[home] = replace(nodes[home], ranks=(*nodes[home].ranks, like))
+        return on_nodes(inputs, nodes), spec.nodes[home].name
+    name = f"one more like {spec.nodes[home].name}"
+    nodes.append(NodeLike(node=home, ranks=(like,), name=name))
+    return on_nodes(inputs, nodes), name
+
+
+def _host_bytes(inputs: Inputs, nodes: Sequence[NodeLike]) -> Iterator[int | None]:
+    """What the node has is shared out anew."""
+    for each in nodes:
+        before = [inputs.host_bytes[rank] for rank in inputs.spec.ranks_of(each.node)]
+        known = [part for part in before if part is not None]
+        whole = sum(known) // len(each.ranks) if len(known) == len(before) else None
+        yield from [whole] * len(each.ranks)

@@ -5,8 +5,8 @@ import pickle
 import signal
 import sys
 
-from zorse_megatron.planner.evaluate.gc_paused import gc_paused
-from zorse_megatron.planner.search.worker import SearchWorker
+from zorse_megatron.planner.evaluate import gc_paused
+from zorse_megatron.planner.search.workers import SearchWorker
 
 
 def main() -> None:

@@ -1,1 +1,0 @@
-"""Megatron's command line and configuration under a plan."""

@@ -1,1 +1,0 @@
-"""CPU mode: stock Megatron on a machine without a GPU."""

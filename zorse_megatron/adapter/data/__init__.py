@@ -1,1 +1,0 @@
-"""Data sets and samples: who reads which, in stock's order."""

@@ -1,0 +1,213 @@
+"""Groups whose replicas cut their layers differently: what a rank owns is packed.
+
+Where all replicas of a group hold the same parts, ranks with the same part reduce and gather flat
+buffers (`bucket_groups`). Here no two ranks need have the same buffer. What a rank owns is a list
+of blocks of whole parameters (`schedule.tensor_parallel_parts`), packed into a buffer of its own,
+which is what sums of gradients arrive in, what the optimizer steps, and what checkpoints hold.
+Parameters as layers compute with them are made of it by GATHER (`runtime.part_exchange`).
+
+To the rest it is a chunk of which a rank keeps its shards, with the packed order as the order of
+each parameter's elements. The parameters may stay unsharded, if the list never releases them; the
+packed buffer is beside them then.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
+from zorse_megatron.adapter.parameter_parts import part_of_whole
+from zorse_megatron.plan.plan import Group
+from zorse_megatron.runtime.part_exchange import PartedTensor, gather_from_owners, sum_into_owners
+from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
+from zorse_megatron.schedule.tensor_parallel_parts import (
+    Run,
+    SetParts,
+    TensorPart,
+    owned_blocks,
+    runs_of,
+)
+
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+
+
+class PartedShards(ChunkShards):
+    """The memory of one wrapped chunk, none of which may wait in the host.
+
+    Gathers and reductions are over when they return.
+    """
+
+    def __init__(
+        self, ddp: Any, parted: dict[torch.nn.Parameter, PartedTensor], *, releases: bool
+    ) -> None:
+        """`parted`: each trainable parameter; `releases`: whether the list ever releases."""
+        super().__init__(ddp, buffers=())
+        self.rank = torch.distributed.get_rank()
+        self.parted = parted
+        self.releases = releases
+        self.units = list(_units(ddp.module, parted))
+        self.full = [ShardedBuffer(buffer.param_data, ()) for buffer in ddp.buffers]
+        self.gradients = [ShardedBuffer(buffer.grad_data, ()) for buffer in ddp.buffers]
+        self.values = {p: t.packed(p.detach(), self.rank) for p, t in parted.items()}
+        """What this rank owns of each parameter."""
+        self.sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """And of its gradient, once it has been reduced."""
+        self.on_summed: Callable[[], None] = _nothing
+        """Called within a reduction, when there are gradients and all sums of them."""
+        self._close_gradients()
+
+    # Parameters.
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make the parameters of what their owners have; a collective call of the group."""
+        if self.releases and self.is_unsharded:
+            return
+        for buffer in self.full:
+            buffer.allocate()
+        for unit in self.units:
+            gather_from_owners(
+                [self.parted[p] for p in unit],
+                [self.values[p] for p in unit],
+                [p.data for p in unit],  # whose versions autograd does not watch
+                self.group,
+            )
+
+    def release(self) -> None:
+        """Keep what this rank owns only, if the list ever does."""
+        for buffer in self.full if self.releases else ():
+            buffer.free()
+
+    @contextmanager
+    def owned_in_place(self) -> Iterator[None]:
+        """Have memory where stock's code reads parameters; what it reads is not used."""
+        for buffer in self.full:
+            buffer.allocate()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of what this rank owns of a parameter."""
+        return self.values[parameter][start:stop]
+
+    read = parameter_piece
+
+    @torch.no_grad()
+    def write(
+        self, parameter: torch.nn.Parameter, start: int, stop: int, values: torch.Tensor
+    ) -> None:
+        """Set elements as in `parameter_piece`."""
+        self.values[parameter][start:stop].copy_(values.reshape(-1))
+
+    def num_owned(self, parameter: torch.nn.Parameter) -> int:
+        """Elements that this rank owns of a parameter."""
+        return self.values[parameter].numel()
+
+    def packed(self, parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """What this rank owns, of a value of what it holds."""
+        return self.parted[parameter].packed(local.view(parameter.shape), self.rank)
+
+    def owned_runs(self, parameter: torch.nn.Parameter) -> tuple[Run, ...]:
+        """What this rank owns, as places in the flattened whole parameter."""
+        tensor, at = self.parted[parameter], 0
+        runs: list[Run] = []
+        for block in tensor.owned_by(self.rank):
+            runs += runs_of(block, tensor.part.shape, at)
+            at += block.numel
+        return tuple(runs)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """What parameters take of the device now."""
+        return sum(b.held_bytes for b in self.full) + sum(v.nbytes for v in self.values.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What gradients take of the device now."""
+        return sum(b.held_bytes for b in self.gradients) + sum(v.nbytes for v in self.sums.values())
+
+    # Gradients.
+
+    @torch.no_grad()
+    def start_reduction(self) -> None:
+        """Sum the gradients into what their owners have, and let them go.
+
+        Zeros where no backward was. The stream waits for the sums, so the memory is free behind
+        them, as the simulator has it.
+        """
+        self.open_gradients()
+        for group in self.bucket_groups:
+            group.prepare_gradients()
+        for unit in self.units:
+            gradients: list[Any] = [p.main_grad for p in unit]  # type: ignore[attr-defined]
+            for parameter, gradient in zip(unit, gradients, strict=True):
+                self.sums[parameter] = gradient.new_empty(self.num_owned(parameter))
+            sum_into_owners(
+                [self.parted[p] for p in unit],
+                gradients,
+                [self.sums[p] for p in unit],
+                self.group,
+            )
+        self.on_summed()
+        for buffer in self.gradients:
+            buffer.free()
+        self._reduced = True
+
+    def scale_gradients(self, factor: torch.Tensor | float) -> None:
+        """Multiply what this rank owns of the gradients."""
+        for gradient in self.sums.values():
+            gradient.mul_(factor)
+
+    def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of what this rank owns of a parameter's gradient."""
+        return self.sums[parameter][start:stop]
+
+    def _close_gradients(self) -> None:
+        super()._close_gradients()
+        self.sums = {}
+
+
+def _nothing() -> None:
+    pass
+
+
+def parted_tensor(
+    group: Group, name: str, mine: TensorPart, axis: int | None, *, is_gated: bool
+) -> PartedTensor:
+    """A parameter of a group whose replicas cut it differently.
+
+    `name`: in the model; `mine`: what this rank holds; `axis`: that which is cut.
+    """
+    replicas = [
+        {
+            rank: part_of_whole(
+                name,
+                mine.shape,
+                axis,
+                SetParts.of(replica),
+                is_gated=is_gated,
+                index=index,
+            )
+            for index, rank in enumerate(replica.ranks)
+        }
+        for replica in group.replicas
+    ]
+    weights = [replica.shard_weight for replica in group.replicas]
+    return PartedTensor(part=mine, blocks=owned_blocks(replicas, weights))
+
+
+def _units(
+    model: torch.nn.Module, parted: dict[torch.nn.Parameter, PartedTensor]
+) -> Iterator[Sequence[torch.nn.Parameter]]:
+    """Parameters that are exchanged together, of one type: a layer, or what is in none."""
+    units: dict[tuple[str, torch.dtype], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter in parted:
+            layer = _LAYER.search(name)
+            units.setdefault((layer[0] if layer else "", parameter.dtype), []).append(parameter)
+    return iter(units.values())

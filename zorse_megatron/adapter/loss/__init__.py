@@ -1,1 +1,0 @@
-"""The loss: its scale, who knows it, and who prints it."""

@@ -1,0 +1,386 @@
+"""What a run holds on its device and in host memory, asked of Megatron's objects."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.core.utils import unwrap_model
+from torch.autograd.graph import saved_tensors_hooks
+
+from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.costs.model_memory import LayerActivations
+from zorse_megatron.gpus.gpu import FLASH_FROM, Attention
+from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.plan.plan import Offload
+from zorse_megatron.runtime.executor import Executor
+from zorse_megatron.runtime.host_budget import most_away
+from zorse_megatron.runtime.host_link import HostLink, HostMemoryFull, host_bytes_of
+from zorse_megatron.runtime.memory_ledger import MemoryLedger, out_of_host_memory
+from zorse_megatron.runtime.offload import ActivationOffload
+from zorse_megatron.schedule.actions import Action
+from zorse_megatron.schedule.transfer_windows import offloaded_gradients
+
+# What a training run under a plan holds on the device, asked of Megatron's objects.
+
+
+def parameter_bytes(models: Mapping[int, Any]) -> int:
+    """Parameters as they are computed with: unsharded, or shards."""
+    return sum(
+        model.shards.parameter_bytes
+        if model.shards is not None
+        else sum(_storage_bytes(buffer.param_data) for buffer in model.buffers)
+        for model in models.values()
+    )
+
+
+def gradient_bytes(models: Mapping[int, Any]) -> int:
+    """Gradients as they are accumulated: unsharded, or shards."""
+    return sum(
+        model.shards.gradient_bytes
+        if model.shards is not None
+        else sum(_storage_bytes(buffer.grad_data) for buffer in model.buffers)
+        for model in models.values()
+    )
+
+
+def copied_gradient_bytes(optimizers: list[Any]) -> int:
+    """Copies in fp32, for a step, of gradients that are accumulated in 16 bits."""
+    return sum(
+        shard.grad.nbytes
+        for optimizer in optimizers
+        for chunk, _, _, shard in optimizer.owned_shards()
+        if shard.grad is not None and any(b.grad_dtype != torch.float32 for b in chunk.buffers)
+    )
+
+
+def reduction_bytes(models: Mapping[int, Any]) -> int:
+    """What reductions under way hold beside the gradients: 16-bit messages."""
+    return sum(model.reduction_bytes for model in models.values())
+
+
+def state_bytes(optimizers: list[Any]) -> int:
+    """Main parameters, where they are others than the parameters, and moments.
+
+    Of state that waits in the host what is on the device.
+    """
+    storages: dict[int, int] = {}
+    for optimizer in optimizers:
+        for _, parameter, _, shard in optimizer.owned_shards():
+            held = [v for v in optimizer.optimizer.state[shard].values() if _is_large(v)]
+            if parameter.dtype != torch.float32:
+                held.append(shard)
+            for tensor in held:
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    passing = [o.host_state.passing_bytes for o in optimizers if o.host_state is not None]
+    return sum(storages.values()) + sum(passing)
+
+
+class KeptActivations:
+    """Counts what forwards keep for their backwards, by storage, also while an action runs.
+
+    A saved tensor counts from when autograd saves it until it drops it: what a backward computes
+    again counts while it is there, layer by layer.
+    """
+
+    def __init__(
+        self, is_parameter: Callable[[int], bool], offload: ActivationOffload | None
+    ) -> None:
+        self.is_parameter = is_parameter
+        self.offload = offload
+        self._holders: Counter[int] = Counter()
+        """Storage (by identity) -> saved tensors that hold it."""
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._sizes: dict[int, int] = {}
+        self._held_bytes = 0
+        self._highest_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device now."""
+        return self._held_bytes - self._away_bytes()
+
+    def highest_bytes(self) -> int:
+        """On the device at most since the last call."""
+        now = self.num_bytes
+        highest, self._highest_bytes = max(now, self._highest_bytes), now
+        return highest
+
+    @contextmanager
+    def counting(self, key: tuple[int, int] | None = None) -> Iterator[None]:
+        """Count what computations within the block save; `key`: for it to wait in the host."""
+        away_bytes = self._away_bytes()
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept = tensor.detach()
+            if not self.is_parameter(tensor.untyped_storage().data_ptr()):
+                self.hold(kept, away_bytes=away_bytes)
+            return kept
+
+        if key is not None and self.offload is not None:
+            with self.offload.keeping(key, keep):
+                yield
+        else:
+            with saved_tensors_hooks(keep, lambda tensor: tensor):
+                yield
+
+    def hold(self, tensor: torch.Tensor, *, away_bytes: int | None = None) -> None:
+        """Count a tensor's storage for as long as the tensor lives."""
+        storage = tensor.untyped_storage()
+        identity = storage._cdata
+        if not self._holders[identity]:
+            self._sizes[identity] = storage.nbytes()
+            self._held_bytes += storage.nbytes()
+        self._holders[identity] += 1
+        watch = id(tensor)
+        self._watched[watch] = weakref.ref(tensor, lambda _: self._drop(watch, identity))
+        away_bytes = self._away_bytes() if away_bytes is None else away_bytes
+        self._highest_bytes = max(self._highest_bytes, self._held_bytes - away_bytes)
+
+    def _drop(self, watch: int, identity: int) -> None:
+        del self._watched[watch]
+        self._holders[identity] -= 1
+        if not self._holders[identity]:
+            del self._holders[identity]
+            self._held_bytes -= self._sizes.pop(identity)
+
+    def _away_bytes(self) -> int:
+        away = self.offload.away if self.offload is not None else {}
+        return sum(m.num_bytes for memories in away.values() for m in memories if m.is_away)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
+
+
+def make_ledger(
+    executor: Executor,
+    models: Mapping[int, Any],
+    optimizers: list[Any],
+    *,
+    rank: int,
+    device: torch.device,
+    activation_bytes: Callable[[], int],
+    link: HostLink | None,
+    watches: bool,
+    limit_bytes: int | None,
+) -> MemoryLedger:
+    """The ledger of a rank; `watches`: whether to sample after every action."""
+    on_gpu = device.type == "cuda"
+    return MemoryLedger(
+        {
+            "parameters": partial(parameter_bytes, models),
+            "gradients": lambda: gradient_bytes(models) + copied_gradient_bytes(optimizers),
+            "optimizer state": partial(state_bytes, optimizers),
+            "activations": activation_bytes,
+            "buffers": lambda: executor.message_bytes + reduction_bytes(models),
+        },
+        rank=rank,
+        samples=watches,
+        limit_bytes=limit_bytes,
+        allocated=partial(torch.cuda.max_memory_allocated, device) if on_gpu else None,
+        in_host=lambda: dict(link.held) if link is not None else {},
+    )
+
+
+def watch_logits(models: list[Any], kept: KeptActivations) -> None:
+    """Count logits while the loss is made of them: nothing saves them for a backward."""
+    for model in models:
+        head = getattr(unwrap_model(model), "output_layer", None)
+        if head is not None:
+            head.register_forward_hook(lambda _head, _inputs, outputs: kept.hold(outputs[0]))
+
+
+@contextmanager
+def before_first_step(rank: int, link: HostLink | None) -> Iterator[None]:
+    """Say of what is sent to the host within the block where there is no room for it."""
+    try:
+        yield
+    except HostMemoryFull as full:
+        waiting = link.held if link is not None else {}
+        raise out_of_host_memory(full, rank=rank, waiting=waiting) from full
+
+
+def is_parameter(models: list[Any], address: int) -> bool:
+    """Whether the storage at `address` is that of parameters of wrapped models."""
+    return any(
+        buffer.param_data.untyped_storage().data_ptr() == address
+        for model in models
+        for buffer in model.buffers
+    )
+
+
+# What forwards keep in host memory, from the sizes in Megatron's config.
+#
+# With full recomputation that is known: the layers' inputs. Of other layers it is the memory
+# model's list (`costs.model_memory`), which the simulator has, too: kernels may keep a little more
+# or less.
+
+
+_FLOAT32_BYTES = 4
+
+
+def kept_bytes_by_chunk(
+    models: Mapping[int, Any],
+    *,
+    samples: int,
+    seq_length: int,
+    element_bytes: int,
+    logits: int,
+    last_chunk: int,
+    pinned: bool,
+) -> dict[int, int]:
+    """Chunk -> bytes of host blocks that one micro-batch of it takes.
+
+    `samples`: of a micro-batch; `logits`: of a token, on this rank; `pinned`: whether the host's
+    memory is pinned, as for a GPU.
+    """
+
+    def blocks(sizes: tuple[int, ...]) -> int:
+        return sum(host_bytes_of(samples * size, pinned=pinned) for size in sizes)
+
+    found = {}
+    for chunk, model in models.items():
+        layers = [each for each in model.modules() if isinstance(each, BaseTransformerLayer)]
+        found[chunk] = 0
+        if layers:
+            config = layers[0].config
+            layer = _layer(config, seq_length=seq_length, element_bytes=element_bytes)
+            split = {
+                "tensor_parallel": config.tensor_model_parallel_size,
+                "sequence_parallel": config.sequence_parallel,
+            }
+            again = num_recomputed(config, len(layers))
+            is_selective = config.recompute_granularity == "selective"
+            rest: RecomputeMode = "selective" if is_selective else "none"
+            boundary = blocks(layer.tensor_bytes("full", **split))
+            found[chunk] = again * boundary
+            found[chunk] += (len(layers) - again) * blocks(layer.tensor_bytes(rest, **split))
+            if chunk == 0 and config.hidden_dropout:  # the embedding's
+                found[chunk] += boundary
+            if chunk == last_chunk:
+                # The final norm keeps its input, the head that of its matrix, the loss a softmax.
+                found[chunk] += 2 * boundary + blocks((_FLOAT32_BYTES * seq_length * logits,))
+    return found
+
+
+def num_recomputed(config: Any, num_layers: int) -> int:
+    """Layers that keep their input only, as in `megatron.core.recompute.checkpointed_forward`.
+
+    "uniform" is all of them.
+    """
+    if config.recompute_granularity != "full":
+        return 0
+    if config.recompute_method != "block":
+        return num_layers
+    return min(num_layers, config.recompute_num_layers)
+
+
+def _layer(config: Any, *, seq_length: int, element_bytes: int) -> LayerActivations:
+    attention = _attention(config, element_bytes)
+    return LayerActivations(
+        model=_shape(config, seq_length),
+        element_bytes=element_bytes,
+        attention=attention,
+        hidden_dropout=bool(config.hidden_dropout),
+        attention_dropout=bool(config.attention_dropout),
+        softmax_in_fp32=bool(config.attention_softmax_in_fp32),
+        modules=tuple(config.recompute_modules or ("core_attn",)),
+    )
+
+
+def _shape(config: Any, seq_length: int) -> ModelShape:
+    """A layer's sizes; the rest does not matter to what it keeps."""
+    is_relu = config.activation_func is torch.nn.functional.relu
+    return ModelShape(
+        name="config",
+        num_layers=1,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        vocab_size=1,
+        seq_length=seq_length,
+        activation="swiglu" if config.gated_linear_unit else "relu" if is_relu else "gelu",
+    )
+
+
+def _attention(config: Any, element_bytes: int) -> Attention:
+    """As `costs.analytic_compute.attention_on` says it of a kind of GPU."""
+    is_asked = config.attention_backend not in (AttnBackend.unfused, AttnBackend.local)
+    has_te = config.transformer_impl == "transformer_engine"
+    runs = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FLASH_FROM
+    return "flash" if runs and has_te and is_asked and element_bytes < _FLOAT32_BYTES else "unfused"
+
+
+# What a plan's offload settings put into host memory, asked of Megatron's objects.
+
+
+# Adam's; main parameters are float32, too.
+_NUM_MOMENTS = 2
+
+
+def host_need(
+    offload: Offload,
+    models: Mapping[int, Any],
+    optimizers: Sequence[Any],
+    *,
+    actions: Sequence[Action],
+    kept_bytes: Callable[[], Mapping[int, int]],
+    pinned: bool,
+) -> dict[str, int]:
+    """Category -> bytes that wait in the host at most, of one rank; before the first step.
+
+    `models`: chunk -> wrapped model; `kept_bytes`: makes chunk -> what a micro-batch of it keeps
+    there; `pinned`: whether the host's memory is pinned, as for a GPU.
+    """
+    need = dict.fromkeys(("parameters", "optimizer state", "gradients", "activations"), 0)
+    if offload.parameters:
+        need["parameters"] = sum(
+            host_bytes_of(buffer.num_owned * buffer.full.element_size(), pinned=pinned)
+            for model in models.values()
+            if model.shards is not None
+            for buffer in model.shards.parameters
+        )
+    if offload.gradients:
+        away = offloaded_gradients(actions)
+        need["gradients"] = sum(
+            host_bytes_of(buffer.num_owned * buffer.full.element_size(), pinned=pinned)
+            for chunk, model in models.items()
+            for buffer in (model.shards.gradients if chunk in away else ())
+        )
+    if offload.optimizer_state:
+        need["optimizer state"] = _state_bytes(models, optimizers, pinned=pinned)
+    if offload.activations:
+        need["activations"] = most_away(actions, kept_bytes())
+    return need
+
+
+def main_bytes(optimizers: Sequence[Any]) -> int:
+    """Main parameters, which are in the host from when they are made if optimizer state waits."""
+    owned = [each for optimizer in optimizers for each in optimizer.owned_shards()]
+    return sum(main.nbytes for _, parameter, _, main in owned if parameter.dtype != torch.float32)
+
+
+def _state_bytes(models: Mapping[int, Any], optimizers: Sequence[Any], *, pinned: bool) -> int:
+    """Moments and main parameters: a flat block of each, by chunk (see `HostState`)."""
+    total = 0
+    for optimizer in optimizers:
+        for model in models.values():
+            owned = [(p, s) for c, p, _, s in optimizer.owned_shards() if c is model]
+            elements = sum(shard.numel() for _, shard in owned)
+            main = sum(s.numel() for p, s in owned if p.dtype != torch.float32)
+            blocks = [elements] * _NUM_MOMENTS + [main]
+            total += sum(host_bytes_of(_FLOAT32_BYTES * block, pinned=pinned) for block in blocks)
+    return total

@@ -1,1 +1,0 @@
-"""What a run holds on its device and in host memory."""

@@ -1,0 +1,263 @@
+"""Unequal parts of a tensor-parallel set: sizes, and ranks without heads or rows.
+
+Megatron's layers divide numbers of heads, groups, columns and rows by the ranks of the set. A rank
+that holds n of them is told n times the number of ranks, so that all of its own divisions, in its
+layers and in Transformer Engine's, come to n. What is left are the rows of the vocabulary, of which
+a rank must know the first one: stock takes it that all ranks before have as many.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.training.models.gpt import default_layer_spec
+
+from zorse_megatron.adapter.checkpoint.saved_parameters import saved_as_nothing
+from zorse_megatron.adapter.groups.global_groups import presented
+from zorse_megatron.adapter.parameter_parts import mark_unit
+from zorse_megatron.adapter.patches import under_plan
+from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
+from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.runtime.mailbox import SetPlace
+
+
+class LocalSizes:
+    """What one rank's model config says, and what the model is."""
+
+    def __init__(self, model_config: Any, place: SetPlace) -> None:
+        """`model_config`: the script's (`cfg_container.model`), as for the whole model."""
+        self.config, self.place = model_config, place
+        transformer = model_config.transformer
+        groups = transformer.num_query_groups
+        heads = transformer.num_attention_heads // groups
+        local_groups = self._told("kv_groups", groups)
+        layer_spec = model_config.transformer_layer_spec
+        if not local_groups:  # a number that stock divides by: it is told one group per rank
+            local_groups = place.degree
+            layer_spec = layer_spec_without_heads(layer_spec)
+        self._transformer: dict[str, Any] = {
+            "num_query_groups": local_groups,
+            "num_attention_heads": local_groups * heads,
+            "ffn_hidden_size": self._told("mlp_columns", transformer.ffn_hidden_size),
+            # They get a single process's weights; stock cannot initialise none on the CPU.
+            "perform_initialization": False,
+        }
+        if not self._transformer["ffn_hidden_size"]:
+            # Fused activations cannot reshape what has no columns, and have nothing to do.
+            self._transformer["bias_activation_fusion"] = False
+        self._model = {
+            "vocab_size": self._told("vocabulary_rows", model_config.vocab_size),
+            "transformer_layer_spec": layer_spec,
+        }
+
+    def _told(self, kind: Any, whole: int) -> int:
+        start, stop = self.place.parts.interval(kind, self.place.index, whole)
+        return (stop - start) * self.place.degree
+
+    def show(self) -> None:
+        """Let the config say, from now on, this rank's sizes."""
+        self._whole = []
+        for config, sizes in self._told_sizes():
+            self._whole.append((config, {name: getattr(config, name) for name in sizes}))
+            for name, value in sizes.items():
+                setattr(config, name, value)
+
+    def whole(self) -> AbstractContextManager[Any]:
+        """Within the block, the config says the sizes of the whole model."""
+        stack = ExitStack()
+        for config, sizes in self._whole:
+            for name, value in sizes.items():
+                stack.enter_context(presented(config, name, value))
+        return stack
+
+    def _told_sizes(self) -> list[tuple[Any, dict[str, Any]]]:
+        return [(self.config.transformer, self._transformer), (self.config, self._model)]
+
+
+def size_hooks(place: SetPlace | None) -> Replacements:
+    """What Megatron asks of sizes beside the config, on a rank with other parts than its set's."""
+    hooks: dict[Rebinding, Make] = {}
+    if place is None:
+        return hooks
+    if place.parts.units("vocabulary_rows") is not None:
+        hooks[under_plan.VOCAB_RANGE] = partial(_with_own_rows, place)
+    if not place.parts.has_any("vocabulary_rows", place.index):
+        hooks[under_plan.LOOK_UP] = looking_up_nothing
+        hooks[under_plan.LOSS] = without_a_logit
+    if not place.parts.has_any("mlp_columns", place.index):
+        hooks[under_plan.SPLIT_GATE] = saved_as_nothing
+    return hooks
+
+
+def _with_own_rows(place: SetPlace, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `VocabUtility.vocab_range_from_per_partition_vocab_size`, for a rank of a set."""
+    rows = place.parts.units("vocabulary_rows")
+    assert rows is not None, "equal rows are stock's own"
+
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> Any:
+        if world_size != place.degree:  # the whole model is built on one rank
+            return stock(per_partition_vocab_size, rank, world_size)
+        # Without rows there is a logit of none of them (`unequal_parts`).
+        start = sum(rows[:rank])
+        return start, start + rows[rank]
+
+    return vocab_range_from_per_partition_vocab_size
+
+
+# Attention on a rank that holds no KV group.
+#
+# The rank has nothing to attend with, but it takes part in what the others of its set sum: forward
+# the output of the projection, to which it adds zeros, and backward the gradient of the input, or
+# with sequence parallelism their gathers and reduce-scatters. Megatron's two linear layers do all
+# of that with no rows and no columns, so the class is those two and nothing between them.
+
+
+class SelfAttentionWithoutHeads(SelfAttention):
+    """`SelfAttention` whose projections have no rows and no columns; core attention is not run.
+
+    The config says one KV group for each rank of the set, which tells how large one would be.
+    """
+
+    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(
+            config,
+            replace(
+                submodules,
+                linear_qkv=partial(_without_rows, submodules.linear_qkv),
+                linear_proj=partial(_without_columns, submodules.linear_proj),
+            ),
+            *args,
+            **kwargs,
+        )
+
+    def forward(self, hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:
+        """[sequence, samples, hidden], and the bias that is added after the sum."""
+        nothing, _ = self.linear_qkv(hidden_states)
+        return self.linear_proj(nothing)
+
+
+def _without_rows(
+    build: Callable[..., Any], input_size: int, output_size: int, **kwargs: Any
+) -> Any:
+    linear = build(input_size, 0, **kwargs)
+    mark_unit(linear, output_size // kwargs["tp_group"].size())
+    return linear
+
+
+def _without_columns(
+    build: Callable[..., Any], input_size: int, output_size: int, **kwargs: Any
+) -> Any:
+    linear = build(0, output_size, **kwargs)
+    mark_unit(linear, input_size // kwargs["tp_group"].size())
+    return linear
+
+
+def layer_spec_without_heads(given: Any) -> Callable[..., Any]:
+    """What takes the place of a model config's `transformer_layer_spec`, which is `given`."""
+
+    def transformer_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
+        if given is None:
+            spec = default_layer_spec(model_config, vp_stage)
+        elif isinstance(given, ModuleSpec) or not callable(given):
+            spec = copy.deepcopy(given)
+        elif "vp_stage" in inspect.signature(given).parameters:  # as `GPTModelBuilder` asks
+            spec = given(model_config, vp_stage=vp_stage)
+        else:
+            spec = given(model_config)
+        for layer in getattr(spec, "layer_specs", [spec]):
+            _leave_out_heads(layer)
+        return spec
+
+    return transformer_layer_spec
+
+
+def _leave_out_heads(layer: Any) -> None:
+    attention = layer.submodules.self_attention
+    if attention.module is not SelfAttention:
+        raise PlanError(
+            "The plan has a rank without KV groups",
+            [
+                Problem(
+                    where="the layers of the model",
+                    found=f"attention of class {attention.module}",
+                    expected="Megatron's SelfAttention",
+                    remedy="Give each rank of a set at least one KV group.",
+                )
+            ],
+        )
+    attention.module = SelfAttentionWithoutHeads
+
+
+# Embedding and loss on a rank that holds no row of the vocabulary.
+#
+# Megatron's lookup needs a row, and its cross entropy a logit for each token. Both get one that
+# changes nothing: a row of zeros, whose result is masked as that of every row that another rank
+# has, and a logit of minus infinity, which is no maximum and adds nothing to the sum. The sums over
+# the set, forward and backward, are Megatron's own.
+
+
+def looking_up_nothing(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap `VocabParallelEmbedding.forward`."""
+
+    def forward(self: Any, input_: torch.Tensor) -> torch.Tensor:
+        return stock(self if len(self.weight) else _WithRow(self), input_)
+
+    return forward
+
+
+class _WithRow:
+    """A `VocabParallelEmbedding` as it would be with a row of zeros."""
+
+    def __init__(self, embedding: Any) -> None:
+        self._embedding = embedding
+        # Made of the weight, so that backwards take part in what the set gathers there.
+        self.weight = F.pad(embedding.weight, (0, 0, 0, 1))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._embedding, name)
+
+
+def without_a_logit(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap `LanguageModule.compute_language_model_loss`."""
+
+    def compute_language_model_loss(
+        self: Any, labels: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        if not logits.shape[-1]:
+            logits = F.pad(logits, (0, 1), value=-torch.inf)
+        return stock(self, labels, logits)
+
+    return compute_language_model_loss
+
+
+# torch's own norms under sequence parallelism.
+#
+# A norm works position by position, so it needs nothing to run on a part of the sequence; its
+# weights must only be marked as having seen a part (`adapter.data_parallel.buckets`). Stock marks
+# Apex's and Transformer Engine's norms, and refuses torch's, which `--transformer-impl local` has
+# without Apex.
+
+
+def with_sequence_parallelism(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `WrappedTorchNorm.__new__`."""
+
+    def new_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return stock(cls, config, *args, **kwargs)
+        with presented(config, "sequence_parallel", False):
+            norm = stock(cls, config, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return new_norm

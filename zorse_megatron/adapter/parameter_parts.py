@@ -1,0 +1,91 @@
+"""What a rank of a tensor-parallel set holds of each parameter of its model.
+
+Megatron's layers mark the axis along which a parameter is cut. How they cut it is theirs to know:
+`ColumnParallelLinear` and `VocabParallelEmbedding` give each rank consecutive rows, which for the
+fused QKV projection are whole KV groups; the fused gate and up projection of a gated MLP has a part
+of each (`MLP.__init__`, stride 2); `RowParallelLinear` gives consecutive columns.
+"""
+
+from typing import Any
+
+import torch
+
+from zorse_megatron.runtime.mailbox import SetPlace
+from zorse_megatron.schedule.tensor_parallel_parts import SetParts, TensorPart, UnitKind, cut_part
+
+_GATED = "mlp.linear_fc1."
+_UNIT = "zorse_unit"
+
+
+def held_part(
+    name: str, parameter: torch.Tensor, parts: SetParts, *, is_gated: bool, index: int
+) -> TensorPart:
+    """What rank `index` of a set with these parts holds as `parameter`; `name`: in the model."""
+    shape, axis = list(parameter.shape), cut_axis(parameter)
+    if axis is not None:
+        kind, blocks = kind_of(name), _blocks(name, is_gated)
+        if parts.has_any(kind, index):
+            shape[axis] = parts.whole_length(kind, index, shape[axis])
+        else:
+            units = parts.units(kind) or ()
+            shape[axis] = blocks * sum(units) * getattr(parameter, _UNIT, 1)
+    return part_of_whole(name, shape, axis, parts, is_gated=is_gated, index=index)
+
+
+def held_parts(
+    module: torch.nn.Module, config: Any, place: SetPlace | None
+) -> dict[torch.nn.Parameter, TensorPart]:
+    """What a rank holds of each parameter of `module`; `place`: None of a rank without a set."""
+    index, parts = (0, SetParts(degree=1)) if place is None else (place.index, place.parts)
+    is_gated = bool(config.gated_linear_unit)
+    return {
+        parameter: held_part(name, parameter, parts, is_gated=is_gated, index=index)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def mark_unit(module: torch.nn.Module, length: int) -> None:
+    """Note of cut parameters without elements how long a KV group's part of the axis would be.
+
+    A unit of all others is one row or column.
+    """
+    for parameter in module.parameters():
+        if cut_axis(parameter) is not None:
+            setattr(parameter, _UNIT, length)
+
+
+def part_of_whole(
+    name: str, shape: Any, axis: int | None, parts: SetParts, *, is_gated: bool, index: int
+) -> TensorPart:
+    """The same, from the shape of the whole parameter."""
+    if axis is None:
+        return TensorPart(shape=tuple(shape), axis=None)
+    blocks = _blocks(name, is_gated)
+    return cut_part(shape, axis, parts, kind_of(name), index=index, blocks=blocks)
+
+
+def _blocks(name: str, is_gated: bool) -> int:
+    return 2 if is_gated and _GATED in name else 1
+
+
+def kind_of(name: str) -> UnitKind:
+    """What a cut parameter of this name is cut by."""
+    if "self_attention." in name:
+        return "kv_groups"
+    return "mlp_columns" if "mlp." in name else "vocabulary_rows"
+
+
+def cut_axis(parameter: torch.Tensor) -> int | None:
+    """The axis along which sets cut a parameter; None where each rank has the whole."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    axis: int = parameter.partition_dim  # type: ignore[attr-defined]
+    return axis
+
+
+def taken(whole: torch.Tensor, part: TensorPart) -> torch.Tensor:
+    """What a rank holds, of the values of the whole."""
+    if part.axis is None:
+        return whole
+    pieces = part.pieces or ((0, 0),)
+    return torch.cat([whole.narrow(part.axis, a, b - a) for a, b in pieces], dim=part.axis)

@@ -1,1 +1,0 @@
-"""Values of parameters: those behind 16-bit ones, and those that two chunks share."""

@@ -1,1 +1,0 @@
-"""What a run writes for programs to read."""

@@ -1,0 +1,151 @@
+"""Each replica reads exactly its samples of Megatron's global order, where chunks need them.
+
+Stock's own sampler, told that it is the only data-parallel rank, yields the order in which a
+single process would consume the data set. That stream is cut into global batches, and of each
+global batch a replica takes the intervals that its plan gives it. So every plan consumes the same
+samples in the same step as a single process, for every sampler that stock has.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any
+
+import torch
+import torch.utils.data
+from megatron.core import parallel_state
+from megatron.training import get_args
+
+from zorse_megatron.adapter.groups.global_groups import (
+    first_stage,
+    one_data_parallel_rank,
+    presented,
+)
+from zorse_megatron.runtime.batch_sampler import Course, PlanBatchSampler
+
+LoaderBuilder = Callable[[Any, int], Any]
+
+
+def plan_loader_builder(
+    stock: LoaderBuilder, *, global_batch_size: int, course: Course
+) -> LoaderBuilder:
+    """Wrap stock's `build_pretraining_data_loader` so that its loaders follow the plan.
+
+    `course`: of the training, whose loader stock builds first; evaluations stay as the plan's file
+    has them.
+    """
+    courses = chain([course], (Course(course.at(0)) for _ in count()))
+
+    def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
+        with one_data_parallel_rank():
+            loader = stock(dataset, consumed_samples)
+        own = next(courses)
+        if loader is None or not own.at(0):
+            return loader
+        sampler: Any = PlanBatchSampler(
+            loader.batch_sampler,
+            global_batch_size=global_batch_size,
+            course=own,
+        )
+        # A loader's sampler cannot be replaced, so the loader is built again around ours.
+        return torch.utils.data.DataLoader(
+            loader.dataset,
+            batch_sampler=sampler,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            persistent_workers=loader.persistent_workers,
+            worker_init_fn=loader.worker_init_fn,
+            collate_fn=loader.collate_fn,
+        )
+
+    return build_pretraining_data_loader
+
+
+def datasets_on_rank_0(stock: Callable[..., Any], *, rank: int) -> Callable[..., Any]:
+    """Wrap stock's `build_train_valid_test_datasets`: rank 0 builds whatever stage it is on.
+
+    Stock takes it for granted that rank 0 is on the first stage: rank 0 alone writes the index
+    files that the others read, and decides for all whether there is anything to train on.
+    """
+
+    def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
+        with first_stage() if rank == 0 else nullcontext():
+            return stock(*args, **kwargs)
+
+    return build_train_valid_test_datasets
+
+
+# Which chunks read samples, and how packed ones travel between chunks.
+#
+# Stock lets the first stage read tokens and the last one labels. Two kinds of samples say more,
+# which every layer must know to compute what a single process computes: where documents end
+# (`--reset-attention-mask`; stock's middle stages attend across documents instead), and how
+# sequences are packed (`--sft`, `--dataloader-inter-document-masking`). With them every chunk reads
+# samples.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleKind:
+    """What the command's samples are like."""
+
+    are_packed: bool = False
+    """Whether a micro-batch is one long sequence (Megatron's "thd" format)."""
+    every_chunk_reads: bool = False
+    means_are_averaged: bool = False
+    """Whether stock's `evaluate` averages means of micro-batches."""
+
+
+def sample_kind(args: Namespace) -> SampleKind:
+    """The kind of sample that stock's parsed arguments ask for."""
+    packed = bool(args.sft or args.dataloader_inter_document_masking)
+    masks = args.reset_attention_mask and args.create_attention_mask_in_dataloader
+    return SampleKind(
+        are_packed=packed,
+        every_chunk_reads=bool(packed or masks),
+        means_are_averaged=bool(args.sft),
+    )
+
+
+def with_middle_chunks(stock: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Wrap stock's `is_first_or_last_pipeline_stage`, by which scripts decide who reads."""
+
+    def is_first_or_last_pipeline_stage(vp_stage: Any) -> bool:
+        return sample_kind(get_args()).every_chunk_reads or stock(vp_stage)
+
+    return is_first_or_last_pipeline_stage
+
+
+def counting_each_chunk(
+    stock: Callable[[], Any], *, loop: Any, num_chunks: int, device: torch.device
+) -> Callable[[], Any]:
+    """Wrap stock's `consume_seqlen_stats_in_iteration`, which sums over all ranks.
+
+    `loop`: the module that keeps the sums. Stock divides by its stages, each of which has counted
+    every sequence; here chunks have. And a rank without micro-batches has counted nothing, so it
+    would not take part.
+    """
+
+    def consume_seqlen_stats_in_iteration() -> Any:
+        if loop._seqlen_stats_in_iteration is None:
+            loop._seqlen_stats_in_iteration = torch.zeros(2, dtype=torch.float64, device=device)
+        loop._seqlen_stats_active = True
+        with presented(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", num_chunks):
+            return stock()
+
+    return consume_seqlen_stats_in_iteration
+
+
+def one_sequence(activation: torch.Tensor) -> torch.Tensor:
+    """[sequence, samples, hidden] as the layers of packed samples have it: [tokens, 1, hidden].
+
+    Samples follow one another, as in `flatten_batch_for_packed_sequences`.
+    """
+    return activation.transpose(0, 1).reshape(-1, 1, activation.shape[2])
+
+
+def by_samples(activation: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """The inverse of `one_sequence`; contiguous."""
+    shape = (num_samples, -1, activation.shape[2])
+    return activation.reshape(shape).transpose(0, 1).contiguous()

@@ -1,1 +1,0 @@
-"""What ranks tell each other of their speed, and what comes of it."""

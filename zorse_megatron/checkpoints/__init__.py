@@ -1,1 +1,0 @@
-"""Checkpoint directories: which are complete, and which one training resumes from."""

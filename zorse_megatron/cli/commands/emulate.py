@@ -1,0 +1,587 @@
+"""`zorse emulate` and `compare`: train on an emulated cluster; compare stock, baselines and
+ours.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from zorse_megatron.cli.console import (
+    CommandError,
+    failure_as_json,
+    part_of,
+    print_answer,
+    print_plain,
+    reported_errors,
+    waiting,
+)
+from zorse_megatron.cli.gpu_selection import CostsOf, find
+from zorse_megatron.cli.options import (
+    DEFAULT_MARGIN,
+    AsJson,
+    ClusterFile,
+    Iterations,
+    Margin,
+    PlanFile,
+    PlannedWorkload,
+    WorkloadOptions,
+    is_given,
+    with_bundles,
+)
+from zorse_megatron.cli.perturbed import SlowGpus, SlowIterations
+from zorse_megatron.cli.plan_options import UseAll, strategy_named
+from zorse_megatron.cli.simulated import simulated
+from zorse_megatron.cli.workload_costs import (
+    WorkloadCosts,
+    costs_for_plan,
+    costs_of_workload,
+    needed_batch_size,
+)
+from zorse_megatron.errors import Problem
+from zorse_megatron.extras import refuse_without
+from zorse_megatron.files.read_write import NotWritten
+from zorse_megatron.files.wording import duration, figure, percent
+from zorse_megatron.files.writable import folder_problems
+from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.rank_placement import refuse_other_cluster
+from zorse_megatron.launch.stock_command import without_layout
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.schedule.lower import refuse_unsupported
+
+if TYPE_CHECKING:
+    from zorse_megatron.emulate.compare import ComparedSystem, ComparisonReport, Planned, Result
+    from zorse_megatron.emulate.emulator import EmulatedRun, System
+    from zorse_megatron.emulate.tiny_model import TinyTraining
+    from zorse_megatron.planner.baselines.stock_layouts import Grid
+    from zorse_megatron.planner.outcome import Strategy
+    from zorse_megatron.simulate.assumptions import Framework, Perturbation
+    from zorse_megatron.simulate.result import SimulationResult
+
+
+MAX_RANKS = 32
+"""A workstation does not fit more processes than this."""
+NOTE = (
+    "the emulation shares its costs with the planner: it validates schedule, order, overlap "
+    "and runtime, not the profile"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedTraining:
+    """One job, and what is simulated beside it."""
+
+    costs: WorkloadCosts
+    system: "System"
+    plan: Plan
+    """What is simulated, on GPUs in the order of `simulated_on`."""
+    simulated_on: WorkloadCosts
+    framework: "Framework | None" = None
+
+    def simulated(self, source: str) -> "SimulationResult":
+        """One iteration as the simulator has it."""
+        costs, framework = self.simulated_on, self.framework
+        return simulated(self.plan, costs, source=source, framework=framework)
+
+    def training(self, iterations: int) -> "TinyTraining":
+        """Of the tiny model."""
+        from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining
+
+        model, computing = self.costs.workload.model, self.costs.workload.computing
+        return TinyTraining(
+            model=model,
+            global_batch_size=self.plan.global_batch_size,
+            iterations=iterations,
+            recompute=None if self.system.plan is None else computing.recompute,
+            shape=TinyShape.of(model, [self.plan]),
+            sequence_parallel=computing.sequence_parallel,
+        )
+
+
+def ours(
+    plan: Plan, costs: WorkloadCosts, *, rebalance: bool, status: Path | None
+) -> EmulatedTraining:
+    """Our runtime under the plan."""
+    from zorse_megatron.emulate.emulator import System
+
+    flags = (
+        *(("--zorse-rebalance", "on") if rebalance else ()),
+        *(("--zorse-status", str(status.absolute())) if status is not None else ()),
+    )
+    system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan, flags=flags)
+    return EmulatedTraining(costs=costs, system=system, plan=plan, simulated_on=costs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfStock:
+    """A plan read as stock's layout."""
+
+    grid: "Grid"
+    order: tuple[int, ...]
+    """Rank of stock's job -> rank of the cluster."""
+
+    def job(self, plan: Plan, costs: WorkloadCosts) -> EmulatedTraining:
+        """Unmodified Megatron with the layout's flags, on these GPUs."""
+        from zorse_megatron.emulate.emulator import System, flags_of_grid
+        from zorse_megatron.planner.baselines.stock_layouts import Placement, plan_of_grid
+        from zorse_megatron.planner.baselines.stock_search import framework_of
+
+        node_of = costs.inputs.spec.node_of
+        nodes = tuple(tuple(some) for _, some in groupby(self.order, key=node_of))
+        placed = Placement(nodes=nodes).inputs(costs.inputs)
+        made = plan_of_grid(placed, self.grid)
+        dtype = plan.groups[0].compute_dtype
+        layout = replace(
+            made, groups=tuple(replace(group, compute_dtype=dtype) for group in made.groups)
+        )
+        system = System(
+            name="stock Megatron",
+            gpus=self.order,
+            flags=flags_of_grid(placed, self.grid),
+            stock_layout=layout,
+        )
+        return EmulatedTraining(
+            costs=costs,
+            system=system,
+            plan=layout,
+            simulated_on=replace(costs, inputs=placed),
+            framework=framework_of(self.grid),
+        )
+
+
+def stock_layout(
+    plan: Plan, cluster: Path, flags: tuple[str, ...] | None, *, source: str
+) -> tuple[OfStock, tuple[str, ...] | None]:
+    """Read a plan as stock's layout, and take what that decides from the training command.
+
+    Raises ZorseError where the plan is no such layout, or the command contradicts it.
+    """
+    from zorse_megatron.planner.baselines.stock_plans import grid_of_plan, layout_flags
+
+    there = load_cluster(cluster)
+    refuse_other_cluster(plan, there, source)
+    grid, order = grid_of_plan(plan, [node.ranks for node in there.nodes], source)
+    if flags is not None:
+        flags = without_layout(flags, layout_flags(grid), is_started=False)
+    return OfStock(grid=grid, order=order), flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulationOptions:
+    """How a cluster is emulated."""
+
+    dilation: Annotated[
+        float | None,
+        typer.Option(
+            help="Run in real time: wall-clock seconds per emulated second. Default: as fast as "
+            "possible, on a virtual clock."
+        ),
+    ] = None
+    stock: Annotated[
+        bool,
+        typer.Option(
+            "--stock", help="Train with unmodified Megatron in the plan's layout, by its flags."
+        ),
+    ] = False
+    rebalance: Annotated[
+        bool,
+        typer.Option(
+            "--rebalance", help="Let counts of micro-batches follow what ranks take for them."
+        ),
+    ] = False
+    status: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the run's status there, for zorse status."),
+    ] = None
+
+
+@with_bundles
+def emulate(
+    *,
+    path: PlanFile,
+    cluster: ClusterFile,
+    given: WorkloadOptions,
+    iterations: Iterations = 4,
+    slow: SlowIterations,
+    emulation: EmulationOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Train with a plan on an emulated cluster, on this machine's CPU."""
+    with reported_errors(as_json=as_json):
+        refuse_without("train", what="zorse emulate")
+        plan, flags, layout = load_plan(path), given.flags, None
+        if emulation.stock:
+            layout, flags = stock_layout(plan, cluster, flags, source=str(path))
+        refuse_unsupported(plan, str(path))
+        workload = given.workload(plan, flags=flags)
+        costs = costs_for_plan(plan, cluster, workload, given.profiles, source=str(path))
+        _refuse_run(plan, emulation, str(path))
+        perturbation = slow.perturbation(costs)
+        with waiting("simulating", wanted=not as_json) as tell:
+            if layout is None:
+                job = ours(plan, costs, rebalance=emulation.rebalance, status=emulation.status)
+            else:
+                job = layout.job(plan, costs)
+            predicted = job.simulated(str(path))
+            run = _run(job, iterations, perturbation, emulation.dilation, tell)
+    print_answer(
+        _as_json(run, predicted),
+        _shown_run(path, run, costs, predicted),
+        notes=[NOTE, *costs.notes],
+        as_json=as_json,
+    )
+    if not run.self_test.is_valid or run.out_of_memory is not None:
+        raise typer.Exit(1)
+
+
+def _run(
+    job: EmulatedTraining,
+    iterations: int,
+    perturbation: Any,
+    dilation: float | None,
+    tell: Callable[[str], None],
+) -> "EmulatedRun":
+    from zorse_megatron.emulate.emulator import emulator
+
+    training = job.training(iterations)
+    inputs = job.costs.inputs
+    with emulator(
+        inputs, training, perturbation=perturbation, dilation=dilation, tell=tell
+    ) as emulated:
+        return emulated.run(job.system)
+
+
+def _refuse_run(plan: Plan, emulation: EmulationOptions, source: str) -> None:
+    problems = list(_run_problems(plan, emulation.dilation, source))
+    problems += [
+        Problem(
+            where=f"--{name}",
+            found="it with --stock",
+            expected="one of the two",
+            remedy="Stock Megatron has no such thing; leave one of them out.",
+        )
+        for name in ("rebalance", "status")
+        if emulation.stock and getattr(emulation, name)
+    ]
+    if problems:
+        raise CommandError("the plan cannot be emulated", problems)
+
+
+def _run_problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Problem]:
+    if plan.world_size > MAX_RANKS:
+        yield Problem(
+            where=source,
+            found=f"{plan.world_size} ranks",
+            expected=f"at most {MAX_RANKS}: each is a process on this machine",
+            remedy="Emulate a part of the cluster, or use zorse explain.",
+        )
+    if dilation is not None and not 0 < dilation < float("inf"):
+        yield Problem(
+            where="--dilation",
+            found=f"{dilation}",
+            expected="a number above 0",
+            remedy="With 10, one emulated second takes ten seconds on this machine.",
+        )
+
+
+def _shown_run(
+    path: Path, run: "EmulatedRun", costs: WorkloadCosts, predicted: "SimulationResult"
+) -> Iterator[str | Table]:
+    if run.system.plan is None:
+        yield (f"unmodified Megatron with {shlex.join(run.system.flags)}")
+    if run.out_of_memory is not None:
+        yield (f"{path}: out of memory: {run.out_of_memory}")
+    else:
+        off = round(predicted.iteration_s / run.iteration_s - 1, 4)
+        yield (
+            f"{path}: one iteration takes {duration(run.iteration_s)}, "
+            f"{figure(_tokens(predicted) / run.iteration_s)} tokens/s; simulated: "
+            f"{duration(predicted.iteration_s)} ({'+' * (off > 0)}{percent(off)})"
+        )
+        if "--zorse-rebalance" in run.system.flags:
+            yield (f"the last iteration takes {duration(run.iterations_s[-1])}")
+        yield _ranks(run, costs)
+        yield (f"losses of the tiny model: {', '.join(f'{loss:.4f}' for loss in run.losses)}")
+    yield (str(run.self_test))
+    if run.late_s is not None:
+        yield (f"largest lag of this machine: {duration(run.late_s)} of emulated time")
+
+
+def _tokens(predicted: "SimulationResult") -> float:
+    return predicted.tokens_per_s * predicted.iteration_s
+
+
+def _ranks(run: "EmulatedRun", costs: WorkloadCosts) -> Table:
+    table = Table("Rank", "GPU", "Busy", "Peak memory")
+    for rank, gpu in enumerate(run.system.gpus):
+        peak, capacity = run.peak_bytes[rank], costs.cluster.gpu_of_rank(gpu).memory_bytes
+        busy = percent(run.busy_s(rank) / run.iterations_s[-1])
+        cells = str(rank), costs.inputs.kinds[gpu], busy, part_of(peak, capacity)
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _as_json(run: "EmulatedRun", predicted: "SimulationResult") -> dict[str, Any]:
+    ran = run.out_of_memory is None
+    return {
+        "ok": ran,
+        "valid": run.self_test.is_valid,
+        "self_test_error": run.self_test.error,
+        "out_of_memory": run.out_of_memory,
+        "iteration_s": run.iteration_s if ran else None,
+        "iterations_s": list(run.iterations_s),
+        "tokens_per_s": _tokens(predicted) / run.iteration_s if ran else None,
+        "predicted_iteration_s": predicted.iteration_s,
+        "losses": list(run.losses),
+        "peak_memory_bytes": list(run.peak_bytes),
+        "late_s": run.late_s,
+    }
+
+
+# `zorse compare`: stock Megatron, the baselines and ours, on one emulated or simulated cluster.
+
+
+_EMULATED = ("iterations", "jitter", "seed", "slow_rank", "slow_kind")
+"""Options of what trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonOptions:
+    """What is compared, and where."""
+
+    simulated: Annotated[
+        bool,
+        typer.Option(
+            "--simulated",
+            help="Compare in the simulator: any number of GPUs, nothing is trained.",
+        ),
+    ] = False
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Only this strategy; repeatable. Default: all.")
+    ] = None
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The same as --strategy stock --strategy zorse.")
+    ] = False
+    use_all: UseAll = False
+    iterations: Iterations = 4
+
+    @property
+    def strategies(self) -> "list[Strategy]":
+        """Raises CommandError for one that there is not."""
+        from zorse_megatron.planner.outcome import STRATEGIES
+
+        named = [*(self.strategy or ()), *(("stock", "zorse") if self.quick else ())]
+        return [strategy_named(name) for name in named or STRATEGIES]
+
+
+ComparisonDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Directory for the table, the figures and the page. Needed without --simulated.",
+    ),
+]
+
+
+@with_bundles
+def compare(
+    *,
+    cluster: ClusterFile,
+    out: ComparisonDirectory = None,
+    given: PlannedWorkload,
+    margin: Margin = DEFAULT_MARGIN,
+    comparison: ComparisonOptions,
+    slow: SlowGpus,
+    as_json: AsJson = False,
+) -> None:
+    """Compare stock Megatron and every strategy's plan, trained on an emulated cluster."""
+    with reported_errors(as_json=as_json):
+        _refuse_without_extras(comparison, out)
+        strategies = comparison.strategies
+        workload = given.workload(dtype_may_be_auto=comparison.simulated)
+        batch = needed_batch_size(workload)
+        costs_of = partial(
+            costs_of_workload, profiles=given.profiles, global_batch_size=batch, margin=margin
+        )
+        machines = load_cluster(cluster)
+        _refuse_comparison(given.context, machines.world_size, out, simulated=comparison.simulated)
+        costs, perturbation = costs_of(machines, workload), None
+        if not comparison.simulated:
+            workload = replace(workload, dtype=costs.dtype)  # one for all, on fewer GPUs too
+            perturbation = slow.perturbation(costs)
+        planned = partial(_planned, costs, partial(costs_of, workload=workload), comparison.use_all)
+        with waiting("planning", wanted=not as_json) as tell:
+            report = _compared(
+                costs, strategies, planned, perturbation, comparison.iterations, tell
+            )
+        written, lost = _saved(report, out)
+    values = {"dtype": costs.dtype, "rows": report.as_json(), **failure_as_json(lost)}
+    print_answer(values, _shown_comparison(report), written=written, as_json=as_json)
+    if lost is not None:
+        if not as_json:
+            print_plain(str(lost), to_stderr=True)
+        raise typer.Exit(1)
+
+
+def _refuse_without_extras(comparison: ComparisonOptions, out: Path | None) -> None:
+    if not comparison.simulated:
+        refuse_without("train", "plots", what="zorse compare")
+    elif out is not None:
+        refuse_without("plots", what="zorse compare --out")
+
+
+def _saved(report: "ComparisonReport", out: Path | None) -> tuple[list[Path], NotWritten | None]:
+    """Write the files; what was compared is shown also where they cannot be written."""
+    try:
+        return ([] if out is None else report.save(out)), None
+    except NotWritten as error:
+        return [], error
+
+
+def _planned(
+    costs: WorkloadCosts,
+    costs_of: CostsOf,
+    use_all: bool,
+    tell: Callable[[str], None],
+    strategy: "Strategy",
+) -> "Planned":
+    """Plan as `zorse plan` does. `costs`: of all GPUs."""
+    from zorse_megatron.emulate.compare import Planned
+
+    found = find(
+        costs,
+        costs_of,
+        strategy,
+        lambda progress: tell(f"plan of {strategy}: {progress.phase}"),
+        may_leave_out=not use_all,
+        with_stock=strategy == "zorse",
+    )
+    return Planned(
+        ranks=found.ranks,
+        outcome=found.outcome,
+        stock=None if found.stock is None else found.stock.at_best,
+    )
+
+
+def _compared(  # noqa: PLR0917
+    costs: WorkloadCosts,
+    strategies: "Sequence[Strategy]",
+    planned: "Callable[[Callable[[str], None], Strategy], Planned]",
+    perturbation: "Perturbation | None",
+    iterations: int,
+    tell: Callable[[str], None],
+) -> "ComparisonReport":
+    """`perturbation`: of the emulation; None: what is simulated is not trained."""
+    from zorse_megatron.emulate.compare import ComparisonReport, Result, compared_systems
+
+    inputs, notes = costs.inputs, costs.notes
+    found = compared_systems(inputs, strategies, partial(planned, tell))
+    if perturbation is None:
+        results = [Result(compared=each, is_emulated=False) for each in found]
+    else:
+        results = _trained(found, costs, perturbation, iterations, tell)
+        notes = (NOTE, *notes)
+    how = "simulated" if perturbation is None else "emulated"
+    title = (
+        f"{costs.workload.model.name} on {costs.cluster.name or 'the cluster'}: "
+        f"{inputs.world_size} {how} GPUs, {inputs.global_batch_size} samples of "
+        f"{inputs.sequence_length} tokens"
+    )
+    return ComparisonReport.of(results, inputs, title=title, notes=notes)
+
+
+def _trained(
+    found: Sequence["ComparedSystem"],
+    costs: WorkloadCosts,
+    perturbation: "Perturbation",
+    iterations: int,
+    tell: Callable[[str], None],
+) -> list["Result"]:
+    """Train all systems from the same weights, on the same data; what is equal once."""
+    from zorse_megatron.emulate.compare import Result
+    from zorse_megatron.emulate.emulator import EmulatedRun, emulator
+    from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining
+
+    inputs, workload = costs.inputs, costs.workload
+    systems = [compared.system for compared in found if compared.system is not None]
+    layouts = [system.plan or system.stock_layout for system in systems]
+    plans = [plan for plan in layouts if plan is not None]
+    training = TinyTraining(
+        model=workload.model,
+        global_batch_size=inputs.global_batch_size,
+        iterations=iterations,
+        shape=TinyShape.of(workload.model, plans),
+        sequence_parallel=workload.computing.sequence_parallel,
+    )
+    runs: dict[object, EmulatedRun] = {}
+    results = []
+    with emulator(inputs, training, perturbation=perturbation, tell=tell) as emulated:
+        tell("drawing initial weights")
+        emulated.write_weights()
+        for compared in found:
+            run = None
+            if (system := compared.system) is not None:
+                what = (system.gpus, system.flags, system.plan)
+                run = runs[what] = runs.get(what) or emulated.run(system)
+            results.append(Result(compared=compared, run=run))
+    return results
+
+
+def _refuse_comparison(
+    context: typer.Context, world_size: int, out: Path | None, *, simulated: bool
+) -> None:
+    problems = list(_comparison_problems(context, world_size, out, simulated=simulated))
+    if problems:
+        raise CommandError("the comparison cannot be made", problems)
+
+
+def _comparison_problems(
+    context: typer.Context, world_size: int, out: Path | None, *, simulated: bool
+) -> Iterator[Problem]:
+    if simulated:
+        for option in (
+            f"--{name.replace('_', '-')}" for name in _EMULATED if is_given(context, name)
+        ):
+            yield Problem(
+                where=option,
+                found="it and --simulated",
+                expected="one of the two: it is for what is emulated",
+                remedy=f"Leave {option} or --simulated out.",
+            )
+    elif world_size > MAX_RANKS:
+        yield Problem(
+            where="--cluster",
+            found=f"{world_size} GPUs",
+            expected=f"at most {MAX_RANKS}: each is a process on this machine",
+            remedy="Add --simulated, or describe a smaller cluster of the same kinds.",
+        )
+    if out is not None:
+        from zorse_megatron.emulate.compare import FILES
+
+        yield from folder_problems("--out", out, FILES)
+    elif not simulated:
+        yield Problem(
+            where="--out",
+            found="no such option",
+            expected="a directory for the table, the figures and the page",
+            remedy="Such as --out compared; or add --simulated, which prints the table only.",
+        )
+
+
+def _shown_comparison(report: "ComparisonReport") -> Iterator[str | Table]:
+    yield report.title
+    rows = report.table()
+    table = Table(*(each for each in report.headings if each != "Layout"))
+    for name, _, *cells in rows:
+        table.add_row(*map(Text, (name, *cells)))
+    yield table
+    yield from (f"{name}: {layout}" for name, layout, *_ in rows if layout != "-")
+    yield from (f"note: {note}" for note in report.notes)

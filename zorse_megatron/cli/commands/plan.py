@@ -1,0 +1,261 @@
+"""`zorse plan`: find the fastest plan for a model on a cluster, and explain it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from zorse_megatron.cli.console import (
+    Errors,
+    failure_as_json,
+    print_json,
+    print_plain,
+    progress_bar,
+    refusal,
+    reported_errors,
+)
+from zorse_megatron.cli.gpu_selection import CostsOf, Found, find
+from zorse_megatron.cli.options import ClusterFile, PlannedWorkload, with_bundles
+from zorse_megatron.cli.plan_answer import Answer, answer_as_json, answer_of, print_answer
+from zorse_megatron.cli.plan_options import (
+    AnswerOptions,
+    ObservedRun,
+    SearchOptions,
+    Tokens,
+    communication_dtype_named,
+    observed_run,
+    strategy_named,
+    tokens_named,
+)
+from zorse_megatron.cli.plan_outputs import PlanOutputs
+from zorse_megatron.cli.short_answer import next_command
+from zorse_megatron.cli.workload_costs import WorkloadCosts
+from zorse_megatron.errors import Problem
+from zorse_megatron.files.read_write import NotWritten
+from zorse_megatron.files.strict import read_file
+from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.cluster_yaml import (
+    CLUSTER_FILE,
+    USED_GPUS,
+    dump_cluster,
+    nodes_without,
+    parse_cluster,
+    with_gpus,
+)
+from zorse_megatron.launch.elastic.replan import NodesLeft, nodes_left
+from zorse_megatron.plan.plan_file import dump_plan
+
+if TYPE_CHECKING:
+    from zorse_megatron.planner.outcome import Strategy
+
+
+# Beyond it, looking for what would fit takes longer than the search that found nothing.
+_SAY_WHAT_FITS_UP_TO_RANKS = 128
+
+
+@with_bundles
+def plan(
+    cluster: ClusterFile, given: PlannedWorkload, search: SearchOptions, shown: AnswerOptions
+) -> None:
+    """Find the plan that trains a model fastest on a cluster."""
+    outputs = PlanOutputs(
+        plan=shown.out,
+        page=shown.html,
+        may_leave_out=search.may_leave_out,
+        is_part=bool(search.without),
+        with_stock=search.strategy == "zorse" and search.from_status is None,
+    )
+    with reported_errors(as_json=shown.as_json):
+        task = _task(cluster, given, search, outputs, tokens=shown.tokens)
+        with (
+            progress_bar(wanted=not shown.as_json) as on_progress,
+            _says_what_fits(task.costs, task.strategy),
+        ):
+            found = find(
+                task.costs,
+                task.costs_of,
+                task.strategy,
+                on_progress,
+                may_leave_out=search.may_leave_out,
+                with_stock=task.run is None,  # stock Megatron does not go on with a run
+            )
+        answer, lost = _written(task, found, outputs, cluster)
+        if lost is None and task.run is None and not outputs.is_stream:
+            answer = _with_next_command(answer, given, outputs.plan, cluster)
+        move = None if task.run is None else task.run.move_to(answer.outcome, answer.written.plan)
+    _tell(answer, task.run, move, lost=lost, shown=shown)
+    with reported_errors():  # on stderr: the plan's JSON has been printed
+        outputs.draw(answer, is_silent=shown.as_json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What is to be planned, as the options say."""
+
+    strategy: "Strategy"
+    tokens: Tokens | None
+    costs: WorkloadCosts
+    """On all GPUs."""
+    costs_of: CostsOf
+    left: NodesLeft | None = None
+    """Nodes that are not lost; None: all nodes of the cluster file."""
+    run: ObservedRun | None = None
+    """That the plan is to go on with."""
+
+
+def _task(
+    cluster: Path,
+    given: PlannedWorkload,
+    search: SearchOptions,
+    outputs: PlanOutputs,
+    *,
+    tokens: str | None,
+) -> _Task:
+    """Read options and files. Raises a ZorseError with all that is wrong with them."""
+    errors = Errors()
+    with errors.collect():
+        to_train = tokens_named(tokens)
+    with errors.collect():
+        strategy = strategy_named(search.strategy)
+    with errors.collect():
+        communication_dtype_named(search.comm_dtype)
+    with errors.collect():
+        outputs.refuse([cluster, *given.inputs])
+    with errors.collect():
+        workload = given.workload(dtype_may_be_auto=True)
+    with errors.collect():
+        data = read_file(cluster, CLUSTER_FILE)
+    errors.raise_all()
+    costs_of = partial(search.costs, workload=workload, profiles=given.profiles)
+    whole, left, run = parse_cluster(data, source=str(cluster)), None, None
+    if search.without:
+        left = _left(whole, search, str(cluster))
+        whole = with_gpus(whole, left.ranks, source=str(cluster))
+    costs = costs_of(whole)
+    if search.from_status is not None:
+        run = observed_run(
+            search.from_status,
+            data,
+            workload,
+            given.profiles,
+            margin=search.margin,
+            source=str(cluster),
+        )
+        costs = costs_of(run.costs.cluster, profiles=run.profiles)
+    return _Task(
+        strategy=strategy, tokens=to_train, costs=costs, costs_of=costs_of, left=left, run=run
+    )
+
+
+def _left(cluster: Cluster, search: SearchOptions, source: str) -> NodesLeft:
+    """Return the nodes that are not lost. Raises a ZorseError where there are none such."""
+    lost = search.without or []
+    if search.from_status is not None:
+        raise refusal(
+            "--without",
+            "it with --from-status",
+            "one of the two: a run goes on with the ranks that it has",
+            "Leave one of them out.",
+        )
+    nodes_without(cluster, lost, source=source)
+    return nodes_left(cluster, {node.name for node in cluster.nodes} - set(lost))
+
+
+def _written(
+    task: _Task, found: Found, outputs: PlanOutputs, cluster: Path
+) -> tuple[Answer, NotWritten | None]:
+    """Write the plan; also return why it could not be."""
+    if task.run is not None:
+        found = replace(found, outcome=task.run.named(found.outcome))
+    text = None if task.left is None else _text_of(task.costs.cluster, task.left)
+    written, lost = outputs.saved(found, cluster=cluster, left=text)
+    answer = answer_of(task.costs, found, tokens=task.tokens, written=written)
+    return replace(answer, left=task.left), lost
+
+
+def _text_of(cluster: Cluster, left: NodesLeft) -> str:
+    """The cluster file of the nodes that are left."""
+    return dump_cluster(cluster, f"{USED_GPUS}\nWithout {', '.join((*left.lost, *left.cut_off))}.")
+
+
+def _with_next_command(
+    answer: Answer, given: PlannedWorkload, out: Path | None, cluster: Path
+) -> Answer:
+    """Where stock Megatron is recommended, the command that starts its layout."""
+    written = answer.written
+    plan, there, by_stock = out, written.used_cluster, answer.is_stock
+    if answer.recommends_stock and written.stock is not None:
+        plan, there, by_stock = written.stock, written.stock_cluster, True
+    command = next_command(
+        given,
+        plan=plan,
+        cluster=there or cluster,
+        costs=answer.costs,
+        can_be_trained=answer.cannot_train is None,
+        is_stock=by_stock,
+    )
+    return replace(answer, next_command=command)
+
+
+def _tell(
+    answer: Answer,
+    run: ObservedRun | None,
+    move: dict[str, Any] | None,
+    *,
+    lost: NotWritten | None,
+    shown: AnswerOptions,
+) -> None:
+    """Show the plan. Ends with status 1 where its file could not be written."""
+    if shown.as_json:
+        run_as_json = {} if move is None else {"run": move}
+        print_json(answer_as_json(answer) | run_as_json | failure_as_json(lost))
+    else:
+        print_answer(answer, verbose=shown.verbose)
+        for line in run.lines(move) if run is not None and move is not None else ():
+            print_plain(line)
+    if lost is None:
+        return
+    if not shown.as_json:
+        print_plain(str(lost), to_stderr=True)
+        if answer.written.plan is None:  # it took a search to find
+            print_plain(dump_plan(answer.outcome.plan).rstrip())
+    raise typer.Exit(1)
+
+
+@contextmanager
+def _says_what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Iterator[None]:
+    """Raise the NoPlanError of a search with what would fit."""
+    from zorse_megatron.planner.outcome import NoPlanError
+
+    try:
+        yield
+    except NoPlanError as error:
+        raise error.with_problem(_what_fits(costs, strategy)) from None
+
+
+def _what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Problem:
+    from zorse_megatron.planner.shortage import fits_problem, not_looked_for, what_fits
+
+    ranks, most = costs.inputs.world_size, _SAY_WHAT_FITS_UP_TO_RANKS
+    if strategy == "stock" and ranks <= most:
+        from zorse_megatron.planner.shortage import fitting
+
+        fits = fitting(costs.inputs) is not None
+        return Problem(
+            where="what would fit",
+            found="a plan of the strategy zorse"
+            if fits
+            else "no plan of the strategy zorse either",
+            expected="a layout, or a plan",
+            remedy=f"Leave out --strategy stock{'' if fits else ' to see what plans lack'}.",
+        )
+    if strategy != "zorse":
+        return not_looked_for(f"the strategy {strategy}", "zorse, the only one it is looked for")
+    if ranks > most:
+        return not_looked_for(f"{ranks} GPUs", f"at most {most}: beyond, it takes too long")
+    model, batch = costs.workload.model, costs.inputs.global_batch_size
+    return fits_problem(what_fits(costs.inputs_for, model, batch), model, batch)

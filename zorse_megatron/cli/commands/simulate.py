@@ -1,0 +1,195 @@
+"""`zorse simulate`, `explain`, `actions`, `schema`: what a plan does, and why it takes as long."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from zorse_megatron.cli.console import (
+    print_answer,
+    print_plain,
+    progress_bar,
+    refusal,
+    reported_errors,
+    waiting,
+)
+from zorse_megatron.cli.options import (
+    DEFAULT_MARGIN,
+    AsJson,
+    ClusterFile,
+    Margin,
+    PlanFile,
+    WorkloadOptions,
+    with_bundles,
+)
+from zorse_megatron.cli.perturbed import SlowMachines
+from zorse_megatron.cli.simulated import (
+    Pictures,
+    memory_problems,
+    rank_table,
+    ranks_as_json,
+    simulated,
+    types_of,
+)
+from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
+from zorse_megatron.errors import Problem
+from zorse_megatron.files.strict import plain
+from zorse_megatron.files.wording import duration, figure, number_of
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import load_plan
+
+if TYPE_CHECKING:
+    from zorse_megatron.planner.baselines.stock_best import StockAtBest
+    from zorse_megatron.planner.explanation import Explanation
+    from zorse_megatron.planner.other_searches import Replans
+    from zorse_megatron.simulate.result import SimulationResult
+
+
+Search = Annotated[
+    bool,
+    typer.Option(
+        "--search",
+        help="Search, too: for a better plan, for plans with one more GPU of each kind, and for "
+        "stock Megatron's best layout.",
+    ),
+]
+
+
+@with_bundles
+def explain(
+    *,
+    path: PlanFile,
+    cluster: ClusterFile,
+    given: WorkloadOptions,
+    margin: Margin = DEFAULT_MARGIN,
+    search: Search = False,
+    pictures: Pictures,
+    slow: SlowMachines,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a plan: times and memory of its ranks, bottleneck, alternatives, what would help."""
+    with reported_errors(as_json=as_json):
+        from zorse_megatron.planner.explain import explain as explained
+
+        pictures.refuse(inputs=[path, cluster, *given.inputs])
+        plan, source = load_plan(path), str(path)
+        costs = costs_for_plan(
+            plan, cluster, given.workload(plan), given.profiles, source=source, margin=margin
+        )
+        perturbation = slow.perturbation(costs)
+        if search and slow.is_slow:
+            raise refusal(
+                "--search",
+                "it with --slow-rank, --slow-kind, --slow-link or --jitter",
+                "one of the two: plans are searched for GPUs and links as they are",
+                "Leave one of them out.",
+            )
+        with waiting("simulating", wanted=not as_json) as tell:
+            result = simulated(plan, costs, source=source, perturbation=perturbation)
+            tell("drawing")
+            written = pictures.save(plan, result, title=_title(path, result))
+        found = _Simulated(path=path, plan=plan, costs=costs, result=result, margin=margin)
+        reasons, notes = None, list(costs.notes)
+        if not slow.is_slow:
+            replans, stock = _searched(found, notes, quiet=as_json) if search else (None, None)
+            reasons = explained(costs.inputs, plan, replans, stock, result)
+    answer = found.values(reasons), found.lines(reasons)
+    print_answer(*answer, notes=notes, written=written, as_json=as_json)
+
+
+def _title(path: Path, result: "SimulationResult") -> str:
+    return f"{path.name}: {duration(result.iteration_s)}, {figure(result.tokens_per_s)} tokens/s"
+
+
+def _searched(
+    found: "_Simulated", notes: list[str], *, quiet: bool
+) -> "tuple[Replans | None, StockAtBest | None]":
+    """Search again, and for what stock takes; None where there is none, or it takes too long."""
+    from zorse_megatron.planner.baselines.stock_best import MOST_GPUS, stock_at_best
+    from zorse_megatron.planner.other_searches import replan
+    from zorse_megatron.planner.outcome import NoPlanError
+
+    inputs, replans = found.costs.inputs, None
+    with progress_bar(wanted=not quiet) as on_progress, suppress(NoPlanError):
+        replans = replan(inputs, on_progress=on_progress)  # a plan that does not fit is explained
+    if found.plan.world_size > MOST_GPUS:
+        notes.append(f"stock Megatron: not computed for more than {MOST_GPUS} GPUs")
+        return replans, None
+    with waiting("stock's layouts", wanted=not quiet):
+        return replans, stock_at_best(inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Simulated:
+    """A plan, and what one iteration of it takes."""
+
+    path: Path
+    plan: Plan
+    costs: WorkloadCosts
+    result: "SimulationResult"
+    margin: float
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Ranks whose memory does not suffice."""
+        margin, source = self.margin, str(self.path)
+        cluster = self.costs.cluster
+        return list(memory_problems(self.plan, self.result, cluster, source, margin=margin))
+
+    def values(self, reasons: "Explanation | None") -> dict[str, Any]:
+        """For programs."""
+        from zorse_megatron.planner.explanation import critical_shares
+
+        result = self.result
+        found = {"iteration_s": result.iteration_s, "tokens_per_s": result.tokens_per_s}
+        path = plain(critical_shares(self.plan, result))
+        return {
+            **(found | {"critical_path": path} if reasons is None else plain(reasons)),
+            "dtype": self.costs.dtype,
+            "ranks": ranks_as_json(self.plan, result, self.costs.cluster),
+            "fits_in_memory": not self.problems,
+        }
+
+    def lines(self, reasons: "Explanation | None") -> Iterator[str | Table]:
+        """For people."""
+        from zorse_megatron.planner.explanation import critical_sentences, critical_shares
+
+        plan, result = self.plan, self.result
+        samples = number_of(plan.global_batch_size, "sample")
+        yield (
+            f"{self.path}: one iteration takes {duration(result.iteration_s)}: "
+            f"{figure(result.tokens_per_s)} tokens/s ({samples} of "
+            f"{self.costs.inputs.sequence_length} tokens, {types_of(plan, self.costs)})"
+        )
+        if reasons is None:
+            yield from critical_sentences(plan, critical_shares(plan, result), result.iteration_s)
+        else:
+            yield from reasons.sentences[1:]  # the first one says the same
+        yield rank_table(plan, result, self.costs.cluster)
+        yield from (f"does not fit: {problem}" for problem in self.problems)
+
+
+# `zorse actions`: print what each rank executes in one iteration.
+
+
+def actions(
+    path: PlanFile,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this global rank.")] = None,
+) -> None:
+    """Print what each rank executes in one iteration of a plan, in order."""
+    from zorse_megatron.schedule.lower import lower_plan
+
+    with reported_errors():
+        plan = load_plan(path)
+        lists = lower_plan(plan)
+    if rank is not None and rank >= plan.world_size:
+        raise typer.BadParameter(
+            f"found {rank}; expected 0 to {plan.world_size - 1}, the ranks of {path}",
+            param_hint="--rank",
+        )
+    lines = str(lists).splitlines()
+    print_plain("\n".join(lines) if rank is None else lines[rank])

@@ -1,0 +1,425 @@
+"""Bytes of a model on a GPU: computed as Megatron-Core trains a transformer, or measured.
+
+Parameters and gradients are unsharded on every rank of a group; main parameters and Adam's moments
+are sharded. What a process has beside tensors is in `process_memory`; the planner's margin is for
+fragmentation.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from zorse_megatron.costs.analytic_compute import attention_on, is_sixteen_bit
+from zorse_megatron.costs.analytic_compute import element_bytes as bytes_of_element
+from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.gpus.gpu import Attention, Dtype
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.model import USUAL, Computing, ModelShape, Module
+from zorse_megatron.inputs.profile import Part, PartMemory, Profile
+
+# Activations that a transformer layer keeps for its backward, tensor by tensor.
+#
+# The list is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), with the widths of
+# grouped queries and gated feed-forward layers in place of theirs, and flash attention (Dao et al.
+# 2022) as an alternative: it keeps one number per head and token in place of the score matrix. For
+# their GPT the sum is their 34 s b h + 5 a s^2 b bytes.
+
+
+_MASK_BYTES = 1
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """One tensor that is kept, for one sample."""
+
+    name: str
+    elements: int
+    element_bytes: int
+    is_split: bool
+    """Whether tensor-parallel ranks hold a part each; the others are whole on every rank, or split
+    by sequence parallelism."""
+    module: Module | None = None
+    """What to recompute so that it need not be kept; None: a part that is kept but by full
+    recomputation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerActivations:
+    """How a model's layers are computed, as far as it changes what is kept."""
+
+    model: ModelShape
+    element_bytes: int
+    attention: Attention = "flash"
+    hidden_dropout: bool = False
+    attention_dropout: bool = False
+    softmax_in_fp32: bool = False
+    """Whether unfused attention keeps its softmax in fp32, and 16-bit probabilities beside it."""
+    modules: tuple[Module, ...] = ("core_attn",)
+    """What selective recomputation recomputes."""
+
+    def saved(self) -> Iterator[Saved]:
+        """Yield every tensor that one layer keeps for one sample."""
+        model = self.model
+        hidden, tokens = model.hidden_size, model.seq_length
+        yield self._whole("input of the norm before attention", hidden)
+        yield self._whole("input of query, key and value", hidden, "layernorm")
+        yield self._split("query, key and value", model.query_width + model.key_value_width)
+        yield from self._scores(model.num_attention_heads * tokens)
+        yield self._split("input of the projection", model.query_width)
+        if self.hidden_dropout:
+            yield self._mask("dropout mask after attention", hidden)
+        yield self._whole("input of the norm before the feed-forward block", hidden)
+        yield self._whole("input of the first matrix", hidden, "layernorm")
+        if model.activation != "relu":  # its gradient follows from its output
+            yield self._split("input of the activation", model.ffn_input_width, "mlp")
+        yield self._split("input of the second matrix", model.ffn_hidden_size, "mlp")
+        if self.hidden_dropout:
+            yield self._mask("dropout mask after the feed-forward block", hidden)
+
+    def bytes_per_sample(
+        self, mode: RecomputeMode, *, tensor_parallel: int = 1, sequence_parallel: bool = False
+    ) -> int:
+        """Return what one layer keeps of one sample on each rank."""
+        return sum(
+            self.tensor_bytes(
+                mode, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel
+            )
+        )
+
+    def tensor_bytes(
+        self, mode: RecomputeMode, *, tensor_parallel: int = 1, sequence_parallel: bool = False
+    ) -> tuple[int, ...]:
+        """Return the bytes of each tensor that one layer keeps of one sample on each rank."""
+        whole = tensor_parallel if sequence_parallel else 1
+        found = []
+        for tensor in self.saved():
+            if mode == "full" and tensor.name != "input of the norm before attention":
+                continue
+            if mode == "selective" and tensor.module in self.modules:
+                continue
+            ranks = tensor_parallel if tensor.is_split else whole
+            found.append(-(-tensor.elements // ranks) * tensor.element_bytes)
+        return tuple(found)
+
+    def _scores(self, rows: int) -> Iterator[Saved]:
+        """What core attention keeps; `rows` is the number of rows of all score matrices."""
+        if self.attention == "flash":
+            yield Saved(
+                name="sums of the softmax",
+                elements=rows,
+                element_bytes=_FLOAT32_BYTES,
+                is_split=True,
+                module="core_attn",
+            )
+            return
+        elements = rows * self.model.seq_length
+        is_wide = self.softmax_in_fp32 and self.element_bytes < _FLOAT32_BYTES
+        names = {"softmax": _FLOAT32_BYTES if is_wide else self.element_bytes}
+        if self.attention_dropout:
+            names |= {"dropout mask of the softmax": _MASK_BYTES, "its output": self.element_bytes}
+        elif is_wide:
+            names |= {"probabilities": self.element_bytes}
+        for name, element_bytes in names.items():
+            yield Saved(
+                name=name,
+                elements=elements,
+                element_bytes=element_bytes,
+                is_split=True,
+                module="core_attn",
+            )
+
+    def _whole(self, name: str, width: int, module: Module | None = None) -> Saved:
+        return self._tensor(name, width, self.element_bytes, is_split=False, module=module)
+
+    def _split(self, name: str, width: int, module: Module | None = None) -> Saved:
+        return self._tensor(name, width, self.element_bytes, is_split=True, module=module)
+
+    def _mask(self, name: str, width: int) -> Saved:
+        return self._tensor(name, width, _MASK_BYTES, is_split=False)
+
+    def _tensor(
+        self,
+        name: str,
+        width: int,
+        element_bytes: int,
+        *,
+        is_split: bool,
+        module: Module | None = None,
+    ) -> Saved:
+        return Saved(
+            name=name,
+            elements=self.model.seq_length * width,
+            element_bytes=element_bytes,
+            is_split=is_split,
+            module=module,
+        )
+
+
+def delayed_elements(
+    model: ModelShape, *, tensor_parallel: int = 1, splits_inputs: bool = False
+) -> int:
+    """Return what gradients of a layer's four matrices are computed from, for one sample.
+
+    That is the inputs of the matrices, and the gradients of their outputs. `splits_inputs`: with
+    sequence parallelism Megatron's own layers keep their part of the sequence of the inputs of the
+    first matrix of each block; Transformer Engine's keep what they have gathered. The gradients of
+    the outputs of the second are whole on every rank.
+    """
+    hidden = model.hidden_size
+    ranks = tensor_parallel if splits_inputs else 1
+    split = model.query_width + model.ffn_hidden_size  # inputs of the second matrices
+    split += model.query_width + model.key_value_width + model.ffn_input_width
+    per_token = 2 * hidden + -(-2 * hidden // ranks) + -(-split // tensor_parallel)
+    return model.seq_length * per_token
+
+
+_MOMENTS_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes of each parameter, in each of its forms."""
+
+    parameter_bytes: int
+    """As it is computed with."""
+    gradient_bytes: int
+    """As it is accumulated."""
+    state_bytes: int
+    """Main parameter, where it is another one, and Adam's two moments."""
+
+
+class BytesByPrecision:
+    """The part of `MemoryCost` that the precision alone decides."""
+
+    precision: Precision
+
+    def parameter_bytes(self, num_parameters: int) -> int:
+        """Unsharded parameters as they are computed with."""
+        return num_parameters * self.precision.parameter_bytes
+
+    def gradient_bytes(self, num_parameters: int) -> int:
+        """Unsharded gradients as they are accumulated."""
+        return num_parameters * self.precision.gradient_bytes
+
+    def state_bytes(self, num_parameters: int) -> int:
+        """Main parameters and optimizer moments of a shard."""
+        return num_parameters * self.precision.state_bytes
+
+
+def precision_of(dtype: Dtype, *, gradient_bytes: int = _FLOAT32_BYTES) -> Precision:
+    """Return what Megatron keeps: 2 + 4 + 12 bytes in 16 bits, 4 + 4 + 8 in float32.
+
+    Megatron accumulates bfloat16 gradients in float32 always, float16 ones with
+    `--accumulate-allreduce-grads-in-fp32`; without it `gradient_bytes` is 2.
+    """
+    main_bytes = _FLOAT32_BYTES if is_sixteen_bit(dtype) else 0
+    return Precision(
+        parameter_bytes=bytes_of_element(dtype),
+        gradient_bytes=gradient_bytes,
+        state_bytes=main_bytes + _MOMENTS_BYTES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerMemory(BytesByPrecision):
+    """`MemoryCost` by formula; what a profile measured of a layer can take its place.
+
+    Sizes are those of one rank of `tensor_parallel`.
+    """
+
+    model: ModelShape
+    dtype: Dtype
+    precision: Precision
+    attention: Attention = "flash"
+    """On kinds that `attention_by_kind` does not have."""
+    attention_by_kind: Mapping[str, Attention] = field(default_factory=dict)
+    """Kind of GPU -> what core attention runs there."""
+    computing: Computing = USUAL
+    """Dropout, and what is recomputed; its attention is not looked at here."""
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    measured_layer_elements: int | None = None
+    """What a layer keeps of one sample with nothing recomputed, its input included."""
+    measured_attention: Attention | None = None
+    """What it was measured with; None: that was not said, and counts as what every kind runs."""
+    measured_by_kind: Mapping[str, tuple[int, Attention | None]] = field(default_factory=dict)
+    """Kind -> the same elements and attention, of kinds that were measured each."""
+    measured_head_elements: int | None = None
+    """What the head keeps of one sample."""
+
+    def layer_parameters(self) -> int:
+        """Number of parameters of one transformer layer."""
+        return self.model.layer_parameters(self.tensor_parallel)
+
+    def embedding_parameters(self) -> int:
+        """Number of parameters of the embedding."""
+        return self.model.embedding_parameters(self.tensor_parallel)
+
+    def head_parameters(self, *, tied_on_same_rank: bool) -> int:
+        """Number of parameters of the final norm and the head.
+
+        A tied head on another rank than the embedding has a copy of the table.
+        """
+        own = self.model.head_parameters(self.tensor_parallel)
+        if self.model.tied_embeddings and not tied_on_same_rank:
+            return own + self.model.table_parameters(self.tensor_parallel)
+        return own
+
+    def activation_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> int:
+        """What one layer keeps from forward to backward, its input included.
+
+        What was measured with other attention than the kind runs differs by what the formula says
+        that the two keep.
+        """
+        attention = self.attention_on(kind)
+        if mode != "none" or self.measured_layer_elements is None:
+            return micro_batch_size * self._computed_bytes(mode, attention)
+        of_all_kinds = self.measured_layer_elements, self.measured_attention
+        elements, ran = self.measured_by_kind.get(kind or "", of_all_kinds)
+        other = 0
+        if ran not in (None, attention):
+            other = self._computed_bytes(mode, attention)
+            other -= self._computed_bytes(mode, ran or attention)
+        return micro_batch_size * (elements * bytes_of_element(self.dtype) + other)
+
+    def kept_tensor_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> tuple[int, ...]:
+        """`activation_bytes`, tensor by tensor: by formula, in proportion to what was measured."""
+        layer = self._layer(self.attention_on(kind))
+        each = layer.tensor_bytes(
+            mode, tensor_parallel=self.tensor_parallel, sequence_parallel=self.sequence_parallel
+        )
+        total, computed = self.activation_bytes(micro_batch_size, mode, kind), sum(each)
+        bounds = [total * upto // computed for upto in accumulate(each, initial=0)]
+        return tuple(stop - start for start, stop in pairwise(bounds))
+
+    def attention_on(self, kind: str | None) -> Attention:
+        """Return what core attention runs on a kind of GPU."""
+        return self.attention if kind is None else self.attention_by_kind.get(kind, self.attention)
+
+    def _computed_bytes(self, mode: RecomputeMode, attention: Attention) -> int:
+        """The formula, for one sample."""
+        return self._layer(attention).bytes_per_sample(
+            mode, tensor_parallel=self.tensor_parallel, sequence_parallel=self.sequence_parallel
+        )
+
+    def _layer(self, attention: Attention) -> LayerActivations:
+        return LayerActivations(
+            model=self.model,
+            element_bytes=bytes_of_element(self.dtype),
+            attention=attention,
+            hidden_dropout=self.computing.hidden_dropout,
+            attention_dropout=self.computing.attention_dropout,
+            softmax_in_fp32=self.computing.softmax_in_fp32,
+            modules=self.computing.modules,
+        )
+
+    def delayed_bytes(self, micro_batch_size: int) -> int:
+        """What one layer keeps from a backward to weight gradients that are computed apart."""
+        elements = delayed_elements(
+            self.model,
+            tensor_parallel=self.tensor_parallel,
+            splits_inputs=self.sequence_parallel and self.computing.is_local,
+        )
+        return micro_batch_size * elements * bytes_of_element(self.dtype)
+
+    def boundary_bytes(self, micro_batch_size: int) -> int:
+        """One activation between two layers, as it is sent."""
+        ranks = self.tensor_parallel if self.sequence_parallel else 1
+        elements = micro_batch_size * self.model.seq_length * self.model.hidden_size
+        return -(-elements // ranks) * bytes_of_element(self.dtype)
+
+    def head_bytes(self, micro_batch_size: int) -> int:
+        """Logits and what the loss keeps while the head runs.
+
+        Of the logits there are the product itself, its softmax in float32 and its gradient; the
+        final norm keeps its input and its output.
+        """
+        width = bytes_of_element(self.dtype)
+        if self.measured_head_elements is not None:
+            return micro_batch_size * self.measured_head_elements * width
+        logits = self.model.seq_length * self.model.vocab_size // self.tensor_parallel
+        # In float32 the softmax takes the place of the logits.
+        per_logit = 2 * width + (_FLOAT32_BYTES if is_sixteen_bit(self.dtype) else 0)
+        return micro_batch_size * logits * per_logit + 2 * self.boundary_bytes(micro_batch_size)
+
+
+def memory_from_profile(
+    profile: Profile,
+    model: ModelShape,
+    *,
+    dtype: Dtype,
+    precision: Precision,
+    tensor_parallel: int = 1,
+    attention: Attention = "unfused",
+    attention_by_kind: Mapping[str, Attention] | None = None,
+    computing: Computing = USUAL,
+) -> TransformerMemory:
+    """Return the memory of a model with what a profile measured of its layers and its head.
+
+    The profile counts the input of a layer as output of the layer before, so it is added. Raises
+    LookupError where the profile has nothing of this model, sequence length and split.
+    """
+    layers = _measured(profile, "layer", model, tensor_parallel)
+    heads = _measured(profile, "head", model, tensor_parallel)
+    boundary = model.seq_length * model.hidden_size
+    layer, head = map(_for_all_kinds, (layers, heads))
+
+    def ran(entry: PartMemory) -> Attention | None:
+        """What core attention ran: what is said, or what the kind has."""
+        if entry.attention is not None or entry.gpu_kind is None:
+            return entry.attention
+        known = (attention_by_kind or {}).get(entry.gpu_kind)
+        gpu = GPU_KINDS.get(entry.gpu_kind)
+        return known or (None if gpu is None else attention_on(gpu, computing, dtype))
+
+    return TransformerMemory(
+        model=model,
+        dtype=dtype,
+        precision=precision,
+        attention=attention,
+        attention_by_kind=attention_by_kind or {},
+        computing=computing,
+        tensor_parallel=tensor_parallel,
+        measured_layer_elements=layer.activation_elements + boundary,
+        measured_attention=ran(layer),
+        measured_by_kind={
+            each.gpu_kind: (each.activation_elements + boundary, ran(each))
+            for each in layers
+            if each.gpu_kind
+        },
+        measured_head_elements=head.activation_elements + boundary,
+    )
+
+
+def _for_all_kinds(entries: Sequence[PartMemory]) -> PartMemory:
+    """Return the first that does not say its kind, or else the largest."""
+    plain = next((each for each in entries if each.gpu_kind is None), None)
+    return plain or max(entries, key=lambda each: each.activation_elements)
+
+
+def _measured(
+    profile: Profile, part: Part, model: ModelShape, tensor_parallel: int
+) -> list[PartMemory]:
+    """Return every entry of a part; at least one."""
+    found = []
+    for entry in profile.memory:
+        shape = profile.model_named(entry.model)
+        is_same = (shape.hidden_size, shape.ffn_hidden_size, entry.seq_length) == (
+            model.hidden_size,
+            model.ffn_hidden_size,
+            model.seq_length,
+        )
+        if is_same and (entry.part, entry.tensor_parallel) == (part, tensor_parallel):
+            found.append(entry)
+    if found:
+        return found
+    raise LookupError(
+        f"found no memory of the {part} of {model.name} at sequence length {model.seq_length} with "
+        f"tensor parallel {tensor_parallel} in the profile; expected one entry. Import a table "
+        "that has it, or use the formula."
+    )

@@ -1,0 +1,301 @@
+"""`python -m zorse_megatron.demo`: plan a mixed cluster, train under the plan, compare with stock.
+
+`zorse plan` plans a real model for the cluster. Then a GPT with as many layers, small enough for
+this machine, is trained twice: by stock Megatron in one process, and under the plan in one process
+for each of its GPUs, by default on the CPU. Loss and gradient norm of every iteration are compared.
+Figures, logs and numbers stay in the output folder. The exit status is 0 if the two runs are the
+same, 1 if not or if a job failed.
+"""
+
+import dataclasses
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from zorse_megatron.doctor.doctor_run import DoctorRun, Status, Trained, compared, machine_here
+from zorse_megatron.doctor.plans import EXACT, FP32_FLAGS, MAX_ABS_LOSS_DIFFERENCE
+from zorse_megatron.emulate.rank_jobs import runner_here
+from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining, training_flags
+from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.extras import refuse_without
+from zorse_megatron.files.read_write import one_line_if_not_printed
+from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.plan import ClusterFingerprint, Plan
+from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.plan.spans import spell
+from zorse_megatron.plots.shown import duration_s, fastest_step, spans_of_step, training_steps
+from zorse_megatron.processes import num_processors
+from zorse_megatron.trace import load_trace
+
+if TYPE_CHECKING:
+    from zorse_megatron.plots.figures import LossCurve
+
+
+# What the demo shows: which rank stands for which GPU, the two runs, and two figures.
+#
+# matplotlib is imported to draw only, so that its absence can be told before the demo runs.
+
+
+SHOW_EVERY = 5
+# Stock's line (`megatron.training.training:evaluate_and_print_results`), e.g.
+# " validation loss at iteration 20 | lm loss value: 3.048148E+00 | lm loss PPL: ..."
+_VALIDATION = re.compile(r" validation loss at (.+?) \| lm loss value: ([-+.\dEe]+) \|")
+
+
+def stands_for_table(plan: Plan) -> Table:
+    """Rank -> the GPU for which its process stands, and what the plan gives it."""
+    table = Table(
+        title="A process on this machine stands for each GPU of the plan",
+        caption="samples: micro-batches x size; state: share of its layers' optimizer state",
+    )
+    for heading in ("rank", "stands for", "layers", "samples", "state"):
+        table.add_column(heading)
+    kinds = (plan.cluster and plan.cluster.gpu_kinds) or ()
+    for rank in range(plan.world_size):
+        number, place = plan.replica_of_rank(rank)
+        replicas = plan.groups[number].replicas
+        share = replicas[place].shard_weight / sum(each.shard_weight for each in replicas)
+        table.add_row(
+            str(rank),
+            kinds[rank] if kinds else "",
+            spell([plan.chunks[chunk].layers for chunk in plan.chunks_of_group(number)]),
+            f"{replicas[place].num_microbatches} x {replicas[place].micro_batch_size}",
+            f"{100 * share / len(replicas[place].ranks):.0f} %",
+        )
+    return table
+
+
+def loss_table(stock: Trained, plan: Trained) -> Table:
+    """Losses and gradient norms side by side, every few iterations."""
+    table = Table(title="Loss and gradient norm, iteration by iteration (trained on this machine)")
+    for heading in ("step", "stock loss", "plan loss", "difference", "stock norm", "plan norm"):
+        table.add_column(heading, justify="right")
+    steps = sorted(stock.losses.keys() & plan.losses.keys())
+    for step in steps:
+        if step in {steps[0], steps[-1]} or step % SHOW_EVERY == 0:
+            losses = stock.losses[step], plan.losses[step]
+            table.add_row(
+                str(step),
+                *(f"{loss:.8f}" for loss in losses),
+                f"{losses[1] - losses[0]:+.1e}",
+                *(f"{run.grad_norms[step]:.6f}" for run in (stock, plan)),
+            )
+    return table
+
+
+def validation_difference(stock: Trained, plan: Trained) -> float:
+    """The largest distance of two validation losses; infinite if one run has others, or none."""
+    first, second = _validation_losses(stock.directory), _validation_losses(plan.directory)
+    if not first or first.keys() != second.keys():
+        return math.inf
+    return max(abs(second[where] - loss) for where, loss in first.items())
+
+
+def _validation_losses(directory: Path) -> dict[str, float]:
+    logs = [path.read_text(errors="replace") for path in directory.glob("rank_*.txt")]
+    return {where: float(loss) for log in logs for where, loss in _VALIDATION.findall(log)}
+
+
+def draw_loss(path: Path, stock: Trained, plan: Trained) -> Path:
+    """Draw both loss curves and their difference."""
+    from zorse_megatron.plots.figures import draw_curves
+
+    return draw_curves(
+        path,
+        first=_curve("stock Megatron, one process", stock),
+        second=_curve("the plan, a process for each GPU", plan),
+        title="The same training, with stock Megatron and under a plan (fp32, on the CPU)",
+        tolerance=MAX_ABS_LOSS_DIFFERENCE,
+        unit="nats per byte",
+    )
+
+
+def draw_timeline(path: Path, plan: Plan, traces_directory: Path) -> Path:
+    """Draw the fastest iteration from the traces."""
+    from zorse_megatron.plots.gantt import draw_gantt
+
+    traces = dict(load_trace(file) for file in sorted(traces_directory.glob("trace-rank*.json")))
+    step = fastest_step(traces)
+    iteration = training_steps(traces).index(step) + 1
+    return draw_gantt(
+        path,
+        plan=plan,
+        spans=spans_of_step(traces, step),
+        title=f"Iteration {iteration} of the small model on the CPU: "
+        f"{duration_s(traces, step) * 1e3:.0f} ms ({plan.world_size} processes share "
+        f"{num_processors()} cores; all are equally fast here)",
+    )
+
+
+def _curve(label: str, run: Trained) -> "LossCurve":
+    from zorse_megatron.plots.figures import LossCurve
+
+    return LossCurve(label=label, iterations=list(run.losses), losses=list(run.losses.values()))
+
+
+CLUSTER = """\
+name: demo
+nodes:
+  - {name: large, gpus: 1 x A100-40, nics: 50 Gb/s}
+  - {name: medium, gpus: 2 x A10G, nics: 40 Gb/s}
+  - {name: small, gpus: 2 x T4, nics: 40 Gb/s}
+"""
+MODEL, GLOBAL_BATCH_SIZE, SEQ_LENGTH = "llama-1b", 32, 1024
+ITERATIONS = 20
+TIME_LIMIT_S = 600.0
+
+
+class Device(StrEnum):
+    """Where to train."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def main(
+    output: Annotated[
+        Path, typer.Option(help="Directory for figures, logs and numbers; replaces earlier ones.")
+    ] = Path("demo-output"),
+    cluster: Annotated[
+        Path | None, typer.Option(help="Plan for this cluster file, in place of the demo's own.")
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=4, help="Iterations of each job.")] = ITERATIONS,
+    device: Annotated[
+        Device, typer.Option(help="Where to train; with fewer GPUs than ranks, they share them.")
+    ] = Device.CPU,
+) -> None:
+    """Plan a mixed cluster, train under the plan and with stock Megatron, and compare."""
+    console = Console(highlight=False)
+    started_s = time.monotonic()
+    try:
+        refuse_without("train", "plots", what="the demo")
+        if device == Device.CPU:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        _demo(output, cluster, iterations, device, console)
+    except ZorseError as error:
+        console.print(str(error), style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    console.print(f"Done in {time.monotonic() - started_s:.0f} s. Next, your own cluster: describe "
+                  "it (docs/cluster-file.md), and plan your training command for it:")  # fmt: skip
+    _print_command(
+        console, "zorse plan --cluster cluster.yaml --out plan.json -- pretrain_gpt.py YOUR_FLAGS"
+    )
+
+
+def _demo(
+    output: Path, cluster: Path | None, iterations: int, device: Device, console: Console
+) -> None:
+    runs = output.resolve() / "runs"
+    shutil.rmtree(runs, ignore_errors=True)  # an earlier demo's, and nothing else
+    runs.mkdir(parents=True)
+    if cluster is None:
+        cluster = output / "cluster.yaml"
+        cluster.write_text(CLUSTER, encoding="utf-8")
+    plan = _planned(cluster, output / "plan.json", console)
+    console.print(stands_for_table(plan))
+    with runner_here(has_gpu=device == Device.CUDA) as run_job:
+        run = DoctorRun(
+            machine=machine_here(run_job, runs),
+            run_job=run_job,
+            directory=runs,
+            ends_s=time.monotonic() + TIME_LIMIT_S,
+        )
+        if device == Device.CUDA and not run.machine.gpus:
+            raise ZorseError("The demo cannot run there", [_NO_GPU])
+        stock, under_plan = _trained(run, plan, iterations, console)
+    console.print(loss_table(stock, under_plan))
+    written = [draw_loss(output / "loss.png", stock, under_plan),
+               draw_timeline(output / "timeline.png", plan, runs / "traces")]  # fmt: skip
+    console.print(f"written: {', '.join(map(str, written))}; logs and numbers: {output / 'runs'}")
+    found, validation = compared(under_plan, stock, EXACT), validation_difference(stock, under_plan)
+    if found.status is Status.FAIL or not validation <= MAX_ABS_LOSS_DIFFERENCE:
+        raise ZorseError("The two runs differ", [_difference(found.said, validation, runs)])
+    console.print(
+        f"The two runs are the same. {found.said}, validation losses by {validation:.1e}.",
+        style="bold green",
+    )
+
+
+def _planned(cluster: Path, path: Path, console: Console) -> Plan:
+    """Run `zorse plan`, as a user would."""
+    options = {
+        "--cluster": cluster,
+        "--model": MODEL,
+        "--global-batch-size": GLOBAL_BATCH_SIZE,
+        "--seq-length": SEQ_LENGTH,
+        "--out": path,
+    }
+    words = ["plan", *(str(word) for option in options.items() for word in option)]
+    _print_command(console, shlex.join(["zorse", *words]))
+    done = subprocess.run([sys.executable, "-m", "zorse_megatron", *words], check=False)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+    return load_plan(path)
+
+
+def _trained(
+    run: DoctorRun, plan: Plan, iterations: int, console: Console
+) -> tuple[Trained, Trained]:
+    """Train the small model with stock and under the plan."""
+    shape = TinyShape.of(MODELS[MODEL], [plan])
+    small = dataclasses.replace(shape.plan(plan), cluster=ClusterFingerprint())
+    training = TinyTraining(
+        model=MODELS[MODEL],
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        iterations=iterations,
+        shape=shape,
+    )
+    flags = [
+        *training_flags(training, ["--split", "90,10,0", *FP32_FLAGS]),
+        # Two batches, as an evaluation of stock's hundred takes longer than the training.
+        *("--eval-iters", "2", "--eval-interval", str(iterations // 2)),
+        # Initial weights depend on the size of micro-batches; log and loaders are stock's default.
+        *("--micro-batch-size", "4", "--log-interval", "1", "--num-workers", "2"),
+    ]
+    trace = ["--zorse-trace", str(run.directory / "traces")]
+    found = []
+    for name, of_job, more in (("stock", None, []), ("plan", small, trace)):
+        started_s = time.monotonic()
+        ranks = 1 if of_job is None else of_job.world_size
+        with console.status(f"{name}: training {iterations} iterations, {ranks} processes ..."):
+            found.append(run.trained(name, of_job, [*flags, *more]))
+        console.print(f"{name}: {iterations} iterations in {time.monotonic() - started_s:.0f} s")
+    return found[0], found[1]
+
+
+def _print_command(console: Console, command: str) -> None:
+    console.print(f"  {command}", style="bold", markup=False, soft_wrap=True)
+
+
+def _difference(said: str, validation: float, runs: Path) -> Problem:
+    return Problem(
+        where=str(runs),
+        found=f"{said}; validation losses differ by {validation:.1e}",
+        expected=f"differences within rounding, of losses at most {MAX_ABS_LOSS_DIFFERENCE:.0e}",
+        remedy="The plan did not train as one process does: please report it, with that folder.",
+    )
+
+
+_NO_GPU = Problem(
+    where="--device",
+    found="cuda, while torch sees no GPU",
+    expected="a GPU",
+    remedy="Leave it out to train on the CPU, or check nvidia-smi and "
+    "`python -c 'import torch; print(torch.version.cuda)'`.",
+)
+
+if __name__ == "__main__":
+    with one_line_if_not_printed():
+        typer.run(main)

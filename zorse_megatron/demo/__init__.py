@@ -1,1 +1,0 @@
-"""The demo: plan a small mixed cluster, and train under that plan next to stock Megatron."""

@@ -1,1 +1,0 @@
-"""The emulated clock: one for all ranks and links. Without torch."""

@@ -1,0 +1,421 @@
+"""Stock, baselines and ours on one emulated cluster: rows, pictures, a page. Without torch."""
+
+import base64
+import html
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zorse_megatron.emulate.emulator import EmulatedRun, System, flags_of_grid
+from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.files.read_write import write_text
+from zorse_megatron.files.wording import number_of
+from zorse_megatron.plan.plan import Group
+from zorse_megatron.planner.baselines.stock_best import Stock, StockAtBest, stock_at_best
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.outcome import NoPlanError, Outcome, Strategy
+from zorse_megatron.schedule.lower import refuse_unsupported
+
+if TYPE_CHECKING:
+    from zorse_megatron.plots.figures import Bar, Panel
+
+
+STOCK_EVEN = "stock, best even layout"
+STOCK = "stock, best layout"
+OURS = "zorse"
+_PLANNERS: tuple[Strategy, ...] = ("zorse-paper", "cephalo", "zorse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A strategy's plan, and the GPUs of the cluster that it is for."""
+
+    ranks: tuple[int, ...]
+    """Rank of the plan -> rank of the whole cluster."""
+    outcome: Outcome
+    stock: StockAtBest | None = None
+    """What the search has found of stock on the way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedSystem:
+    """One row of the comparison."""
+
+    name: str
+    layout: str
+    """For people: GPUs, and how they are used."""
+    system: System | None
+    """None: it cannot be run, see `reason`."""
+    predicted_s: float | None
+    """Simulated iteration; None where nothing fits."""
+    peak_memory_fraction: float | None = None
+    """Highest simulated peak of a GPU over what it may hold; None where nothing fits."""
+    reason: str = ""
+
+
+def compared_systems(
+    inputs: Inputs, strategies: Collection[Strategy], planned: Callable[[Strategy], Planned]
+) -> list[ComparedSystem]:
+    """Find the layouts of these strategies, for some or all GPUs of `inputs`.
+
+    `planned`: finds a strategy's plan, or raises NoPlanError; what it says of stock is not searched
+    again. Raises NoPlanError where nothing fits at all, with the reason of each.
+    """
+    at_best: list[StockAtBest] = []
+
+    def searched(strategy: Strategy) -> Planned:
+        plan = planned(strategy)
+        at_best.extend([plan.stock] if plan.stock else [])
+        return plan
+
+    found = [_by_strategy(each, inputs.kinds, searched) for each in _PLANNERS if each in strategies]
+    if "stock" in strategies:
+        stock = at_best[0] if at_best else stock_at_best(inputs)
+        found = [*_of_stock(stock), *found]
+    if all(each.predicted_s is None for each in found):
+        raise NoPlanError("there is nothing to compare", list(map(_misfit, found)))
+    return found
+
+
+def _of_stock(found: StockAtBest) -> Iterator[ComparedSystem]:
+    """Where no even layout fits, what comes closest is run, to see it run out of memory."""
+    yield _stock(STOCK_EVEN, found.even)
+    best = found.best
+    yield _stock(STOCK, best) if best.fitting else _absent(STOCK, best.reason)
+
+
+def _stock(name: str, stock: Stock) -> ComparedSystem:
+    layout = stock.layout
+    if layout is None:
+        return _absent(name, stock.reason)
+    flags = flags_of_grid(layout.inputs, layout.grid)
+    return ComparedSystem(
+        name=name,
+        layout=layout.description,
+        system=System(name=name, gpus=layout.ranks, flags=flags, stock_layout=layout.plan),
+        predicted_s=None if stock.reason else layout.iteration_s,
+        peak_memory_fraction=None if stock.reason else layout.fullest,
+        reason=stock.reason,
+    )
+
+
+def _absent(name: str, reason: str) -> ComparedSystem:
+    return ComparedSystem(name=name, layout="-", system=None, predicted_s=None, reason=reason)
+
+
+def _by_strategy(
+    strategy: Strategy, kinds: tuple[str, ...], planned: Callable[[Strategy], Planned]
+) -> ComparedSystem:
+    try:
+        found = planned(strategy)
+    except NoPlanError as error:
+        return _absent(strategy, " ".join(map(str, error.problems)))
+    plan, reason = found.outcome.plan, ""
+    try:
+        refuse_unsupported(plan)
+    except PlanError as error:
+        reason = "cannot be trained yet: " + ", ".join(each.where for each in error.problems)
+    gpus = Counter(kinds[rank] for rank in found.ranks)
+    groups = "|".join(map(_members, plan.groups))
+    return ComparedSystem(
+        name=strategy,
+        layout=f"{', '.join(f'{count} {kind}' for kind, count in gpus.items())}: groups of "
+        f"{groups}, {number_of(len(plan.chunks), 'chunk')}, {plan.schedule.name}",
+        system=None if reason else System(name=strategy, gpus=found.ranks, plan=plan),
+        predicted_s=found.outcome.iteration_s,
+        peak_memory_fraction=found.outcome.peak_memory_fraction,
+        reason=reason,
+    )
+
+
+def _misfit(compared: ComparedSystem) -> Problem:
+    return Problem(
+        where=compared.name,
+        found=f"nothing that fits ({compared.reason.rstrip('.')})",
+        expected="a layout or a plan that fits",
+        remedy="See zorse plan, which says what would fit.",
+    )
+
+
+def _members(group: Group) -> str:
+    """How many ranks a group has, those of tensor-parallel sets together."""
+    degrees = Counter(len(replica.ranks) for replica in group.replicas)
+    alone = degrees.pop(1, 0)
+    sets = [
+        (f"{count} sets" if count > 1 else "a set") + f" of {degree}"
+        for degree, count in sorted(degrees.items(), reverse=True)
+    ]
+    return " + ".join([*sets, *([str(alone)] if alone else [])])
+
+
+# The comparison's rows, and what they are measured against.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """One system; None where it has no such value."""
+
+    system: str
+    layout: str
+    reason: str
+    """Why it does not fit or cannot be trained; empty where it can."""
+    valid: bool | None
+    """Whether its self-test was passed; None: it was simulated only."""
+    iteration_s: float | None
+    """Emulated, the median; simulated where nothing is emulated."""
+    tokens_per_s: float | None
+    speedup_vs_stock: float | None
+    """Against stock's best layout."""
+    efficiency_of_aggregate: float | None
+    """Tokens/s over the sum of what each GPU of the cluster would do alone."""
+    peak_memory_fraction: float | None
+    """Highest simulated peak of a GPU over what it may hold."""
+    predicted_iteration_s: float | None
+    prediction_error: float | None
+    """(predicted - emulated) / emulated."""
+    final_loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A compared system, and its run if there was one."""
+
+    compared: ComparedSystem
+    run: EmulatedRun | None = None
+    is_emulated: bool = True
+    """Whether it was to run; else the simulator's figure is its result."""
+
+    @property
+    def iteration_s(self) -> float | None:
+        """None where there is no number."""
+        if not self.is_emulated:
+            return self.compared.predicted_s
+        if self.run is None or self.run.out_of_memory is not None:
+            return None
+        return self.run.iteration_s
+
+    @property
+    def outcome(self) -> str:
+        """For people: why there is no number; empty where there is one."""
+        if self.iteration_s is not None:
+            return ""
+        if self.run is not None:
+            return "out of memory"
+        return "does not fit" if self.compared.predicted_s is None else "cannot be trained yet"
+
+
+def rows_of(results: Sequence[Result], inputs: Inputs) -> list[ComparisonRow]:
+    """Compute the rows, in the order of the results."""
+    tokens = inputs.global_batch_size * inputs.sequence_length
+    alone = aggregate_tokens_per_s(inputs)
+    stock_s = {result.compared.name: result.iteration_s for result in results}.get(STOCK)
+    return [_row(result, tokens=tokens, alone=alone, stock_s=stock_s) for result in results]
+
+
+def aggregate_tokens_per_s(inputs: Inputs) -> float:
+    """Tokens/s of all GPUs together if each trained the whole model alone, memory aside.
+
+    Each at its best micro-batch size, nothing recomputed, no communication.
+    """
+    return inputs.sequence_length * sum(_samples_per_s(inputs, kind) for kind in inputs.kinds)
+
+
+def _samples_per_s(inputs: Inputs, kind: str) -> float:
+    rates = []
+    for size in inputs.best_sizes[kind]:
+        layer, ends = (
+            inputs.compute.layer(kind, size),
+            [
+                inputs.compute.embedding(kind, size),
+                inputs.compute.head(kind, size),
+            ],
+        )
+        whole_s = inputs.num_layers * (layer.forward_s + layer.backward_s)
+        rates.append(size / (whole_s + sum(e.forward_s + e.backward_s for e in ends)))
+    return max(rates)
+
+
+def _row(result: Result, *, tokens: float, alone: float, stock_s: float | None) -> ComparisonRow:
+    compared, run, seconds = result.compared, result.run, result.iteration_s
+    predicted_s, is_measured = compared.predicted_s, run is not None and seconds is not None
+    rate = None if seconds is None else tokens / seconds
+    return ComparisonRow(
+        system=compared.name,
+        layout=compared.layout,
+        reason=compared.reason,
+        valid=(run is not None and run.self_test.is_valid) if result.is_emulated else None,
+        iteration_s=seconds,
+        tokens_per_s=rate,
+        speedup_vs_stock=stock_s / seconds if stock_s and seconds else None,
+        efficiency_of_aggregate=None if rate is None else rate / alone,
+        peak_memory_fraction=compared.peak_memory_fraction,
+        predicted_iteration_s=predicted_s,
+        prediction_error=predicted_s / seconds - 1
+        if is_measured and seconds and predicted_s
+        else None,
+        final_loss=run.losses[-1] if run is not None and is_measured else None,
+    )
+
+
+# The comparison as files: `compare.json`, pictures, and one page that needs no other file.
+
+
+FILES = ("compare.json", "bars.png", "timeline.png", "compare.html")
+"""What `ComparisonReport.save` writes; no timeline where nothing ran."""
+HEADINGS = (
+    "System",
+    "Layout",
+    "Iteration",
+    "Tokens/s",
+    "Against stock",
+    "Of aggregate",
+    "Memory",
+    "Simulated",
+    "Loss",
+)
+_STYLE = (
+    "body{font:15px sans-serif;color:#222;max-width:75em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse}td,th{border-bottom:1px solid #ddd;padding:.4em .8em;"
+    "text-align:left}img{max-width:100%}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonReport:
+    """Everything that is written and printed."""
+
+    title: str
+    results: tuple[Result, ...]
+    rows: tuple[ComparisonRow, ...]
+    notes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    """GPU -> its kind."""
+
+    @classmethod
+    def of(
+        cls, results: Sequence[Result], inputs: Inputs, *, title: str, notes: Sequence[str]
+    ) -> "ComparisonReport":
+        """Compute the rows; who has no number and why, and each self-test, becomes a note."""
+        runs = {r.compared.name: r.run for r in results if r.run is not None}
+        tests = {str(run.self_test): name for name, run in runs.items()}
+        full = {name: run.out_of_memory for name, run in runs.items() if run.out_of_memory}
+        why = {r.compared.name: r.compared.reason for r in results if r.compared.reason} | full
+        return cls(
+            title=title,
+            results=tuple(results),
+            rows=tuple(rows_of(results, inputs)),
+            notes=(
+                *(f"{name}: {reason}" for name, reason in why.items()),
+                *(f"{name}: {test}" for test, name in tests.items()),
+                *notes,
+            ),
+            kinds=inputs.kinds,
+        )
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """Of `table`; of what is simulated only nothing else can be said."""
+        return HEADINGS if any(r.is_emulated for r in self.results) else HEADINGS[:-2]
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Cells for people, in the order of `headings`."""
+        number = len(self.headings)
+        pairs = zip(self.rows, self.results, strict=True)
+        return [_cells(row, result.outcome)[:number] for row, result in pairs]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Rows as plain values."""
+        return [asdict(row) for row in self.rows]
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write all files; returns their paths."""
+        from zorse_megatron.plots.figures import draw_bars, draw_panels
+
+        values, bars, timeline, page = (directory / name for name in FILES)
+        write_text(values, json.dumps(self.as_json(), indent=2) + "\n", parents=True)
+        pictures = [draw_bars(bars, self._bars(), title=self.title)]
+        if panels := self._panels():
+            title = "One iteration of an emulated cluster, on one scale"
+            pictures.append(draw_panels(timeline, panels, title=title))
+        write_text(page, self._page(pictures))
+        return [values, *pictures, page]
+
+    def _bars(self) -> "list[Bar]":
+        from zorse_megatron.plots.figures import Bar
+
+        return [
+            Bar(
+                label=row.system,
+                tokens_per_s=row.tokens_per_s,
+                note=result.outcome,
+                is_ours=row.system == OURS,
+            )
+            for row, result in zip(self.rows, self.results, strict=True)
+        ]
+
+    def _panels(self) -> "list[Panel]":
+        """Stock's best layout if it ran, and ours below it."""
+        ran = {r.compared.name: r.run for r in self.results if r.run and not r.outcome}
+        layouts = {row.system: row.layout for row in self.rows}
+        return [
+            _panel(f"{name}: {layouts[name]}", ran[name], self.kinds)
+            for name in (STOCK, OURS)
+            if name in ran
+        ]
+
+    def _page(self, pictures: Sequence[Path]) -> str:
+        head = "".join(f"<th>{html.escape(each)}</th>" for each in self.headings)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+            for cells in self.table()
+        )
+        images = "".join(
+            f'<p><img alt="{html.escape(path.stem)}" src="data:image/png;base64,'
+            f'{base64.b64encode(path.read_bytes()).decode()}"></p>'
+            for path in pictures
+        )
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        return (
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>'
+            f"{html.escape(self.title)}</title><style>{_STYLE}</style>"
+            f"<h1>{html.escape(self.title)}</h1><table><tr>{head}</tr>{body}</table>"
+            f"{images}<ul>{notes}</ul></html>\n"
+        )
+
+
+def _panel(title: str, run: EmulatedRun, kinds: Sequence[str]) -> "Panel":
+    from zorse_megatron.plots.figures import Panel
+
+    return Panel(
+        title=title,
+        rows=[f"{kinds[gpu]}, GPU {gpu}" for gpu in run.system.gpus],
+        spans=run.spans,
+        start_s=sum(run.iterations_s[:-1]),
+    )
+
+
+def _cells(row: ComparisonRow, outcome: str) -> tuple[str, ...]:
+    if row.iteration_s is None:
+        return (row.system, row.layout, outcome, *["-"] * (len(HEADINGS) - 3))
+    simulated = _said(row.predicted_iteration_s, "{:.4g} s")
+    if row.prediction_error is not None:
+        simulated += f" ({100 * row.prediction_error:+.1f} %)"
+    mark = " (NOT VALID)" if row.valid is False else ""
+    return (
+        row.system,
+        row.layout,
+        f"{row.iteration_s:.4g} s{mark}",
+        _said(row.tokens_per_s, "{:,.0f}"),
+        _said(row.speedup_vs_stock, "{:.2f} x"),
+        _said(row.efficiency_of_aggregate, "{:.2f}"),
+        _said(row.peak_memory_fraction, "{:.0%}").replace("%", " %"),
+        simulated,
+        _said(row.final_loss, "{:.5f}"),
+    )
+
+
+def _said(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

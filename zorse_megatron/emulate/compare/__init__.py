@@ -1,1 +1,0 @@
-"""Systems compared on one emulated cluster. Without torch."""

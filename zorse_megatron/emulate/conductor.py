@@ -1,0 +1,225 @@
+"""Keeps one clock for all ranks: no rank learns of anything before its time. Without torch.
+
+Every rank has a time of its own, which its computations move forward. What ranks have in common,
+the links, is simulated by a `LinkClock`, and its clock may only go as far as the rank that is
+furthest behind and still at work, since that one may post something next. So the result does not
+depend on how fast this machine runs the ranks, nor in which order. (In the literature: conservative
+parallel discrete-event simulation; SimGrid's SMPI runs real MPI programs in this way.)
+"""
+
+import contextlib
+import math
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from zorse_megatron.emulate.link_clock import LinkClock, LinkModel
+from zorse_megatron.emulate.messages import (
+    Answer,
+    Failure,
+    Finish,
+    Name,
+    Operation,
+    PostOperation,
+    Request,
+    Transfer,
+    Wait,
+)
+
+
+@dataclass(kw_only=True)
+class _Rank:
+    earliest_s: float = 0.0
+    """It posts nothing before; infinite while it waits and after it has ended."""
+    has_ended: bool = False
+    waits_for: Name | None = None
+    since_s: float = 0.0
+    done: list[Name] = field(default_factory=list)
+    """What it has not been told yet."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it waits for an answer."""
+        return self.earliest_s == math.inf and not self.has_ended
+
+
+class Conductor:
+    """Takes requests in any order and hands out answers when their time has come."""
+
+    def __init__(self, model: LinkModel) -> None:
+        self.model = model
+        self.clock = LinkClock(model.capacities_bytes_per_s)
+        self.ranks = [_Rank() for _ in model.gpus]
+        self._operations: dict[Name, Operation] = {}
+        self._done: dict[Name, int] = {}
+        """Operations that are done -> how many of their members have not been told."""
+        self._failure: Failure | None = None
+
+    def take(self, rank: int, request: Request) -> None:
+        """Note a request of a rank. Mistakes in it are answered to all ranks."""
+        state = self.ranks[rank]
+        if isinstance(request, PostOperation):
+            state.earliest_s = max(state.earliest_s, request.now_s)
+            self._post(request)
+        elif isinstance(request, Finish):
+            state.earliest_s, state.has_ended = math.inf, True
+        else:
+            state.earliest_s, state.since_s = math.inf, request.now_s
+            if isinstance(request, Wait):
+                state.waits_for = request.name
+            else:
+                self.clock.alarm(request.now_s, rank)
+
+    def answers(self) -> Iterator[tuple[int, Answer | Failure]]:
+        """Move the clock as far as it can go, and yield who is to be answered."""
+        yield from self._already_done()
+        while self._failure is None and math.inf > self.clock.next_s <= self._horizon_s():
+            moment = self.clock.step()
+            for name in moment.done:
+                self._note_done(name)
+            yield from self._already_done()
+            for rank in moment.alarms:
+                assert isinstance(rank, int)
+                yield rank, self._answer(rank, moment.time_s)
+        if self._failure is None and self._horizon_s() == math.inf and self._waiting():
+            self._failure = Failure(reason=self._deadlock())
+        if self._failure is not None:
+            for rank in self._waiting():
+                yield self._fail(rank)
+
+    def gone(self, rank: int) -> None:
+        """Note that a rank has ended without saying so: what the others wait for never comes."""
+        if not self.ranks[rank].has_ended:
+            self._failure = self._failure or Failure(reason=f"rank {rank} is gone")
+            self.take(rank, Finish())
+
+    def _horizon_s(self) -> float:
+        return min((rank.earliest_s for rank in self.ranks), default=math.inf)
+
+    def _waiting(self) -> list[int]:
+        """Ranks that are owed an answer."""
+        return [n for n, rank in enumerate(self.ranks) if rank.is_stopped]
+
+    def _already_done(self) -> Iterator[tuple[int, Answer]]:
+        for number, rank in enumerate(self.ranks):
+            if rank.waits_for is not None and rank.waits_for in self._done:
+                yield number, self._answer(number, max(rank.since_s, self.clock.now_s))
+
+    def _answer(self, number: int, now_s: float) -> Answer:
+        rank = self.ranks[number]
+        told, rank.done = tuple(rank.done), []
+        rank.waits_for, rank.earliest_s = None, now_s
+        for name in told:
+            self._done[name] -= 1
+            if not self._done[name]:
+                del self._done[name]
+        return Answer(now_s=now_s, done=told)
+
+    def _note_done(self, name: Name) -> None:
+        operation = self._operations.pop(name)
+        members = _members(operation)
+        self._done[name] = len(members)
+        for rank in members:
+            self.ranks[rank].done.append(name)
+
+    def _post(self, request: PostOperation) -> None:
+        known = self._operations.setdefault(request.name, request.operation)
+        if not isinstance(known, Transfer) and known != request.operation:
+            self._failure = Failure(
+                reason=f"the ranks of {request.name[0]} do not agree on operation "
+                f"{request.name[1]}: found {known} and {request.operation}"
+            )
+            return
+        members, work = len(_members(known)), self.model.work(request.operation)
+        self.clock.post(
+            request.now_s, request.name, members=members, work=work, after=request.after
+        )
+
+    def _fail(self, number: int) -> tuple[int, Failure]:
+        rank = self.ranks[number]
+        rank.waits_for, rank.earliest_s = None, rank.since_s
+        assert self._failure is not None
+        return number, self._failure
+
+    def _deadlock(self) -> str:
+        lines = [
+            f"rank {number} waits for {rank.waits_for} since {rank.since_s:.6f} s"
+            for number, rank in enumerate(self.ranks)
+            if rank.waits_for is not None
+        ]
+        return "all ranks wait for each other: " + "; ".join(lines)
+
+
+def _members(operation: Operation) -> tuple[int, ...]:
+    if isinstance(operation, Transfer):
+        return operation.source, operation.target
+    return operation.ranks
+
+
+# Connects the ranks of a job to their conductor, in a thread of the process that runs the job.
+
+
+_CLOSE = -1
+"""In place of a rank: the owner of the thread wants it to end."""
+
+
+def call(address: str, rank: int) -> Connection:
+    """Connect a rank to its conductor."""
+    connection = Client(address, family="AF_UNIX")
+    connection.send(rank)
+    return connection
+
+
+@contextlib.contextmanager
+def conducted(model: LinkModel) -> Iterator[str]:
+    """Conduct one job within the block, which gets the address for `call`."""
+    with tempfile.TemporaryDirectory(prefix="zorse-emulate-") as directory:
+        address = str(Path(directory, "conductor"))
+        with Listener(address, family="AF_UNIX", backlog=len(model.gpus) + 1) as listener:
+            thread = threading.Thread(
+                target=_serve, args=(listener, Conductor(model)), name="conductor", daemon=True
+            )
+            thread.start()
+            try:
+                yield address
+            finally:
+                with contextlib.suppress(OSError):
+                    call(address, _CLOSE).close()
+                thread.join()
+
+
+def _serve(listener: Listener, conductor: Conductor) -> None:
+    """Let all ranks call, then take their requests until they have ended."""
+    connections: dict[Any, int] = {}
+    while len(connections) < len(conductor.ranks):
+        connection = listener.accept()
+        rank = connection.recv()
+        if rank == _CLOSE:
+            return
+        connections[connection] = rank
+    by_rank = {rank: connection for connection, rank in connections.items()}
+    while connections:
+        for ready in wait(list(connections)):
+            _listen(ready, connections, conductor)
+        for rank, answer in conductor.answers():
+            with contextlib.suppress(OSError):  # it has ended since; `gone` follows
+                by_rank[rank].send(answer)
+
+
+def _listen(connection: Any, connections: dict[Any, int], conductor: Conductor) -> None:
+    """Take all that one rank has said."""
+    rank = connections[connection]
+    try:
+        while connection.poll():
+            request: Request = connection.recv()
+            conductor.take(rank, request)
+            if isinstance(request, Finish):
+                del connections[connection]
+                return
+    except (EOFError, OSError):
+        del connections[connection]
+        conductor.gone(rank)

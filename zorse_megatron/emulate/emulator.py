@@ -1,0 +1,491 @@
+"""Runs jobs on an emulated cluster: a self-test, then the training. Without torch."""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from zorse_megatron.costs.interface import WHOLE, DtypeCosts, ModelSection, RankPart, SetCosts
+from zorse_megatron.costs.process_memory import fixed_bytes
+from zorse_megatron.emulate.conductor import conducted
+from zorse_megatron.emulate.emulated_job import (
+    VARIABLE,
+    EmulatedJob,
+    JobSets,
+    SelfTest,
+    self_test_of,
+)
+from zorse_megatron.emulate.link_clock import LinkModel
+from zorse_megatron.emulate.rank_jobs import ForkClient, ForkedJob, output_of, tail_of
+from zorse_megatron.emulate.tiny_model import HIDDEN_SIZE, TinyTraining, training_flags
+from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.plan.plan import Plan, Replica, set_of_rank
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.planner.baselines.stock_layouts import Grid
+from zorse_megatron.planner.baselines.stock_plans import layout_flags
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.simulate_plan import has_sets
+from zorse_megatron.simulate.assumptions import NO_PERTURBATION, Perturbation
+
+# Runs the ranks of emulated jobs, in processes that are forked from one with Megatron imported.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the ranks of a job ended."""
+
+    statuses: tuple[int | None, ...]
+    """Exit status of each rank; None: it had to be ended."""
+    wall_s: float
+    """On this machine."""
+    directory: Path
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all ranks exited with status 0."""
+        return not any(status != 0 for status in self.statuses)
+
+    def tail(self, rank: int) -> str:
+        """The last lines that a rank printed."""
+        return tail_of(output_of(self.directory, rank))
+
+    def failure(self) -> RankFailure:
+        """The error that shows how each failed rank ended."""
+        return RankFailure(
+            "The emulated job failed",
+            [
+                Problem(
+                    where=f"rank {rank}",
+                    found="no end in time" if status is None else f"exit status {status}",
+                    expected="0",
+                    remedy="Its last lines:\n" + self.tail(rank),
+                )
+                for rank, status in enumerate(self.statuses)
+                if status != 0
+            ],
+        )
+
+
+class RankServer:
+    """Starts `emulate.on_ranks.server_main` once for several jobs. Not for use by two threads at
+    once.
+    """
+
+    def __init__(self) -> None:
+        self._client = ForkClient("zorse_megatron.emulate.on_ranks.server_main")
+
+    def __enter__(self) -> "RankServer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.close()
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        world_size: int,
+        job_file: Path,
+        directory: Path,
+        timeout_s: float,
+        entry: str = "zorse_megatron.emulate.on_ranks.rank_main",
+    ) -> Ended:
+        """Run the ranks of a job to their end. `argv`: what the module `entry` is given."""
+        end = self._client.run(
+            ForkedJob(
+                entry=entry,
+                argv=argv,
+                world_size=world_size,
+                timeout_s=timeout_s,
+                output_directory=str(directory),
+                env={VARIABLE: str(job_file)},
+            )
+        )
+        statuses = (
+            None if rank in end.had_to_be_ended else status
+            for rank, status in enumerate(end.statuses)
+        )
+        return Ended(statuses=tuple(statuses), wall_s=end.wall_s, directory=directory)
+
+
+CORPUS_BYTES = 200_000
+_TEST_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """Who trains, and on which GPUs: our runtime with a plan, or stock Megatron with its flags."""
+
+    name: str
+    gpus: tuple[int, ...]
+    """Rank of the job -> global rank of its GPU in the cluster."""
+    plan: Plan | None = None
+    flags: tuple[str, ...] = ()
+    """Further flags of Megatron's."""
+    stock_layout: Plan | None = None
+    """Stock's layout as a plan, which is not given to it: says what each rank has of a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedRun:
+    """What came of one job. Times in seconds of the emulated cluster."""
+
+    system: System
+    self_test: SelfTest
+    iterations_s: tuple[float, ...]
+    """Empty where the job ran out of memory."""
+    losses: tuple[float, ...]
+    spans: tuple[tuple[tuple[str, float, float], ...], ...]
+    """Rank -> (F, B or STEP, start, end) of the last iteration."""
+    peak_bytes: tuple[int, ...]
+    """Rank -> most that its GPU held."""
+    out_of_memory: str | None
+    """What the rank said that ran out of memory."""
+    late_s: float | None
+    """How far this machine was behind, where it is to keep pace (`--dilation`)."""
+    wall_s: float
+    """On this machine."""
+
+    @property
+    def iteration_s(self) -> float:
+        """Median over the iterations but for the first two, or fewer if there are no more."""
+        # Behind the first norm ranks tell each other once what losses there are.
+        warm_up = min(2, len(self.iterations_s) - 1)
+        return statistics.median(self.iterations_s[warm_up:])
+
+    def busy_s(self, rank: int) -> float:
+        """How long a rank computed in the last iteration."""
+        return sum(end_s - start_s for _, start_s, end_s in self.spans[rank])
+
+
+@dataclass(kw_only=True)
+class Emulator:
+    """Runs several jobs on one emulated cluster; use `emulator` to make one."""
+
+    inputs: Inputs
+    training: TinyTraining
+    directory: Path
+    server: RankServer
+    perturbation: Perturbation = NO_PERTURBATION
+    dilation: float | None = None
+    tell: Callable[[str], None] = lambda _phase: None
+    """Takes what is being done, for people who wait."""
+    timeout_s: float = 1800.0
+    data: list[str] = field(default_factory=list)
+    _number: int = 0
+    _tests: dict[tuple[int, ...], SelfTest] = field(default_factory=dict)
+
+    def run(self, system: System, *, ended_by: Callable[[Path], None] | None = None) -> EmulatedRun:
+        """Run one job. Raises RankFailure where it fails other than by running out of memory.
+
+        `ended_by`: runs beside it, is given the job's directory, and may end its ranks. Then the
+        run is what was trained until then.
+        """
+        self.tell(f"{system.name}: self-test of {len(system.gpus)} ranks")
+        test = self._tests.get(system.gpus) or self.self_test(system.gpus)
+        self.tell(f"{system.name}: training {self.training.iterations} iterations")
+        if self.dilation is None:  # then nothing but the GPUs can change what comes of it
+            self._tests[system.gpus] = test
+        with self._job(system, self.perturbation) as job:
+            metrics = job.directory / "metrics.jsonl"
+            flags = [*self._flags(system, job), "--zorse-metrics", str(metrics)]
+            with _beside(ended_by, job.directory):
+                ended = self._start(job, flags)
+            reports = [_report(job, rank) for rank in range(len(system.gpus))]
+            out_of_memory = next((r["out_of_memory"] for r in reports if r["out_of_memory"]), None)
+            if not ended.succeeded and out_of_memory is None and ended_by is None:
+                raise ended.failure()
+            return EmulatedRun(
+                system=system,
+                self_test=test,
+                iterations_s=() if out_of_memory else _iterations_s(reports),
+                losses=() if out_of_memory else _losses(metrics),
+                spans=tuple(tuple(map(tuple, r["spans"])) for r in reports),
+                peak_bytes=tuple(r["peak_bytes"] for r in reports),
+                out_of_memory=out_of_memory,
+                late_s=max((r["late_s"] for r in reports if r["late_s"] is not None), default=None),
+                wall_s=ended.wall_s,
+            )
+
+    def self_test(self, gpus: Sequence[int]) -> SelfTest:
+        """Let the ranks run a schedule whose duration is known, on the cluster as it is said to be.
+
+        Raises RankFailure.
+        """
+        system = System(name="self-test", gpus=tuple(gpus))
+        with self._job(system, NO_PERTURBATION) as job:
+            ended = self._start(job, [], entry="zorse_megatron.emulate.on_ranks.self_test_main")
+            if not ended.succeeded:
+                raise ended.failure()
+            reports = [job.report(rank) for rank in range(len(gpus))]
+            return self_test_of(self.inputs.comm, gpus, reports)
+
+    def write_corpus(self) -> None:
+        """Write the text that all jobs train on."""
+        prefix = self.directory / "corpus" / "text"
+        ended = self.server.run(
+            [str(prefix), str(CORPUS_BYTES)],
+            world_size=1,
+            job_file=prefix,
+            directory=self.directory,
+            timeout_s=_TEST_TIMEOUT_S,
+            entry="zorse_megatron.emulate.on_ranks.corpus_main",
+        )
+        if not ended.succeeded:
+            raise ended.failure()
+        self.data = json.loads(prefix.with_suffix(".json").read_text())
+
+    def write_weights(self) -> None:
+        """Write the weights that all jobs start from: those of stock on one process.
+
+        Stock's own layouts draw different ones from the same seed. A step at learning rate 0
+        changes none of them.
+        """
+        directory = self.directory / "weights"
+        directory.mkdir()
+        small = dataclasses.replace(self.training, iterations=1, global_batch_size=1)
+        flags = [*training_flags(small, self.data), "--micro-batch-size", "1"]
+        still = ["--lr", "0", "--min-lr", "0", "--weight-decay", "0"]
+        ended = self.server.run(
+            [*flags, *still, "--save", str(directory), "--save-interval", "1"],
+            world_size=1,
+            job_file=directory,
+            directory=directory,
+            timeout_s=self.timeout_s,
+            entry="zorse_megatron.pretrain",
+        )
+        if not ended.succeeded:
+            raise ended.failure()
+        load = ["--load", str(directory), "--finetune", "--no-load-optim", "--no-load-rng"]
+        self.data = [*self.data, *load]
+
+    @contextlib.contextmanager
+    def _job(self, system: System, perturbation: Perturbation) -> Iterator[EmulatedJob]:
+        gpus, plan = system.gpus, system.plan
+        layout, kinds = plan or system.stock_layout, tuple(self.inputs.kinds[gpu] for gpu in gpus)
+        factors = perturbation.link_factors
+        with conducted(LinkModel(self.inputs.comm, gpus, link_factors=factors)) as address:
+            self._number += 1
+            directory = self.directory / f"job_{self._number}"
+            directory.mkdir()
+            yield EmulatedJob(
+                address=address,
+                gpus=gpus,
+                kinds=kinds,
+                capacities_bytes=self._tensor_bytes(gpus, plan),
+                host_bytes_per_s=tuple(map(self.inputs.comm.host_link_bytes_per_s, gpus)),
+                costs=costs_of_ranks(self.inputs, layout, len(gpus)),
+                perturbation=perturbation,
+                sequence_length=self.training.shape.sequence_length,
+                hidden_size=HIDDEN_SIZE,
+                sets=None if layout is None else sets_of_job(self.inputs, layout, kinds),
+                dilation=self.dilation,
+                directory=directory,
+            )
+            shutil.rmtree(directory)
+
+    def _tensor_bytes(self, gpus: Sequence[int], plan: Plan | None) -> tuple[int, ...]:
+        """Rank -> what its tensors may fill; of stock, which has other communicators, the least."""
+        inputs = self.inputs
+        if plan is None or inputs.gpus is None:
+            return tuple(inputs.tensor_capacities_bytes[gpu] for gpu in gpus)
+        fixed = fixed_bytes(plan, [inputs.gpus[inputs.kinds[gpu]] for gpu in gpus])
+        return tuple(
+            inputs.capacities_bytes[gpu] - beside for gpu, beside in zip(gpus, fixed, strict=True)
+        )
+
+    def _start(self, job: EmulatedJob, argv: Sequence[str], **entry: str) -> Ended:
+        return self.server.run(
+            argv,
+            world_size=len(job.gpus),
+            job_file=job.save(),
+            directory=job.directory,
+            timeout_s=self.timeout_s,
+            **entry,
+        )
+
+    def _flags(self, system: System, job: EmulatedJob) -> list[str]:
+        flags = [*training_flags(self.training, self.data), *system.flags]
+        if self.training.sequence_parallel and job.sets is not None:
+            flags.append("--sequence-parallel")
+        if system.plan is None:
+            # A plan turns it on itself; said in its command, fp16 groups would have sums to scale.
+            return [*flags, *self._stock_vocabulary(job), "--calculate-per-token-loss"]
+        path = job.directory / "plan.json"
+        save_plan(self.training.shape.plan(system.plan), path)
+        return [*flags, "--micro-batch-size", "1", "--zorse-plan", str(path)]
+
+    def _stock_vocabulary(self, job: EmulatedJob) -> list[str]:
+        """Stock pads the vocabulary to a multiple of this times the degree of its sets.
+
+        All systems are to have as many rows, and so the same loss.
+        """
+        if job.sets is None:
+            return []
+        rows = self.training.shape.vocabulary_rows // len(job.sets.ranks[0])
+        return ["--make-vocab-size-divisible-by", str(rows)]
+
+
+@contextlib.contextmanager
+def emulator(
+    inputs: Inputs,
+    training: TinyTraining,
+    *,
+    perturbation: Perturbation = NO_PERTURBATION,
+    dilation: float | None = None,
+    tell: Callable[[str], None] = lambda _phase: None,
+) -> Iterator[Emulator]:
+    """An emulated cluster, with Megatron imported and a corpus written."""
+    tell("importing Megatron")
+    with (
+        tempfile.TemporaryDirectory(prefix="zorse-emulate-") as directory,
+        RankServer() as server,
+    ):
+        made = Emulator(
+            inputs=inputs,
+            training=training,
+            directory=Path(directory),
+            server=server,
+            perturbation=perturbation,
+            dilation=dilation,
+            tell=tell,
+        )
+        made.write_corpus()
+        yield made
+
+
+@contextlib.contextmanager
+def _beside(watch: Callable[[Path], None] | None, directory: Path) -> Iterator[None]:
+    """Run `watch` in a thread; ranks are forked by a process without threads."""
+    thread = None if watch is None else threading.Thread(target=watch, args=(directory,))
+    if thread is not None:
+        thread.start()
+    yield
+    if thread is not None:
+        thread.join()
+
+
+_EMPTY: dict[str, Any] = {
+    "norms_s": [],
+    "spans": [],
+    "peak_bytes": 0,
+    "out_of_memory": None,
+    "late_s": None,
+}
+
+
+def _report(job: EmulatedJob, rank: int) -> dict[str, Any]:
+    """What a rank has reported; one that was ended early may have said nothing."""
+    path = job.report(rank)
+    return dict(json.loads(path.read_text())) if path.exists() else _EMPTY
+
+
+def _iterations_s(reports: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+    """From one norm, which all ranks wait for, to the next; the first one from the start."""
+    # A rank that was killed may have reported one less than another.
+    norms_s = [min(norms) for norms in zip(*(r["norms_s"] for r in reports), strict=False)]
+    return tuple(end - start for start, end in zip([0.0, *norms_s], norms_s, strict=False))
+
+
+def _losses(metrics: Path) -> tuple[float, ...]:
+    lines = metrics.read_text().splitlines()
+    return tuple(json.loads(line)["lm loss"] for line in lines)
+
+
+# What each rank of an emulated job costs, alone or in a tensor-parallel set.
+
+
+_SECTIONS: tuple[ModelSection, ...] = ("embedding", "layer", "head")
+
+
+def costs_of_ranks(inputs: Inputs, plan: Plan | None, world_size: int) -> tuple[DtypeCosts, ...]:
+    """Each rank's costs, for its part and in its group's dtype; without a plan, in the job's."""
+    if plan is None:
+        return (_whole(inputs, None),) * world_size
+    return tuple(_of_rank(inputs, plan, rank) for rank in range(world_size))
+
+
+def sets_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobSets | None:
+    """What ranks need to know of their sets; None where each rank is one.
+
+    `kinds`: of each rank's GPU.
+    """
+    sets = inputs.sets
+    if sets is None or not has_sets(plan):
+        return None
+    ranks = range(plan.world_size)
+    return JobSets(
+        ranks=tuple(set_of_rank(plan, rank) for rank in ranks),
+        memories=tuple(_whole(inputs, _place(plan, rank)[1]).memory for rank in ranks),
+        measured=tuple(_measured(sets, kinds, *_place(plan, rank)) for rank in ranks),
+        cut_parameters={each: dict(sets.cut_parameters(each)) for each in _SECTIONS},
+        sequence_length=inputs.sequence_length,
+    )
+
+
+def _place(plan: Plan, rank: int) -> tuple[Replica, ComputeDtype | None]:
+    """The rank's replica, and the type that its group computes in."""
+    number, index = plan.replica_of_rank(rank)
+    group = plan.groups[number]
+    return group.replicas[index], group.compute_dtype
+
+
+def _whole(inputs: Inputs, dtype: ComputeDtype | None) -> DtypeCosts:
+    """Costs of a rank that has all of each layer."""
+    if dtype is None:
+        return DtypeCosts(compute=inputs.compute, memory=inputs.memory)
+    return inputs.by_dtype[dtype]
+
+
+def _of_rank(inputs: Inputs, plan: Plan, rank: int) -> DtypeCosts:
+    replica, dtype = _place(plan, rank)
+    part = RankPart.of(replica, rank)
+    if part == WHOLE:
+        return _whole(inputs, dtype)
+    assert inputs.sets is not None
+    return inputs.sets.of_rank(part, dtype)
+
+
+def _measured(
+    sets: SetCosts, kinds: tuple[str, ...], replica: Replica, dtype: ComputeDtype | None
+) -> frozenset[ModelSection]:
+    """Sections of the model whose collectives are in the times of all ranks of a set."""
+    if len(replica.ranks) == 1:
+        return frozenset()
+    computes = {
+        rank: sets.of_rank(RankPart.of(replica, rank), dtype).compute for rank in replica.ranks
+    }
+    return frozenset(
+        section
+        for section in _SECTIONS
+        if all(each.includes_collectives(kinds[rank], section) for rank, each in computes.items())
+    )
+
+
+# Megatron's flags for a layout of stock, on the tiny model that is trained in emulation.
+
+
+# Stock's default: buckets of this many parameters (`DistributedDataParallel.__init__`).
+_BUCKET_PARAMETERS = 40_000_000
+_TINY_LAYER_PARAMETERS = 12 * HIDDEN_SIZE**2 + 13 * HIDDEN_SIZE
+
+
+def flags_of_grid(inputs: Inputs, grid: Grid) -> tuple[str, ...]:
+    """The layout's own flags; buckets of gradients are cut where those of the real model are."""
+    scale = _TINY_LAYER_PARAMETERS / inputs.memory.layer_parameters()
+    bucket = max(1, round(_BUCKET_PARAMETERS * scale))
+    return *layout_flags(grid), "--ddp-bucket-size", str(bucket)

@@ -1,1 +1,0 @@
-"""Ranks of many jobs on this machine, most of them forked from one process with Megatron."""

@@ -1,0 +1,316 @@
+"""Runs the ranks of a job on this machine, forked or spawned, and leaves none behind."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.processes import end_with_parent, free_port
+
+# Starts a server that forks ranks (`fork_server`), and gives it jobs.
+
+
+TAIL_LINES = 40
+# After one rank has failed the others wait for it in vain: they get this long to fail as well.
+GRACE_AFTER_FAILURE_S = 5.0
+_START_TIMEOUT_S = 180.0
+# What the server needs beyond a job's own timeout to end the ranks and answer.
+_ANSWER_MARGIN_S = 30.0
+# From the end of its output to the end of the server.
+_END_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkedJob:
+    """`python -m entry` with `argv`, as `world_size` ranks on this machine."""
+
+    entry: str
+    argv: Sequence[str]
+    world_size: int
+    timeout_s: float
+    output_directory: str
+    """Where the ranks' outputs go: see `output_of`."""
+    working_directory: str = field(default_factory=os.getcwd)
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Beside what torchrun sets."""
+    grace_after_failure_s: float = GRACE_AFTER_FAILURE_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkedEnd:
+    """How the ranks of a job ended."""
+
+    statuses: tuple[int, ...]
+    """Exit status of each rank; negative: the signal that ended it."""
+    had_to_be_ended: tuple[int, ...]
+    """Ranks that did not end by themselves."""
+    timed_out: bool
+    wall_s: float
+
+
+def output_of(directory: Path | str, rank: int) -> str:
+    """What a rank has printed."""
+    return Path(directory, f"rank_{rank}.txt").read_text(errors="replace")
+
+
+def tail_of(output: str) -> str:
+    """Its last lines."""
+    return "\n".join(output.splitlines()[-TAIL_LINES:])
+
+
+class ForkClient:
+    """A server, for several jobs. Not for use by two threads at once."""
+
+    def __init__(self, module: str, *, working_directory: Path | None = None) -> None:
+        """Start `module`, which calls `fork_server.serve`. Raises RankFailure where that fails."""
+        self.module = module
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the server)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            cwd=working_directory,
+            env=server_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            bufsize=1,
+        )
+        self._answer(_START_TIMEOUT_S)
+
+    def run(self, job: ForkedJob) -> ForkedEnd:
+        """Run a job to its end. Raises RankFailure where the server has gone."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the lack of an answer tells why
+            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+        answer = self._answer(job.timeout_s + _ANSWER_MARGIN_S)
+        return ForkedEnd(
+            statuses=tuple(answer["statuses"]),
+            had_to_be_ended=tuple(answer["had_to_be_ended"]),
+            timed_out=answer["timed_out"],
+            wall_s=answer["wall_s"],
+        )
+
+    def close(self) -> None:
+        """End the server, and with it whatever it still runs."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._end(_ANSWER_MARGIN_S)
+        self._log.close()
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        stdout = self._process.stdout
+        assert stdout is not None
+        in_time = bool(select.select([stdout], [], [], timeout_s)[0])
+        if in_time and (line := stdout.readline()):
+            return dict(json.loads(line))
+        # No line in time: its output has ended.
+        status = self._end(_END_TIMEOUT_S if in_time else 0.0)
+        found = f"exit status {status}" if in_time else f"no answer within {timeout_s:.0f} s"
+        self._log.seek(0)
+        problem = Problem(
+            where=self.module,
+            found=found,
+            expected="one line of JSON",
+            remedy="Its last lines:\n" + tail_of(self._log.read()),
+        )
+        raise RankFailure("The process that forks the ranks is gone", [problem])
+
+    def _end(self, timeout_s: float) -> int:
+        """Exit status of the server, which is killed if it does not end by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        self._process.kill()
+        return self._process.wait()
+
+
+def server_environment() -> dict[str, str]:
+    """The environment of a server, in which nothing starts a thread before the fork."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        # Its ranks run on CPU; and a parent that has asked the CUDA runtime for GPUs leaves its
+        # forked children with a CUDA that fails.
+        "CUDA_VISIBLE_DEVICES": "",
+        # As if rank 0 of one: the server must not print for each rank what rank 0 prints.
+        "RANK": "0",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+_SERVER = "zorse_megatron.emulate.on_ranks.server_main"
+_POLL_S = 0.05
+# After one rank has failed, the watched others end by themselves within seconds.
+_GRACE_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankJob:
+    """`python -m entry ARGUMENTS` as so many ranks on this machine."""
+
+    name: str
+    arguments: tuple[str, ...]
+    world_size: int
+    directory: Path
+    """Exists; the ranks run there, and what they print is left there."""
+    limit_s: float
+    entry: str = "zorse_megatron.pretrain"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of all ranks, beside what torchrun would set."""
+
+
+RunJob = Callable[[RankJob], None]
+"""Runs a job to its end. Raises RankFailure unless all ranks end with status 0 in time."""
+
+
+@contextlib.contextmanager
+def runner_here(*, has_gpu: bool) -> Iterator[RunJob]:
+    """What runs jobs on this machine; what it has started ends with the block.
+
+    No fork survives CUDA, so ranks with GPUs import everything themselves. The others are forked
+    from a process that has Megatron imported.
+    """
+    if has_gpu:
+        yield run_spawned
+        return
+    with contextlib.closing(ForkClient(_SERVER)) as client:
+        yield partial(run_forked, client)
+
+
+def run_spawned(job: RankJob) -> None:
+    """Run each rank as a process of its own. Raises RankFailure."""
+    started_s = time.monotonic()
+    _refuse_failed(job, spawned_statuses(job), time.monotonic() - started_s)
+
+
+def run_forked(client: ForkClient, job: RankJob) -> None:
+    """Run the ranks as forks of the client's server. Raises RankFailure."""
+    end = client.run(
+        ForkedJob(
+            entry=job.entry,
+            argv=job.arguments,
+            world_size=job.world_size,
+            timeout_s=job.limit_s,
+            output_directory=str(job.directory),
+            working_directory=str(job.directory),
+            env=job.environment,
+        )
+    )
+    ended = end.had_to_be_ended
+    statuses = [None if rank in ended else status for rank, status in enumerate(end.statuses)]
+    _refuse_failed(job, statuses, end.wall_s)
+
+
+def spawned_statuses(job: RankJob) -> list[int | None]:
+    """Run each rank as a process; exit statuses, None of those that had to be ended."""
+    until_s, port = time.monotonic() + job.limit_s, free_port()
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(_spawned(job, n, port)) for n in range(job.world_size)]
+        return _wait(ranks, until_s)
+
+
+@contextlib.contextmanager
+def _spawned(job: RankJob, rank: int, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A rank in a session of its own, of which nothing is left at the end of the block.
+
+    Nor after this process, if that is killed and does not come to the end of the block.
+    """
+    with (job.directory / f"rank_{rank}.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", job.entry, *job.arguments],
+            cwd=job.directory,
+            env=_rank_environment(job, rank, port),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509  (there are no threads)
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _rank_environment(job: RankJob, rank: int, port: int) -> dict[str, str]:
+    """What torchrun sets, and what the job adds."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "SLURM_"))}
+    return kept | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",
+        **job.environment,
+    }
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], until_s: float) -> list[int | None]:
+    """Exit statuses; None: had to be ended, as the time was up or another rank had failed."""
+    while True:
+        statuses = [process.poll() for process in ranks]
+        if None not in statuses or time.monotonic() > until_s:
+            return statuses
+        if any(statuses):
+            until_s = min(until_s, time.monotonic() + _GRACE_S)
+        time.sleep(_POLL_S)
+
+
+def _refuse_failed(job: RankJob, statuses: Sequence[int | None], duration_s: float) -> None:
+    """Raise RankFailure, which shows how each rank that failed has ended, if one has."""
+    problems = [
+        Problem(
+            where=f"rank {rank} ({job.directory}/rank_{rank}.txt)",
+            found=f"no end in {duration_s:.0f} s"
+            if status is None
+            else f"exit status {status} after {duration_s:.0f} s",
+            expected=f"0 within {job.limit_s:.0f} s",
+            remedy="Its last lines:\n" + tail_of(output_of(job.directory, rank)),
+        )
+        for rank, status in enumerate(statuses)
+        if status != 0
+    ]
+    if problems:
+        raise RankFailure(f"The job {job.name!r} failed", problems)
+
+
+@contextlib.contextmanager
+def exits_on_signals() -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt.
+
+    So what has been started is ended. The status is a shell's, 128 and the signal's number. Main
+    thread only. A signal that is ignored (`nohup`) stays so.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)

@@ -1,0 +1,1 @@
+"""What people and clusters say: cluster, model, profile, status of a run."""

@@ -1,0 +1,460 @@
+"""Reading a model from a `config.json` of Hugging Face's transformers.
+
+Any dense decoder whose shape is that of Megatron's GPT layers, or nearly: `_FAMILIES` says what its
+`model_type` implies. Keys and defaults are those of transformers' configuration classes. What
+Megatron's flags cannot build of it is planned as if they could, and said. Whatever is no row of
+equal dense layers (experts, latent attention, images) is refused by its key.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from zorse_megatron.errors import ModelError, Problem
+from zorse_megatron.files.json_text import read_json
+from zorse_megatron.files.strict import FileKind
+from zorse_megatron.inputs.model import (
+    Activation,
+    ModelShape,
+    Norm,
+    PositionEmbedding,
+    padded_vocab_size,
+    problems_of,
+)
+
+CONFIG_FILE = FileKind(
+    name="model", syntax="JSON", document="docs/cli.md", error=ModelError, root=None
+)
+_LARGEST = 100_000_000
+# What a model is made of -> the keys that families have for it.
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd", "n_embed"),
+    "ffn": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "heads": ("num_attention_heads", "n_head"),
+    "groups": ("num_key_value_heads", "num_kv_heads"),
+    "head": ("head_dim",),
+    "vocabulary": ("vocab_size",),
+    "positions": ("max_position_embeddings", "n_positions", "seq_length"),
+}
+_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python")
+_PLAIN: Mapping[str, Activation] = {
+    **dict.fromkeys(_GELU, "gelu"),
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+_GATED: Mapping[str, Activation] = {
+    **dict.fromkeys(("silu", "swish"), "swiglu"),
+    **dict.fromkeys(_GELU, "geglu"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """What a `model_type` implies beside its keys; the defaults are Llama's."""
+
+    activation: str = "silu"
+    """Where the file names none."""
+    is_gated: bool = True
+    norm: Norm = "rmsnorm"
+    norms: int = 2
+    """In a layer."""
+    position: PositionEmbedding = "rope"
+    biases: Literal["none", "qkv", "mlp", "all"] = "none"
+    bias_key: str | None = None
+    """Says whether linear layers have biases."""
+    qk_norm: bool = False
+    tied: bool = False
+    """Where the file does not say."""
+    head_dim: int | None = None
+    """Where the file does not say; None: hidden size by heads."""
+    positions: int | None = None
+    """The longest sample where the file does not say."""
+    more_positions: int = 0
+    """Rows of the table that no position of a sample takes."""
+    rotary: float = 1.0
+    """Share of a head that is rotated, where the file does not say."""
+    is_multi_query: bool = False
+    """Whether all heads share key and value, where the file does not say."""
+    parallel_key: str | None = None
+    """Says whether attention and feed-forward run side by side."""
+    is_parallel: bool = False
+    """Where the file does not say."""
+    has_head_bias: bool = False
+    has_embedding_norm: bool = False
+    lacks: tuple[str, ...] = ()
+    """What Megatron's flags cannot build of it."""
+
+
+_PARALLEL = "attention and feed-forward side by side"
+_SANDWICH = "norms after attention and feed-forward"
+_SCALED = "embeddings times the root of the width"
+_GPT: dict[str, Any] = {"norm": "layernorm", "is_gated": False, "biases": "all"}
+
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(),
+    "phi3": _Family(),
+    "qwen2": _Family(biases="qkv"),
+    "qwen3": _Family(qk_norm=True, head_dim=128),
+    "smollm3": _Family(tied=True, lacks=("layers without positions",)),
+    "granite": _Family(lacks=("multipliers of its own",)),
+    "gemma": _Family(
+        activation="gelu_pytorch_tanh", tied=True, head_dim=256, lacks=(_SCALED,)
+    ),
+    "gemma2": _Family(
+        activation="gelu_pytorch_tanh", tied=True, head_dim=256, norms=4,
+        lacks=(_SANDWICH, "capped logits", _SCALED),
+    ),
+    "gemma3_text": _Family(
+        activation="gelu_pytorch_tanh", tied=True, head_dim=256, norms=4, qk_norm=True,
+        lacks=(_SANDWICH, _SCALED),
+    ),
+    "gpt2": _Family(**_GPT, activation="gelu_new", position="learned", tied=True),
+    "gpt_bigcode": _Family(
+        **_GPT, activation="gelu_pytorch_tanh", position="learned", tied=True, is_multi_query=True
+    ),
+    "opt": _Family(**_GPT, activation="relu", position="learned", more_positions=2, tied=True),
+    "starcoder2": _Family(
+        **_GPT, activation="gelu_pytorch_tanh", bias_key="use_bias", tied=True
+    ),
+    "gpt_neox": _Family(
+        **_GPT, activation="gelu", rotary=0.25,
+        parallel_key="use_parallel_residual", is_parallel=True,
+    ),
+    "phi": _Family(
+        **_GPT, activation="gelu_new", norms=1, rotary=0.5, is_parallel=True, has_head_bias=True
+    ),
+    "gptj": _Family(
+        **(_GPT | {"biases": "mlp"}), activation="gelu_new", norms=1, is_parallel=True,
+        has_head_bias=True, lacks=("rotation of single dimensions of a head",),
+    ),
+    "falcon": _Family(
+        **(_GPT | {"biases": "none"}), activation="gelu", bias_key="bias", tied=True,
+        positions=2048, is_multi_query=True, parallel_key="parallel_attn", is_parallel=True,
+    ),
+    "bloom": _Family(
+        **_GPT, activation="gelu", position="none", tied=True, positions=2048,
+        has_embedding_norm=True, lacks=("ALiBi", "a norm after the embedding"),
+    ),
+    "nemotron": _Family(
+        **(_GPT | {"biases": "none"}), activation="relu2", rotary=0.5,
+        lacks=("norms with weights around 1",),
+    ),
+    # Its norms have no biases.
+    "cohere": _Family(
+        tied=True, norms=1, is_parallel=True, lacks=("norms without biases", "scaled logits")
+    ),
+}  # fmt: skip
+# Other types that people have -> what their layers have that no dense GPT layers have.
+_REFUSED = {
+    "gemma3": "images",
+    "mixtral": "experts",
+    "qwen2_moe": "experts",
+    "qwen3_moe": "experts",
+    "deepseek_v2": "experts and latent attention",
+    "deepseek_v3": "experts and latent attention",
+    "llama4": "experts and images",
+    "gpt_oss": "experts",
+    "mllama": "images",
+}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+# Keys of variants whose parameters are not counted here -> what counts, where they are given.
+_UNCOUNTED = {
+    "qk_layernorm": False,
+    "use_qk_norm": False,
+    "add_cross_attention": False,
+    "do_layer_norm_before": True,
+}
+_SWITCHES: Mapping[Activation, str] = {"swiglu": "--swiglu", "squared_relu": "--squared-relu"}
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherShape(ModelShape):
+    """A model whose layers have other parameters than Megatron's, whole on every rank of a set."""
+
+    more_in_layer: int = 0
+    """Parameters beside those of Megatron's layer; below 0: it has fewer."""
+    more_in_embedding: int = 0
+    more_in_head: int = 0
+
+    def layer_parameters(self, tensor_parallel: int = 1) -> int:
+        """Parameters of one transformer layer on each rank."""
+        return super().layer_parameters(tensor_parallel) + self.more_in_layer
+
+    def embedding_parameters(self, tensor_parallel: int = 1) -> int:
+        """Parameters of token and position embedding on each rank, and of a norm after them."""
+        return super().embedding_parameters(tensor_parallel) + self.more_in_embedding
+
+    def head_parameters(self, tensor_parallel: int = 1) -> int:
+        """Parameters of the final norm and of an output layer of its own on each rank."""
+        return super().head_parameters(tensor_parallel) + self.more_in_head
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceModel:
+    """A model, and how Megatron is told of it."""
+
+    shape: ModelShape
+    """At the longest sequence that the file allows."""
+    flags: tuple[str, ...]
+    """Megatron's flags that build it, but for the sequence length; () where none can."""
+    notes: tuple[str, ...]
+    """For people: what the shape leaves out."""
+
+
+def config_path(name: str | Path) -> Path:
+    """Return the path of the `config.json` that a folder has; of anything else its own."""
+    inside = Path(name) / "config.json"
+    return inside if inside.is_file() else Path(name)
+
+
+def parse_config(data: bytes, *, source: str = "config.json") -> HuggingFaceModel:
+    """Read the model of the text of a `config.json`. Raises ModelError with every problem."""
+    value, problems = read_json(data, source, CONFIG_FILE)
+    config = _Config(value=value if isinstance(value, dict) else {}, source=source)
+    family = config.family()
+    if family is not None:
+        model = config.model(family)
+        if not (problems or config.problems):
+            config.problems += [config.at(each) for each in problems_of(model.shape)]
+    if problems or config.problems:
+        raise ModelError(f"{source} cannot be planned", [*problems, *config.problems])
+    assert family is not None
+    return model
+
+
+class _Config:
+    """The keys of a file, and what is wrong with those that were asked for."""
+
+    def __init__(self, *, value: Mapping[str, Any], source: str) -> None:
+        self.value, self.source = value, source
+        self.problems: list[Problem] = []
+
+    def family(self) -> _Family | None:
+        """Return what is known of its type; None, with problems, for a type that cannot be."""
+        kind = self.value.get("model_type")
+        experts = [key for key in _EXPERTS if self.value.get(key)]
+        lacks = _REFUSED.get(kind) if isinstance(kind, str) else None
+        if "text_config" in self.value and lacks is None:
+            lacks = "more than text"
+        if experts:
+            lacks = lacks or f"experts ({experts[0]})"
+        known = _FAMILIES.get(kind) if isinstance(kind, str) else None
+        if known is not None and lacks is None:
+            return known
+        self.add(
+            "model_type",
+            "no such key" if kind is None else f"{kind!r}" + (f", which has {lacks}" * bool(lacks)),
+            f"a dense model of {', '.join(_FAMILIES)}",
+            "Describe a model of another kind with Megatron's flags.",
+        )
+        return None
+
+    def model(self, family: _Family) -> HuggingFaceModel:
+        """Return the model; without sense where there are problems."""
+        shape, lacks = self._shape(family)
+        told = [f"planning only: training refuses {', '.join(lacks)}"] if lacks else []
+        flags = () if lacks else self._flags(shape, family)
+        return HuggingFaceModel(shape=shape, flags=flags, notes=(*told, *self._notes()))
+
+    def _shape(self, family: _Family) -> tuple[ModelShape, list[str]]:
+        """Return the shape, and what Megatron's flags cannot build of it."""
+        hidden, heads = self.size("hidden"), self.size("heads")
+        is_parallel, norms = self._side_by_side(family)
+        attention, mlp = self._biases(family)
+        has_alibi = self.flag("alibi", False)
+        positions = self.size("positions", family.positions)
+        fields: dict[str, Any] = {
+            "name": self._name(),
+            "num_layers": self.size("layers", largest=100_000),
+            "hidden_size": hidden,
+            "ffn_hidden_size": self.size("ffn", None if family.is_gated else 4 * hidden),
+            "num_attention_heads": heads,
+            "num_query_groups": self._groups(family, heads),
+            "kv_channels": self.size("head", family.head_dim or max(1, hidden // heads)),
+            "vocab_size": padded_vocab_size(self.size("vocabulary")),
+            "seq_length": positions,
+            "tied_embeddings": self.flag("tie_word_embeddings", family.tied),
+            "activation": self._activation(family),
+            "norm": family.norm,
+            "position_embedding": "none" if has_alibi else family.position,
+            "max_positions": (positions + family.more_positions) * (family.position == "learned"),
+            "linear_bias": attention and mlp,
+            "qkv_bias": not mlp and (attention or family.biases == "qkv"),
+            "qk_norm": family.qk_norm,
+        }
+        self._refuse_uncounted(hidden)
+        shape = ModelShape(**fields)
+        has_some = attention != mlp
+        lacks = [
+            *family.lacks,
+            *["biases of attention or feed-forward alone"] * has_some,
+            *[_PARALLEL] * is_parallel,
+            *["ALiBi"] * has_alibi,
+            *["a bias of the output layer"] * family.has_head_bias,
+            *["GELU with a gate"] * (shape.activation == "geglu"),
+            *["ReLU"] * (shape.activation == "relu"),
+        ]
+        more = {
+            "more_in_layer": (norms - 2) * shape.norm_parameters
+            + hidden * (attention and has_some)
+            + (shape.ffn_input_width + hidden) * (mlp and has_some),
+            "more_in_embedding": shape.norm_parameters * family.has_embedding_norm,
+            "more_in_head": shape.vocab_size * family.has_head_bias,
+        }
+        return (OtherShape(**(fields | more)) if any(more.values()) else shape), lacks
+
+    def size(self, what: str, default: int | None = None, *, largest: int = _LARGEST) -> int:
+        """Return a positive integer; without one the problem is noted and 1 returned."""
+        key = next((key for key in _KEYS[what] if self.value.get(key) is not None), None)
+        if key is None and default is not None:
+            return default
+        value = None if key is None else self.value[key]
+        if type(value) is int and 1 <= value <= largest:
+            return value
+        found = "no such key" if value is None else repr(value)[:40]
+        expected = f"an integer from 1 to {largest}"
+        self.add(key or _KEYS[what][0], found, expected, "Take the file that is published.")
+        return 1
+
+    def flag(self, key: str | None, default: bool) -> bool:
+        """Return a boolean; another value is a problem."""
+        value = None if key is None else self.value.get(key)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.add(str(key), repr(value)[:40], "true or false", "Take the file that is published.")
+        return default
+
+    def add(self, key: str, found: str, expected: str, remedy: str) -> None:
+        """Note a problem."""
+        where = f"{self.source}: {key}"
+        self.problems.append(Problem(where=where, found=found, expected=expected, remedy=remedy))
+
+    def at(self, problem: Problem) -> Problem:
+        """Put the file in front of a problem of the shape."""
+        return replace(problem, where=f"{self.source}: {problem.where}")
+
+    def _name(self) -> str:
+        name = self.value.get("_name_or_path") or Path(self.source).parent.name
+        return str(name)[:80] if isinstance(name, str) and name.isprintable() and name else "model"
+
+    def _groups(self, family: _Family, heads: int) -> int:
+        """Key and value heads. Falcon's have a key for its newer layers alone."""
+        is_multi_query = self.flag("multi_query", family.is_multi_query)
+        if is_multi_query and not self.flag("new_decoder_architecture", False):
+            return 1
+        return self.size("groups", heads)
+
+    def _side_by_side(self, family: _Family) -> tuple[bool, int]:
+        """Whether attention and feed-forward run side by side, and the norms of a layer."""
+        is_parallel = self.flag(family.parallel_key, family.is_parallel)
+        if family.parallel_key != "parallel_attn" or not is_parallel:
+            return is_parallel, family.norms
+        usual = 2 if self.flag("new_decoder_architecture", False) else 1
+        return True, usual if self.value.get("num_ln_in_parallel_attn") in (None, usual) else 1
+
+    def _biases(self, family: _Family) -> tuple[bool, bool]:
+        """Whether all linear layers of attention, and of the feed-forward block, have biases."""
+        attention, mlp = family.biases == "all", family.biases in ("all", "mlp")
+        if family.bias_key is not None:
+            both = self.flag(family.bias_key, attention)
+            return both, both
+        return self.flag("attention_bias", attention), self.flag("mlp_bias", mlp)
+
+    def _refuse_uncounted(self, hidden: int) -> None:
+        for key, usual in _UNCOUNTED.items():
+            if self.flag(key, usual) != usual:
+                found, expected = (str(each).lower() for each in (not usual, usual))
+                self.add(key, found, expected, "Describe the model with Megatron's flags.")
+        narrow = self.value.get("word_embed_proj_dim")
+        if narrow not in (None, hidden):
+            expected = f"{hidden}, the hidden size"
+            remedy = "Describe the model with Megatron's flags."
+            self.add("word_embed_proj_dim", repr(narrow)[:40], expected, remedy)
+
+    def _activation(self, family: _Family) -> Activation:
+        keys = ("hidden_activation", "hidden_act", "activation_function", "activation")
+        key = next((k for k in keys if self.value.get(k)), None)
+        name = self.value[key] if key else family.activation
+        known = _GATED if family.is_gated else _PLAIN
+        if isinstance(name, str) and name in known:
+            return known[name]
+        listed = " or ".join(known)
+        self.add(key or keys[1], repr(name)[:40], listed, "No other is known for this type.")
+        return known[family.activation]
+
+    def _in_one(self) -> dict[str, Any]:
+        found = self.value.get("rope_parameters") or {}
+        if isinstance(found, dict):
+            return found
+        self.add("rope_parameters", repr(found)[:40], "an object", "As transformers writes it.")
+        return {}
+
+    def _rope(self) -> tuple[float, Mapping[str, Any]]:
+        """Return base and scaling of the rotary positions; newer files have both in one key."""
+        both = self._in_one()
+        scaling = self.value.get("rope_scaling") or both
+        usual = self.value.get("rotary_emb_base", 10_000.0)
+        base = self.value.get("rope_theta", both.get("rope_theta", usual) if both else usual)
+        return base, scaling if isinstance(scaling, dict) else {}
+
+    def _rotary_share(self, family: _Family) -> Any:
+        """Share of a head that is rotated."""
+        both = self._in_one()
+        usual = self.value.get("rotary_pct", both.get("partial_rotary_factor", family.rotary))
+        return self.value.get("partial_rotary_factor", usual)
+
+    def _notes(self) -> Iterator[str]:
+        window = self.value.get("sliding_window")
+        if window and self.value.get("use_sliding_window", True):
+            yield f"attention is costed over whole samples, not over a window of {window} tokens"
+        kind = self._rope_kind()
+        if kind not in ("default", "llama3"):
+            yield f"of rope_scaling {kind} Megatron's flags above say nothing"
+
+    def _rope_kind(self) -> str:
+        _, scaling = self._rope()
+        return str(scaling.get("rope_type", scaling.get("type", "default")))
+
+    def _flags(self, shape: ModelShape, family: _Family) -> tuple[str, ...]:
+        base, scaling = self._rope()
+        epsilon = next((self.value[key] for key in _EPSILONS if key in self.value), 1e-6)
+        numbers = (base, epsilon, share := self._rotary_share(family))
+        if not all(isinstance(each, int | float) and math.isfinite(each) for each in numbers):
+            found = ", ".join(map(repr, numbers))[:60]
+            self.add("rope_theta, rms_norm_eps, partial_rotary_factor", found, "numbers", "Fix it.")
+            return ()
+        is_learned = shape.position_embedding == "learned"
+        flags: dict[str, Any] = {
+            "--num-layers": shape.num_layers,
+            "--hidden-size": shape.hidden_size,
+            "--ffn-hidden-size": shape.ffn_hidden_size,
+            "--num-attention-heads": shape.num_attention_heads,
+            "--kv-channels": shape.kv_channels,
+            "--max-position-embeddings": shape.max_positions or shape.seq_length,
+            "--vocab-size": self.value.get("vocab_size", 1),
+            "--normalization": "RMSNorm" if shape.norm == "rmsnorm" else "LayerNorm",
+            "--norm-epsilon": f"{epsilon:g}",
+            "--position-embedding-type": "learned_absolute" if is_learned else "rope",
+        }
+        if not is_learned:
+            flags["--rotary-base"] = f"{int(base)}"
+        if not is_learned and share != 1:
+            flags["--rotary-percent"] = f"{share:g}"
+        switches = [_SWITCHES[shape.activation]] if shape.activation in _SWITCHES else []
+        switches += ["--disable-bias-linear"] * (not shape.linear_bias)
+        if shape.num_query_groups != shape.num_attention_heads:
+            switches.append("--group-query-attention")
+            flags["--num-query-groups"] = shape.num_query_groups
+        switches += ["--add-qkv-bias"] * shape.qkv_bias + ["--qk-layernorm"] * shape.qk_norm
+        if not shape.tied_embeddings:
+            switches.append("--untie-embeddings-and-output-weights")
+        if self._rope_kind() == "llama3":
+            switches.append("--use-rope-scaling")
+            flags["--rope-scaling-factor"] = scaling.get("factor", 8)
+        valued = (word for pair in flags.items() for word in map(str, pair))
+        return (*valued, *switches)

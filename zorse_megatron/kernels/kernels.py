@@ -1,0 +1,327 @@
+"""One-pass kernels that move or update whole shards, each with its reference in plain torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from zorse_megatron.kernels.dispatch import FLOATS, Problems, chunks, pick
+from zorse_megatron.schedule.shards import Interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """The numbers of one step; as `torch.optim.AdamW`'s (Apex: `adam_w_mode`)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Counted from 1: the first update has 1."""
+    decoupled: bool = True
+    """Whether weights decay by themselves (AdamW); else weight decay is added to the gradient."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is not finite, betas outside [0, 1), or a step below 1."""
+        problems = Problems("AdamW")
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            problems.need(math.isfinite(value), f"found {name} {value}; expected a finite number")
+        problems.need(
+            0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
+            f"found betas ({self.beta1}, {self.beta2}); expected them in [0, 1)",
+        )
+        problems.need(self.step >= 1, f"found step {self.step}; expected steps counted from 1")
+        problems.stop()
+
+    @property
+    def step_size(self) -> float:
+        """The learning rate over the first moment's bias."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def root_of_bias2(self) -> float:
+        """What the root of the second moment is divided by."""
+        return math.sqrt(1 - self.beta2**self.step)
+
+    @property
+    def kept(self) -> float:
+        """What is left of a weight after decoupled decay."""
+        return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
+
+    @property
+    def added(self) -> float:
+        """The part of a weight that is added to its gradient."""
+        return 0.0 if self.decoupled else self.weight_decay
+
+
+@torch.no_grad()
+def adamw_shard(
+    main: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    numbers: AdamW,
+    *,
+    inv_scale: float | torch.Tensor = 1.0,
+    clip: float | torch.Tensor = 1.0,
+    copy: torch.Tensor | None = None,
+) -> None:
+    """Update `main` and its moments in place, and write `main` into `copy` too.
+
+    All are [n], contiguous, on one device and apart in its memory; `main`, `exp_avg` and
+    `exp_avg_sq` in fp32, `grad` in fp32, bf16 or fp16 (it is only read), `copy` (None: no copy) in
+    any of these, rounded to nearest even. The gradient is multiplied by `inv_scale` (1 / loss
+    scale), then by `clip` (the clip coefficient, at most 1), as Megatron does; each a number or a
+    tensor with one fp32 element on the device, that nothing waits for.
+
+    Source of the operations and their order: torch/optim/adam.py `_single_tensor_adam`;
+    megatron/core/optimizer/optimizer.py `MixedPrecisionOptimizer.step`. Plain torch gives the bits
+    of `torch.optim.AdamW`; Triton fuses no multiplication with an addition, as torch does on some
+    processors, and agrees within a few units in the last place. Infinite or NaN gradients go
+    through, into `main`: skip the step instead (`norm_and_flag`). Raises ValueError with all that
+    does not fit.
+    """
+    problems = Problems("adamw_shard")
+    problems.need_flat("main", main, (torch.float32,))
+    problems.need_flat("exp_avg", exp_avg, (torch.float32,), like=main)
+    problems.need_flat("exp_avg_sq", exp_avg_sq, (torch.float32,), like=main)
+    problems.need_flat("grad", grad, FLOATS, like=main)
+    tensors = {"main": main, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
+    if copy is not None:
+        problems.need_flat("copy", copy, FLOATS, like=main)
+        tensors["copy"] = copy
+    problems.need_apart(tensors)
+    factors = {"inv_scale": inv_scale, "clip": clip}
+    for name, factor in factors.items():
+        if isinstance(factor, torch.Tensor):
+            problems.need_dtype(name, factor, (torch.float32,))
+            problems.need(
+                factor.numel() == 1 and factor.device == main.device,
+                f"found {name} with {factor.numel()} elements on {factor.device}; expected one on "
+                f"{main.device}",
+            )
+    problems.stop()
+    scales = tuple(_on_device(factor, main.device) for factor in factors.values())
+    update = pick("adamw_shard", main.device, adamw_shard_torch)
+    update(main, exp_avg, exp_avg_sq, grad, numbers, scales=scales, copy=copy)
+
+
+def _on_device(factor: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(factor, torch.Tensor):
+        return factor.reshape(())
+    return torch.full((), factor, dtype=torch.float32, device=device)
+
+
+def adamw_shard_torch(
+    main: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    numbers: AdamW,
+    *,
+    scales: tuple[torch.Tensor, ...],
+    copy: torch.Tensor | None,
+) -> None:
+    """The reference. `scales`: 0-d tensors, `inv_scale` and `clip`."""
+    for chunk in chunks(main.numel()):
+        wide = grad[chunk].float()
+        for scale in scales:
+            wide = wide * scale
+        step_torch(main[chunk], exp_avg[chunk], exp_avg_sq[chunk], wide, numbers)
+        if copy is not None:
+            copy[chunk].copy_(main[chunk])
+
+
+def step_torch(
+    main: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    numbers: AdamW,
+) -> None:
+    """The step itself, with torch's operations for its bits; `grad`: fp32, scaled."""
+    if numbers.added:
+        grad = grad.add(main, alpha=numbers.added)
+    main.mul_(numbers.kept)
+    exp_avg.lerp_(grad, 1 - numbers.beta1)
+    exp_avg_sq.mul_(numbers.beta2).addcmul_(grad, grad, value=1 - numbers.beta2)
+    divisor = exp_avg_sq.sqrt().div_(numbers.root_of_bias2).add_(numbers.eps)
+    main.addcdiv_(exp_avg, divisor, value=-numbers.step_size)
+
+
+# The sum of squares of gradients and whether any is infinite or NaN, in one pass over them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormAndFlag:
+    """Both results in one tensor, so that one all-reduce (sum) combines those of all ranks.
+
+    `both`: [2] in fp64 on the shards' device: the sum of squares, the number of elements that are
+    infinite or NaN. Nothing has waited for the device yet.
+    """
+
+    both: torch.Tensor
+
+    @property
+    def sum_of_squares(self) -> torch.Tensor:
+        """0-d, fp64; infinite or NaN where an element is."""
+        return self.both[0]
+
+    @property
+    def found_inf(self) -> torch.Tensor:
+        """0-d, fp32: 1 where any element is infinite or NaN, else 0 (as Megatron's `found_inf`)."""
+        return (self.both[1] > 0).float()
+
+
+@torch.no_grad()
+def norm_and_flag(shards: Sequence[torch.Tensor], device: torch.device) -> NormAndFlag:
+    """Read each element of `shards` once.
+
+    `shards`: 1-D and contiguous, on `device`, of any sizes (0 too), in fp32, bf16 or fp16; there
+    may be none. Squares are exact in fp64 and added in fp64 in an order that depends on the sizes
+    only, so two runs give the same bits, and a finite element never overflows. Raises ValueError
+    with all that does not fit.
+    """
+    problems = Problems("norm_and_flag")
+    for number, shard in enumerate(shards):
+        problems.need_flat(f"shards[{number}]", shard, FLOATS)
+        problems.need(
+            shard.device == device,
+            f"found shards[{number}] on {shard.device}; expected it on {device}",
+        )
+    problems.stop()
+    return NormAndFlag(both=pick("norm_and_flag", device, norm_and_flag_torch)(shards, device))
+
+
+def norm_and_flag_torch(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The reference."""
+    both = torch.zeros(2, dtype=torch.float64, device=device)
+    for shard in shards:
+        for chunk in chunks(shard.numel()):
+            wide = shard[chunk].double()
+            both[0] += wide.square().sum()
+            both[1] += wide.isfinite().logical_not_().sum()
+    return both
+
+
+# Pieces of a flat buffer into one contiguous buffer, with another dtype on the way.
+
+
+@torch.no_grad()
+def pack(packed: torch.Tensor, whole: torch.Tensor, pieces: Sequence[Interval]) -> None:
+    """Copy the elements of `whole` that `pieces` name into `packed`, one piece after the other.
+
+    `whole` and `packed`: 1-D and contiguous, on one device, not overlapping, each in fp32, bf16 or
+    fp16; numbers are rounded to nearest even where `packed` is narrower, beyond its range they
+    become infinite. `pieces`: intervals (start, stop) of `whole` in any order, empty ones too, also
+    overlapping ones; their lengths add up to that of `packed`. Raises ValueError with all that does
+    not fit.
+    """
+    _check(packed, whole, pieces)
+    pick("pack", whole.device, pack_torch)(packed, whole, tuple(pieces))
+
+
+def _check(packed: torch.Tensor, whole: torch.Tensor, pieces: Sequence[Interval]) -> None:
+    problems = Problems("pack")
+    problems.need_flat("packed", packed, FLOATS)
+    problems.need_flat("whole", whole, FLOATS)
+    problems.need(
+        packed.device == whole.device,
+        f"found packed on {packed.device} and whole on {whole.device}; expected one device",
+    )
+    problems.need_apart({"packed": packed, "whole": whole})
+    outside = [piece for piece in pieces if not 0 <= piece[0] <= piece[1] <= whole.numel()]
+    problems.need(
+        not outside,
+        f"found pieces {outside[:3]}; expected intervals (start, stop) within "
+        f"{whole.numel()} elements",
+    )
+    total = sum(stop - start for start, stop in pieces)
+    problems.need(
+        total == packed.numel(),
+        f"found pieces of {total} elements together; expected {packed.numel()}, the size of packed",
+    )
+    problems.stop()
+
+
+def pack_torch(packed: torch.Tensor, whole: torch.Tensor, pieces: tuple[Interval, ...]) -> None:
+    """The reference."""
+    stops = accumulate(stop - start for start, stop in pieces)
+    for (start, stop), end in zip(pieces, stops, strict=True):
+        packed[end - (stop - start) : end].copy_(whole[start:stop])
+
+
+# The owner's half of an uneven reduce-scatter: add what the others sent, in fp32.
+
+
+@torch.no_grad()
+def sum_parts(
+    out: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    weights: Sequence[float] | None = None,
+    *,
+    add: bool = False,
+) -> None:
+    """Write weights[0] * parts[0] + weights[1] * parts[1] + ... into the fp32 `out`.
+
+    `out`: [n], contiguous. `parts`: k tensors [n] on its device, each in fp32, bf16 or fp16 (rows
+    of what an all-to-all received, and this rank's own part, say); one of them may be `out` itself,
+    otherwise none overlaps it. Parts that start at multiples of 16 bytes are read fastest.
+    `weights`: k numbers, rounded to fp32; None: ones. `add`: add to what is in `out`, which then
+    comes first.
+
+    Each part is widened to fp32 (exact), multiplied (rounded once) and added (rounded once) in the
+    order of `parts`, never fused: the bits depend on the arguments alone, not on what arrived
+    first nor on the device. With no parts `out` becomes zero, or stays with `add`. Raises
+    ValueError with all that does not fit.
+    """
+    factors = (1.0,) * len(parts) if weights is None else tuple(map(float, weights))
+    problems = Problems("sum_parts")
+    problems.need_flat("out", out, (torch.float32,))
+    problems.need(
+        len(factors) == len(parts),
+        f"found {len(factors)} weights for {len(parts)} parts; expected one each",
+    )
+    for number, part in enumerate(parts):
+        problems.need_flat(f"parts[{number}]", part, FLOATS, like=out)
+        is_out = part.data_ptr() == out.data_ptr() and part.dtype == out.dtype
+        if not is_out:
+            problems.need_apart({"out": out, f"parts[{number}]": part})
+    problems.stop()
+    pick("sum_parts", out.device, sum_parts_torch)(out, tuple(parts), factors, add)
+
+
+def sum_parts_torch(
+    out: torch.Tensor, parts: tuple[torch.Tensor, ...], weights: tuple[float, ...], add: bool
+) -> None:
+    """The reference."""
+    for chunk in chunks(out.numel()):
+        here = out[chunk]
+        # The first term is not added to zero: -0.0 stays as it is.
+        total = here.clone() if add else None
+        for part, weight in zip(parts, weights, strict=True):
+            # A product of its own: `add_(part, alpha=weight)` is fused on some processors.
+            term = part[chunk].float() * weight
+            total = term if total is None else total.add_(term)
+        here.copy_(torch.zeros_like(here) if total is None else total)
+
+
+# One-pass kernels that move or update whole shards.
+#
+# Every kernel is a function with two bodies: Triton (`on_triton/`) and plain torch, which is the
+# reference and runs wherever Triton does not. `dispatch` decides which, and says so once.
+
+
+__all__ = [
+    "AdamW",
+    "NormAndFlag",
+    "adamw_shard",
+    "norm_and_flag",
+    "pack",
+    "sum_parts",
+]

@@ -1,0 +1,238 @@
+"""The command line of `zorse_megatron.pretrain`: our flags, checked, and Megatron's, left alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.flags.command import split_ours, split_script
+from zorse_megatron.live.root_cause import LEAST_SILENCE_S, Limits
+
+_NEED_PLAN = (
+    "--zorse-cluster",
+    "--zorse-trace",
+    "--zorse-memory",
+    "--zorse-memory-limit",
+    "--zorse-host-memory-limit",
+    "--zorse-update",
+    "--zorse-damaged-checkpoint",
+    "--zorse-silence-limit",
+    "--zorse-rebalance",
+    "--zorse-status",
+)
+_OURS = ("--zorse-plan", "--zorse-metrics", *_NEED_PLAN)
+_UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
+_STOP, _SKIP = "stop", "skip"
+_ON, _OFF = "on", "off"
+_REBALANCED = f"{_ON}: replicas that are slower than planned get fewer micro-batches."
+_NO_MIRROR = "Save more often instead: a smaller --save-interval, on GPUs with --async-save."
+_REMOVED = {"--zorse-mirror": _NO_MIRROR, "--zorse-mirror-overlap": _NO_MIRROR}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainCommand:
+    """The command line, split into ours and Megatron's."""
+
+    script: Path | None
+    plan: Path | None
+    cluster: Path | None
+    trace: Path | None
+    metrics: Path | None
+    memory: Path | None
+    status: Path | None
+    memory_limit_bytes: int | None
+    host_memory_limit_bytes: int | None
+    update: Literal["auto", "stock", "fused"]
+    skips_damaged: bool
+    rebalances: bool
+    limits: Limits
+    megatron: tuple[str, ...]
+
+
+def split_command(argv: Sequence[str]) -> PretrainCommand:
+    """Split the arguments after the module name. Raises FlagError with all that is wrong."""
+    name, words = split_script(argv)
+    script = None if name is None else Path(name)
+    problems: list[Problem] = []
+    ours, megatron = _ours(words, problems)
+    if script is not None and not script.is_file():
+        problems.append(_no_script(script))
+    if ours["--zorse-plan"] is None:
+        problems += [_needs_plan(flag) for flag in _NEED_PLAN if ours[flag] is not None]
+    limit_bytes, host_limit_bytes = (
+        _limit_bytes(flag, ours[flag], problems)
+        for flag in ("--zorse-memory-limit", "--zorse-host-memory-limit")
+    )
+    update = _update(ours["--zorse-update"], problems)
+    skips_damaged = _skips(ours["--zorse-damaged-checkpoint"], problems)
+    rebalances = _is_on("--zorse-rebalance", ours, _REBALANCED, problems)
+    limits = _limits(ours["--zorse-silence-limit"], problems)
+    if problems:
+        raise FlagError("The command cannot be used", problems)
+    paths = {flag: None if text is None else Path(text) for flag, text in ours.items()}
+    return PretrainCommand(
+        script=script,
+        plan=paths["--zorse-plan"],
+        cluster=paths["--zorse-cluster"],
+        trace=paths["--zorse-trace"],
+        metrics=paths["--zorse-metrics"],
+        memory=paths["--zorse-memory"],
+        status=paths["--zorse-status"],
+        memory_limit_bytes=limit_bytes,
+        host_memory_limit_bytes=host_limit_bytes,
+        update=update,
+        skips_damaged=skips_damaged,
+        rebalances=rebalances,
+        limits=limits,
+        megatron=megatron,
+    )
+
+
+def _ours(
+    words: Sequence[str], problems: list[Problem]
+) -> tuple[Mapping[str, str | None], tuple[str, ...]]:
+    """Our flags with their values, and Megatron's words; notes problems with ours."""
+    found, megatron = split_ours(words)
+    ours: dict[str, str | None] = dict.fromkeys(_OURS)
+    for given in found:
+        if given.flag in _REMOVED:
+            problems.append(_removed_flag(given.flag))
+        elif given.flag not in ours:
+            problems.append(_unknown_flag(given.flag))
+        elif not given.values:
+            problems.append(_no_value(given.flag))
+        elif ours[given.flag] is not None:
+            problems.append(_given_twice(given.flag))
+        else:
+            ours[given.flag] = given.values[0]
+    return ours, megatron
+
+
+def _limit_bytes(flag: str, text: str | None, problems: list[Problem]) -> int | None:
+    """Read a number of gigabytes; notes a problem with anything else."""
+    if text is None:
+        return None
+    try:
+        limit_bytes = float(text) * 1e9
+    except ValueError:
+        limit_bytes = 0.0
+    if 1 <= limit_bytes < float("inf"):
+        return int(limit_bytes)
+    problems.append(
+        Problem(
+            where=flag,
+            found=f"{text!r}",
+            expected="a number of gigabytes (10^9 bytes), more than 0",
+            remedy=f"Write, for example, {flag} 14.5.",
+        )
+    )
+    return None
+
+
+def _update(text: str | None, problems: list[Problem]) -> Literal["auto", "stock", "fused"]:
+    """Read how shards are updated; notes a problem with anything else."""
+    for known in _UPDATES:
+        if text in (None, known):
+            return known
+    problems.append(
+        Problem(
+            where="--zorse-update",
+            found=f"{text!r}",
+            expected=f"one of {', '.join(_UPDATES)}",
+            remedy="Leave it out to let the job choose; it says what it chose.",
+        )
+    )
+    return "auto"
+
+
+def _skips(text: str | None, problems: list[Problem]) -> bool:
+    """Read what a damaged checkpoint leads to; notes a problem with anything else."""
+    if text not in (None, _STOP, _SKIP):
+        problems.append(
+            Problem(
+                where="--zorse-damaged-checkpoint",
+                found=f"{text!r}",
+                expected=f"{_STOP} or {_SKIP}",
+                remedy=f"{_SKIP} resumes from the newest complete checkpoint; without it, the "
+                "job stops and says which one that is.",
+            )
+        )
+    return text == _SKIP
+
+
+def _is_on(flag: str, ours: Mapping[str, str | None], what: str, problems: list[Problem]) -> bool:
+    """Read whether a flag turns something on; notes a problem with anything else."""
+    text = ours[flag]
+    if text not in (None, _ON, _OFF):
+        problems.append(
+            Problem(where=flag, found=f"{text!r}", expected=f"{_ON} or {_OFF}", remedy=what)
+        )
+    return text == _ON
+
+
+def _limits(text: str | None, problems: list[Problem]) -> Limits:
+    """Read a number of seconds; notes a problem with anything else."""
+    if text is None:
+        return Limits()
+    try:
+        silence_s = float(text)
+    except ValueError:
+        silence_s = 0.0
+    if not LEAST_SILENCE_S <= silence_s < float("inf"):
+        problems.append(
+            Problem(
+                where="--zorse-silence-limit",
+                found=f"{text!r}",
+                expected=f"a number of seconds, at least {LEAST_SILENCE_S:g}",
+                remedy="Leave it out for 15; torchrun and the batch script wait for 30 and 60.",
+            )
+        )
+        return Limits()
+    return Limits(silence_s=silence_s)
+
+
+def _unknown_flag(flag: str) -> Problem:
+    return Problem(
+        where=flag,
+        found="an unknown flag",
+        expected=f"one of {', '.join(_OURS)}",
+        remedy="Check the spelling.",
+    )
+
+
+def _removed_flag(flag: str) -> Problem:
+    return Problem(
+        where=flag,
+        found="a flag that was removed",
+        expected=f"one of {', '.join(_OURS)}",
+        remedy=_REMOVED[flag],
+    )
+
+
+def _needs_plan(flag: str) -> Problem:
+    return Problem(
+        where=flag,
+        found="no --zorse-plan",
+        expected="a plan, which the flag is about",
+        remedy=f"Add --zorse-plan PATH, or leave {flag} out.",
+    )
+
+
+def _given_twice(flag: str) -> Problem:
+    return Problem(
+        where=flag, found="it given twice", expected="it once", remedy="Leave one of them out."
+    )
+
+
+def _no_value(flag: str) -> Problem:
+    return Problem(where=flag, found="no value", expected="one", remedy=f"Write {flag} VALUE.")
+
+
+def _no_script(script: Path) -> Problem:
+    return Problem(
+        where=str(script),
+        found="no such file",
+        expected="your training script, e.g. pretrain_gpt.py",
+        remedy="Correct the path, or leave it out to run the built-in GPT entry.",
+    )

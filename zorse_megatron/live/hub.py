@@ -1,0 +1,413 @@
+"""The watchers' talk: that of rank 0 hears all others, and has the job end."""
+
+import contextlib
+import json
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from zorse_megatron.live.root_cause import FailureKind, Limits, Report, RootCause
+
+# Lines of JSON over a socket that never blocks.
+
+
+class LineSocket:
+    """One end of a connection between two watchers."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = connection
+        self.is_open = True
+        self._to_send = b""
+        self._received = b""
+
+    def fileno(self) -> int:
+        """File descriptor, for `select`."""
+        return self.connection.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message, now or at a later `flush`."""
+        self._to_send += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        while self._to_send and self.is_open:
+            try:
+                sent = self.connection.send(self._to_send)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.close()
+                return
+            self._to_send = self._to_send[sent:]
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have come; `is_open` is false when there will be no more."""
+        while self.is_open:
+            try:
+                data = self.connection.recv(65536)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+            self._received += data
+        *lines, self._received = self._received.split(b"\n")
+        return [message for line in lines if (message := _parsed(line)) is not None]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.is_open = False
+        self.connection.close()
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A message; None for what no watcher has sent."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
+
+
+BEAT_S = 1.0
+_LATE_S = 3.0
+_END_S = 8.0
+"""How long ranks have to end once they are told to: their watchers kill them before that."""
+_AFTER_CULPRIT_S = 0.3
+"""A launcher blames the process that it sees to end first, and torchrun looks every 0.1 s."""
+
+
+class Hub:
+    """Serves the watchers of all other ranks."""
+
+    def __init__(
+        self, world_size: int, *, limits: Limits, describe: Callable[[int], str], host: str
+    ) -> None:
+        """`describe`: names a rank for people; `host`: name of this node."""
+        self.describe = describe
+        self.limits = limits
+        self.root_cause = RootCause(world_size, limits)
+        self.token = secrets.token_hex(8)
+        self.listener = _listen(world_size)
+        self.hosts = {0: host}
+        self.last_heard_s: dict[int, float] = {}
+        self.culprit: Report | None = None
+        self.line = ""
+        self.is_over = False
+        self._members: dict[LineSocket, int | None] = {}
+        self._speakers: dict[str, tuple[int, LineSocket]] = {}
+        """Node -> its first rank so far."""
+        self._told_s: float | None = None
+        self._said_s: float | None = None
+        self._own_end_s: float | None = None
+        self._next_beat_s = 0.0
+
+    @property
+    def address(self) -> str:
+        """Port and password, which the other ranks' watchers need."""
+        return f"{self.listener.getsockname()[1]} {self.token}"
+
+    @property
+    def sockets(self) -> list[Any]:
+        """What to wait for."""
+        return [self.listener, *self._members]
+
+    def report(self, report: Report, now_s: float, *, ended: bool) -> None:
+        """Take what the watcher of rank 0 itself has seen."""
+        self.root_cause.note(report, now_s)
+        if ended:
+            self._own_end_s = now_s
+            self.root_cause.ended.add(report.rank)
+
+    def forgive(self, gap_s: float) -> None:
+        """This process has stood still, and could hear nobody."""
+        self.last_heard_s = {rank: at_s + gap_s for rank, at_s in self.last_heard_s.items()}
+
+    def work(self, now_s: float) -> None:
+        """Hear, speak and decide; to be called several times a second."""
+        self._accept()
+        for member in list(self._members):
+            for message in member.receive():
+                self._hear(member, message, now_s)
+            if not member.is_open:
+                self._lose(member, now_s)
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + BEAT_S
+            self._tell_all({"beat": 1})
+        self._look_for_silent(now_s)
+        for member in self._members:
+            member.flush()
+        self._decide(now_s)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            self._members[LineSocket(connection)] = None
+
+    def _hear(self, member: LineSocket, message: dict[str, Any], now_s: float) -> None:
+        rank = self._members.get(member)
+        if rank is None:
+            if message.get("token") != self.token:
+                member.close()
+                return
+            rank = self._members[member] = int(message["rank"])
+            self.hosts[rank] = str(message["host"])
+            if len(self.hosts) == self.root_cause.world_size:
+                self.root_cause.met_s = now_s
+            self._choose_speaker(member, rank)
+        self.last_heard_s[rank] = now_s
+        if "kind" in message:
+            report = Report(
+                rank=rank,
+                kind=FailureKind[message["kind"]],
+                reason=message["reason"],
+                phase=message["phase"],
+                status=message["status"],
+            )
+            self.root_cause.note(report, now_s)
+        if message.get("ended"):
+            self.root_cause.ended.add(rank)
+
+    def _choose_speaker(self, member: LineSocket, rank: int) -> None:
+        """The first rank of each node speaks if this process, which speaks for all, is gone."""
+        host = self.hosts[rank]
+        first, speaker = self._speakers.get(host, (rank, member))
+        if rank <= first:
+            speaker.send({"speaks": False})
+            self._speakers[host] = rank, member
+        member.send({"speaks": rank <= first})
+
+    def _lose(self, member: LineSocket, now_s: float) -> None:
+        rank = self._members.pop(member)
+        if rank is None:
+            return
+        self.last_heard_s.pop(rank, None)
+        if rank not in self.root_cause.ended:
+            why = "is gone, and so is the process that watched it"
+            self.root_cause.note(Report(rank=rank, kind=FailureKind.VANISHED, reason=why), now_s)
+            self.root_cause.ended.add(rank)
+
+    def _look_for_silent(self, now_s: float) -> None:
+        for rank, at_s in self.last_heard_s.items():
+            if now_s - at_s > self.limits.silence_s and rank not in self.root_cause.ended:
+                self.root_cause.note(silent(rank, now_s - at_s), now_s)
+
+    def _decide(self, now_s: float) -> None:
+        if self._said_s is not None:
+            self._part(now_s, self._said_s)
+        elif self._told_s is not None:
+            silence_s = self.limits.silence_s
+            silent_ranks = {r for r, at_s in self.last_heard_s.items() if now_s - at_s > silence_s}
+            joined = {rank for rank in self._members.values() if rank is not None} | {0}
+            reachable = joined - silent_ranks
+            waited_s = now_s - self._told_s
+            if reachable <= self.root_cause.ended or waited_s > _END_S:
+                self._speak(now_s)
+        else:
+            late = {
+                rank
+                for rank, at_s in self.last_heard_s.items()
+                if now_s - at_s > _LATE_S and rank not in self.root_cause.ended
+            }
+            self.culprit = self.root_cause.culprit(now_s, joined=self.hosts, late=late)
+            if self.culprit is not None:
+                self._told_s = now_s
+                self._tell_all({"stop": self.culprit.kind.name, "blamed": self.culprit.rank})
+            elif len(self.root_cause.ended) == self.root_cause.world_size or self._has_lingered(
+                now_s
+            ):
+                self._tell_all({"bye": 1})
+                self.is_over = True
+
+    def _has_lingered(self, now_s: float) -> bool:
+        """Whether others have had their time since the work of the hub's own rank was done."""
+        mine = self.root_cause.reports.get(0)
+        return (
+            self._own_end_s is not None
+            and mine is not None
+            and mine[0].kind is FailureKind.DONE
+            and now_s - self._own_end_s > self.limits.exit_s
+        )
+
+    def _speak(self, now_s: float) -> None:
+        assert self.culprit is not None
+        self._said_s = now_s
+        self.line = sentence(self.culprit, self.describe, self.hosts)
+        for member, rank in self._members.items():
+            if rank == self.culprit.rank:
+                member.send({"bye": 1})
+        if self.culprit.rank == 0:
+            self._tell_all({"bye": 1})
+            self.is_over = True
+
+    def _part(self, now_s: float, said_s: float) -> None:
+        if now_s - said_s > _AFTER_CULPRIT_S:
+            self._tell_all({"bye": 1})
+            self.is_over = True
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for member in self._members:
+            member.send(message)
+
+
+def silent(rank: int, silent_s: float) -> Report:
+    """Report a rank whose watcher says nothing."""
+    why = f"has been silent for {silent_s:.0f} s: its node or network is down, or it is stopped"
+    return Report(rank=rank, kind=FailureKind.SILENT, reason=why)
+
+
+def sentence(culprit: Report, describe: Callable[[int], str], hosts: dict[int, str]) -> str:
+    """Say who is to blame, and in which phase, in one line."""
+    where = f" on {hosts[culprit.rank]}" if len(set(hosts.values())) > 1 else ""
+    phase = f" {culprit.phase}" if culprit.phase else ""
+    return f"{describe(culprit.rank)}{where} {culprit.reason}{phase}; the job ends"
+
+
+def _listen(world_size: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        listener = socket.create_server(
+            ("", 0), family=socket.AF_INET6, backlog=world_size, dualstack_ipv6=True
+        )
+    else:
+        listener = socket.create_server(("", 0), backlog=world_size)
+    listener.setblocking(False)
+    return listener
+
+
+# The watcher of any other rank: tells that of rank 0 what it sees, and obeys it.
+
+
+_CONNECT_S = 2.0
+_RETRY_S = 0.5
+_CONNECTING_S = 10.0
+_REFUSED_S = 1.5
+"""No hub listens there after this long: it listens before its address is known."""
+_BYE_S = 45.0
+"""How much longer than any rank may take to its end this process waits for the hub's leave."""
+
+
+class Member:
+    """The connection to the hub. Until its address is known, reports wait."""
+
+    def __init__(self, rank: int, *, limits: Limits, host: str) -> None:
+        self.rank = rank
+        self.limits = limits
+        self.host = host
+        self.stop: FailureKind | None = None
+        """Why this rank has to end, once it has to."""
+        self.is_blamed = False
+        self.lost_hub: Report | None = None
+        self.has_heard = False
+        """Whether the hub has said anything. To who comes when it is gone, the job may have ended
+        long since, with its last line."""
+        self.speaks = False
+        """Whether this process speaks for its node if the hub is gone; the hub says which one."""
+        self.is_over = False
+        self._line: LineSocket | None = None
+        self._waiting: list[dict[str, Any]] = []
+        self._heard_s = 0.0
+        self._next_beat_s = 0.0
+        self._next_try_s = 0.0
+        self._first_try_s: float | None = None
+        self._ended_s: float | None = None
+
+    @property
+    def sockets(self) -> list[Any]:
+        """What to wait for."""
+        return [] if self._line is None or not self._line.is_open else [self._line]
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the hub was found, be it gone by now."""
+        return self._line is not None or self.lost_hub is not None
+
+    def report(self, report: Report, now_s: float, *, ended: bool) -> None:
+        """Tell what this watcher has seen of its rank."""
+        if ended:
+            self._ended_s = now_s
+        self._waiting.append(
+            {
+                "kind": report.kind.name,
+                "reason": report.reason,
+                "phase": report.phase,
+                "status": report.status,
+                "ended": ended,
+            }
+        )
+
+    def forgive(self, gap_s: float) -> None:
+        """This process has stood still, and could hear nobody."""
+        self._heard_s += gap_s
+
+    def work(self, address: str, now_s: float) -> None:
+        """Hear and speak; to be called several times a second. `address`: "" while unknown."""
+        if self._line is None:
+            if address and self.lost_hub is None and now_s >= self._next_try_s:
+                self._connect(address, now_s)
+        elif self._line.is_open:
+            self._talk(self._line, now_s)
+        if self._ended_s is not None and (
+            self.lost_hub is not None
+            or (self.is_joined and now_s - self._ended_s > self.limits.exit_s + _BYE_S)
+        ):
+            self.is_over = True
+
+    def _connect(self, address: str, now_s: float) -> None:
+        host, port, token = address.split()
+        self._first_try_s = self._first_try_s or now_s
+        self._next_try_s = now_s + _RETRY_S
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            if now_s - self._first_try_s > (_REFUSED_S if refused else _CONNECTING_S):
+                self._lose(f"is gone: its watcher at {host}:{port} does not answer ({error})")
+            return
+        self._line = LineSocket(connection)
+        self._line.send({"token": token, "rank": self.rank, "host": self.host})
+        self._send_reports(self._line)  # or the hub would take a rank that has failed for well
+        self._heard_s = now_s
+
+    def _talk(self, line: LineSocket, now_s: float) -> None:
+        for message in line.receive():
+            self._heard_s = now_s
+            self.has_heard = True
+            self.speaks = message.get("speaks", self.speaks)
+            if "stop" in message:
+                self.stop = FailureKind[message["stop"]]
+                self.is_blamed = message["blamed"] == self.rank
+            self.is_over = self.is_over or "bye" in message
+        self._send_reports(line)
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + BEAT_S
+            line.send({"beat": 1})
+        line.flush()
+        if self.is_over:
+            return
+        if not line.is_open:
+            self._lose("is gone, and so is the process that watched it")
+        elif now_s - self._heard_s > self.limits.silence_s:
+            line.close()
+            self._lose(silent(0, now_s - self._heard_s).reason)
+
+    def _send_reports(self, line: LineSocket) -> None:
+        for message in self._waiting:
+            line.send(message)
+        self._waiting.clear()
+
+    def _lose(self, why: str) -> None:
+        self.lost_hub = Report(rank=0, kind=FailureKind.VANISHED, reason=why)
+        if self.stop is None:
+            self.stop = FailureKind.VANISHED
+        else:  # the hub has had its say
+            self.lost_hub = replace(self.lost_hub, reason="")

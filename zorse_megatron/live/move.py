@@ -1,0 +1,230 @@
+"""A move to another plan with the state in memory: the request, who sends what to whom.
+
+An owner under the new plan takes what it owned under the old one from itself, and of the rest every
+element from the lowest rank that has it. Several may: a tied embedding has two copies, and both
+have the same values. All ranks compute the same list, whose order is that of messages.
+
+Needs neither torch nor Megatron: the ranks compute it from what each owns under either plan, and
+so does a test.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.files.read_write import read_input, write_text
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import dump_plan
+from zorse_megatron.schedule.shards import intersection
+from zorse_megatron.schedule.tensor_parallel_parts import TensorBlock
+
+Owned = Mapping[str, Sequence[TensorBlock]]
+"""Parameter -> what a rank owns of it; blocks of one rank have no element in common."""
+Owners = Mapping[int, Owned]
+"""Rank -> what it owns."""
+
+
+class MoveError(ZorseError):
+    """State cannot be moved from one plan to another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A block of a parameter, and of each of its states, that one rank hands to another.
+
+    To itself if they are the same: then it is not sent.
+    """
+
+    parameter: str
+    block: TensorBlock
+    source: int
+    destination: int
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether it goes to another rank."""
+        return self.source != self.destination
+
+
+def plan_transfers(before: Owners, after: Owners) -> tuple[Transfer, ...]:
+    """All that has to change hands, ordered by parameter, destination and its blocks.
+
+    Every element that a rank owns `after` is in exactly one transfer to it. Raises MoveError where
+    nobody owned an element `before`.
+    """
+    names = sorted({name for owned in after.values() for name in owned})
+    holders: dict[str, list[tuple[int, TensorBlock]]] = {name: [] for name in names}
+    for rank in sorted(before):
+        for name, blocks in before[rank].items():
+            if name in holders:
+                holders[name] += [(rank, block) for block in blocks]
+    return tuple(
+        transfer
+        for name in names
+        for rank in sorted(after)
+        for block in after[rank].get(name, ())
+        for transfer in _to(rank, name, block, holders[name])
+    )
+
+
+def _to(
+    rank: int, name: str, wanted: TensorBlock, holders: Sequence[tuple[int, TensorBlock]]
+) -> Iterator[Transfer]:
+    """Where one owner has one block from."""
+    missing = [wanted]
+    # Its own first; otherwise the order of ranks, as the sort is stable.
+    for source, held in sorted(holders, key=lambda holder: holder[0] != rank):
+        left: list[TensorBlock] = []
+        for block in missing:
+            both = common_block(block, held)
+            if both is None:
+                left.append(block)
+                continue
+            yield Transfer(parameter=name, block=both, source=source, destination=rank)
+            left += without(block, both)
+        missing = left
+    if missing:
+        raise MoveError(
+            "State cannot be moved to the new plan",
+            [
+                Problem(
+                    where=f"parameter {name}",
+                    found=f"no owner of {missing[0]}, which rank {rank} is to own",
+                    expected="an owner of every element under the plan that has been run",
+                    remedy="Save a checkpoint, and start the new plan from it.",
+                )
+            ],
+        )
+
+
+# What two blocks of a tensor have in common, and what is left of one without the other.
+
+
+def common_block(first: TensorBlock, second: TensorBlock) -> TensorBlock | None:
+    """The elements in both blocks, or None when there are none.
+
+    >>> common_block(TensorBlock(offset=(0,), size=(4,)), TensorBlock(offset=(3,), size=(4,)))
+    TensorBlock(offset=(3,), size=(1,))
+    """
+    sides = []
+    for axis, start in enumerate(first.offset):
+        mine = start, start + first.size[axis]
+        theirs = second.offset[axis], second.offset[axis] + second.size[axis]
+        both = intersection(mine, theirs)
+        if both is None:
+            return None
+        sides.append(both)
+    return TensorBlock(
+        offset=tuple(start for start, _ in sides),
+        size=tuple(stop - start for start, stop in sides),
+    )
+
+
+def without(block: TensorBlock, taken: TensorBlock) -> Iterator[TensorBlock]:
+    """The elements of `block` that are not in `taken`, which lies inside it, as blocks.
+
+    >>> [(b.offset, b.size) for b in without(
+    ...     TensorBlock(offset=(0, 0), size=(4, 4)), TensorBlock(offset=(1, 0), size=(3, 2)))]
+    [((0, 0), (1, 4)), ((1, 2), (3, 2))]
+    """
+    offset, size = list(block.offset), list(block.size)
+    for axis, (start, length) in enumerate(zip(taken.offset, taken.size, strict=True)):
+        stop = start + length
+        for first, last in ((offset[axis], start), (stop, offset[axis] + size[axis])):
+            if first < last:
+                rest, rest_size = list(offset), list(size)
+                rest[axis], rest_size[axis] = first, last - first
+                yield TensorBlock(offset=tuple(rest), size=tuple(rest_size))
+        offset[axis], size[axis] = start, length
+
+
+# What a move takes, before it is made: bytes sent, and the most that a rank holds in host memory.
+#
+# A parameter's states (main parameter, first and second moment) are moved one after the other,
+# parameter by parameter. `state_bytes`: what an element takes in each of them.
+
+
+def elements(owned: Owned) -> int:
+    """All that a rank owns."""
+    return sum(block.numel for blocks in owned.values() for block in blocks)
+
+
+def sent_bytes(transfers: Iterable[Transfer], state_bytes: Sequence[int]) -> Counter[int]:
+    """Rank -> bytes that it sends to others."""
+    found: Counter[int] = Counter()
+    for each in transfers:
+        if each.is_sent:
+            found[each.source] += each.block.numel * sum(state_bytes)
+    return found
+
+
+def received_bytes(transfers: Iterable[Transfer], state_bytes: Sequence[int]) -> Counter[int]:
+    """Rank -> bytes that it gets from others."""
+    found: Counter[int] = Counter()
+    for each in transfers:
+        if each.is_sent:
+            found[each.destination] += each.block.numel * sum(state_bytes)
+    return found
+
+
+def peak_bytes(
+    rank: int, owned: Owned, transfers: Iterable[Transfer], state_bytes: Sequence[int]
+) -> int:
+    """The most bytes of host memory that a move takes on a rank.
+
+    The rank has set aside all that it owned under the old plan, and lets a parameter go when it
+    is done with it. While one state of a parameter is moved there is beside it what comes from
+    other ranks, and a copy of what is sent to them.
+    """
+    passing: Counter[str] = Counter()
+    for each in transfers:
+        if each.is_sent and rank in (each.source, each.destination):
+            passing[each.parameter] += each.block.numel
+    of_parameter = {name: sum(block.numel for block in owned[name]) for name in owned}
+    aside = sum(of_parameter.values()) * sum(state_bytes)
+    highest = aside
+    for name in sorted({*passing, *of_parameter}):
+        highest = max(highest, aside + passing[name] * max(state_bytes))
+        aside -= of_parameter.get(name, 0) * sum(state_bytes)
+    return highest
+
+
+# A request to a run: the next plan, as a file in the directory of its status.
+
+
+REQUEST_NAME = "next-plan.json"
+_TAKEN_NAME = "next-plan.taken.json"
+
+
+def make_request(directory: Path, plan: Plan) -> Path:
+    """Ask the run that keeps its status there to go on under a plan; returns the file.
+
+    Takes the place of a request that the run has not read yet. Raises OutputError.
+    """
+    return write_text(directory / REQUEST_NAME, dump_plan(plan))
+
+
+def take_request(directory: Path) -> bytes | None:
+    """What has been asked for since the last call, and take it away; None: nothing.
+
+    b"" for what cannot be read, which is no plan.
+    """
+    taken = directory / _TAKEN_NAME
+    try:
+        # Renamed before it is read: a request that takes its place meanwhile is another one.
+        (directory / REQUEST_NAME).rename(taken)
+    except OSError:
+        return None
+    try:
+        data = read_input(taken)
+        taken.unlink()
+    except OSError:
+        return b""
+    return data
+
+
+def drop_request(directory: Path) -> bool:
+    """Take away what an earlier run was asked for; whether there was anything."""
+    return take_request(directory) is not None

@@ -1,0 +1,306 @@
+"""When a run changes its counts of micro-batches, and to what: the same on every rank.
+
+Needs neither torch nor the planner. Measured seconds go in; a plan that differs in counts only, and
+its action lists, come out: see docs/rebalance.md.
+"""
+
+import math
+import statistics
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from zorse_megatron.plan.plan import Plan, Replica
+from zorse_megatron.schedule.pipeline_schedules import Worker
+
+# How long a replica takes for a micro-batch now, how sure that is, and since when.
+
+
+# What a computation's duration varies by, unless more is seen: a GPU's clock, other jobs on its
+# host. It stands in for what a few measurements cannot tell.
+USUAL_JITTER = 0.1
+# Steps that an estimate rests on at most, and those in a row that tell a change from noise.
+MOST_STEPS = 16
+FEWEST_STEPS = 3
+# A smaller change is none.
+_LEAST_CHANGE = 0.05
+
+
+@dataclass(kw_only=True)
+class Speed:
+    """The last measurements of one replica, as long as they are of one level."""
+
+    values: list[tuple[int, float, int]] = field(default_factory=list)
+    """(step, median seconds of a micro-batch, micro-batches of it)."""
+    since: int = 0
+    """Step with which the present level began."""
+
+    def add(self, step: int, seconds: float, num_microbatches: int) -> None:
+        """Take one step's measurement; forget what came before a change."""
+        self.values.append((step, seconds, num_microbatches))
+        if self._has_changed():
+            self.values = self.values[-FEWEST_STEPS:]
+            self.since = self.values[0][0]
+        self.values = self.values[-MOST_STEPS:]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are enough measurements."""
+        return len(self.values) >= FEWEST_STEPS
+
+    @property
+    def seconds(self) -> float:
+        """Of one micro-batch."""
+        return statistics.fmean(seconds for _, seconds, _ in self.values)
+
+    @property
+    def noise(self) -> float:
+        """Standard error of `seconds`, as a part of it."""
+        seen = [seconds for _, seconds, _ in self.values]
+        count = sum(number for _, _, number in self.values)
+        return max(USUAL_JITTER / math.sqrt(count), _spread(seen) / math.sqrt(len(seen)))
+
+    def _has_changed(self) -> bool:
+        before, recent = self.values[:-FEWEST_STEPS], self.values[-FEWEST_STEPS:]
+        if not before or len(recent) < FEWEST_STEPS:
+            return False
+        seen = [seconds for _, seconds, _ in before]
+        mean = statistics.fmean(seen)
+        single = max(USUAL_JITTER / math.sqrt(recent[-1][2]), _spread(seen))
+        bound = max(_LEAST_CHANGE, 2 * single)
+        if len(before) < FEWEST_STEPS:  # less sure; but what is forgotten is little
+            bound *= 2
+        off = [seconds / mean - 1 for _, seconds, _ in recent]
+        return min(off) > bound or max(off) < -bound
+
+
+def _spread(seconds: list[float]) -> float:
+    """Standard deviation as a part of the mean."""
+    mean = statistics.fmean(seconds)
+    return statistics.stdev(seconds) / mean if len(seconds) > 1 and mean else 0.0
+
+
+# Counts of micro-batches with which the slowest replica of a group is done soonest.
+#
+# Sizes stay as they are: how long a micro-batch of another size takes has not been measured, and
+# what it would keep has not been shown to fit. So does the sum of samples, exactly.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaTime:
+    """What one replica runs, and for how long."""
+
+    micro_batch_size: int
+    num_microbatches: int
+    """Now; at least 1."""
+    seconds: float
+    """Of one micro-batch through all chunks of the replica, forward and backward."""
+
+    @property
+    def busy_s(self) -> float:
+        """Of an iteration."""
+        return self.num_microbatches * self.seconds
+
+
+def best_counts(replicas: Sequence[ReplicaTime]) -> tuple[int, ...]:
+    """Return the counts with the least time of the slowest replica, each at least 1.
+
+    Of several such counts, those closest to each replica's part of the group's rate. Complexity:
+    O(replicas x log(batch)) operations on integers of as many bits as the batch has samples, for
+    each of O(log) limits.
+    """
+    batch = sum(each.micro_batch_size * each.num_microbatches for each in replicas)
+    rate = sum(each.micro_batch_size / each.seconds for each in replicas)
+    low, high = batch / rate * (1 - 1e-12), max(each.busy_s for each in replicas)
+    limits = sorted(
+        {high}
+        | {
+            count * each.seconds
+            for each in replicas
+            for count in range(max(1, int(low / each.seconds)), int(high / each.seconds) + 1)
+            if low <= count * each.seconds <= high
+        }
+    )
+    index = bisect_left(
+        limits, True, key=lambda limit: bool(_reached(replicas, limit)[-1] >> batch & 1)
+    )
+    return _chosen(replicas, limits[index], batch)
+
+
+def _most(each: ReplicaTime, limit_s: float) -> int:
+    """Micro-batches within the limit."""
+    return int(limit_s / each.seconds * (1 + 1e-12))
+
+
+def _reached(replicas: Sequence[ReplicaTime], limit_s: float) -> list[int]:
+    """Bit s of entry n: the first n replicas can run s samples in time, each at least one batch."""
+    reached = [1]
+    for each in replicas:
+        reached.append(_added(reached[-1], each.micro_batch_size, _most(each, limit_s)))
+    return reached
+
+
+def _added(bits: int, size: int, most: int) -> int:
+    """Bits s + n * size, for every bit s and every n from 1 to `most`."""
+    if not most:
+        return 0
+    bits <<= size
+    done = 1
+    while done < most:
+        step = min(done, most - done)
+        bits |= bits << (step * size)
+        done += step
+    return bits
+
+
+def _chosen(replicas: Sequence[ReplicaTime], limit_s: float, batch: int) -> tuple[int, ...]:
+    reached = _reached(replicas, limit_s)
+    counts: list[int] = []
+    left = batch
+    for number in range(len(replicas) - 1, -1, -1):
+        each = replicas[number]
+        rest = sum(other.micro_batch_size / other.seconds for other in replicas[: number + 1])
+        wanted = left / rest / each.seconds
+        possible = (
+            count
+            for count in range(1, min(_most(each, limit_s), left // each.micro_batch_size) + 1)
+            if reached[number] >> (left - count * each.micro_batch_size) & 1
+        )
+        count = min(possible, key=lambda count: (abs(count - wanted), count))
+        counts.append(count)
+        left -= count * each.micro_batch_size
+    return tuple(reversed(counts))
+
+
+# What a change must save of an iteration, beyond what noise could feign.
+LEAST_GAIN = 0.02
+# Standard errors that noise is taken to feign at most.
+_SURE = 3.0
+# Steps in a row that must speak for a change.
+_PATIENCE = 2
+
+Counts = tuple[tuple[int, ...], ...]
+"""Group -> replica -> micro-batches."""
+
+
+@dataclass(kw_only=True)
+class Balancer:
+    """Follows the replicas' times under one plan; says which counts would be better."""
+
+    plan: Plan
+    """In force; replaced when its counts change."""
+    speeds: dict[Worker, Speed] = field(default_factory=dict)
+    refused: set[Counts] = field(default_factory=set)
+    """Counts that cannot be, such as for lack of memory."""
+    _steps_in_favour: int = 0
+    _wish: Counts | None = None
+
+    def add(self, step: int, seconds: Mapping[Worker, float]) -> None:
+        """Take one step's seconds of a micro-batch, of every replica that has any."""
+        for worker, each in seconds.items():
+            speed = self.speeds.setdefault(worker, Speed(since=step))
+            speed.add(step, each, _replica(self.plan, worker).num_microbatches)
+        better = self._better()
+        self._steps_in_favour = 0 if better is None else self._steps_in_favour + 1
+        self._wish = better if self._steps_in_favour >= _PATIENCE else None
+
+    @property
+    def wish(self) -> Counts | None:
+        """The counts that should be; None where they are good enough, or nothing is sure."""
+        return self._wish
+
+    def change_to(self, plan: Plan) -> None:
+        """Another plan, with other counts, is in force now."""
+        self.plan = plan
+        self._steps_in_favour, self._wish = 0, None
+
+    def refuse(self, counts: Counts) -> None:
+        """These counts cannot be."""
+        self.refused.add(counts)
+        self._steps_in_favour, self._wish = 0, None
+
+    def _better(self) -> Counts | None:
+        groups = self._times()
+        if groups is None:
+            return None
+        best = {number: best_counts(times) for number, times in groups.items()}
+        least_s = {number: _busy_s(times, best[number]) for number, times in groups.items()}
+        now_s = {number: max(each.busy_s for each in times) for number, times in groups.items()}
+        target_s = max(least_s.values())
+        # A group that is done in time stays as it is.
+        changed = [number for number in groups if now_s[number] > target_s * (1 + 1e-9)]
+        counts = tuple(
+            _with_idle(self.plan, number, best[number]) if number in changed else present
+            for number, present in enumerate(counts_of(self.plan))
+        )
+        gain = 1 - target_s / max(now_s.values())
+        if not changed or counts in self.refused or gain <= LEAST_GAIN + _SURE * self._noise():
+            return None
+        return counts
+
+    def _times(self) -> dict[int, list[ReplicaTime]] | None:
+        """Group -> its replicas that run anything; None where a time is not known yet."""
+        groups: dict[int, list[ReplicaTime]] = {}
+        for worker in workers_of(self.plan):
+            speed = self.speeds.get(worker)
+            if speed is None or not speed.is_known:
+                return None
+            replica = _replica(self.plan, worker)
+            time = ReplicaTime(
+                micro_batch_size=replica.micro_batch_size,
+                num_microbatches=replica.num_microbatches,
+                seconds=speed.seconds,
+            )
+            groups.setdefault(worker[0], []).append(time)
+        return groups
+
+    def _noise(self) -> float:
+        return max(self.speeds[worker].noise for worker in workers_of(self.plan))
+
+
+def workers_of(plan: Plan) -> tuple[Worker, ...]:
+    """All replicas that run anything."""
+    return tuple(
+        (number, index)
+        for number, group in enumerate(plan.groups)
+        for index, replica in enumerate(group.replicas)
+        if replica.num_microbatches
+    )
+
+
+def counts_of(plan: Plan) -> Counts:
+    """The counts of a plan."""
+    return tuple(
+        tuple(replica.num_microbatches for replica in group.replicas) for group in plan.groups
+    )
+
+
+def with_counts(plan: Plan, counts: Counts) -> Plan:
+    """The same plan with other counts. What it predicts is of other counts, and left out."""
+    groups = tuple(
+        replace(
+            group,
+            replicas=tuple(
+                replace(replica, num_microbatches=count)
+                for replica, count in zip(group.replicas, row, strict=True)
+            ),
+        )
+        for group, row in zip(plan.groups, counts, strict=True)
+    )
+    return replace(plan, groups=groups, predictions=None)
+
+
+def _replica(plan: Plan, worker: Worker) -> Replica:
+    return plan.groups[worker[0]].replicas[worker[1]]
+
+
+def _busy_s(times: list[ReplicaTime], counts: tuple[int, ...]) -> float:
+    return max(count * each.seconds for each, count in zip(times, counts, strict=True))
+
+
+def _with_idle(plan: Plan, group: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The counts of all replicas; those without micro-batches stay so."""
+    active = iter(counts)
+    return tuple(
+        next(active) if replica.num_microbatches else 0 for replica in plan.groups[group].replicas
+    )

@@ -1,0 +1,127 @@
+"""Forks a process into a rank and its watcher.
+
+`start` forks each rank off a small process that stays its parent, and watches it: it learns at once
+how the rank ends, whatever the rank is doing, and outlives it. These watchers are joined to that of
+rank 0, which decides who is to blame (`root_cause`), has all ranks ended, and prints one line.
+"""
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from zorse_megatron.live.hub import Hub, Member
+from zorse_megatron.live.root_cause import Limits
+from zorse_megatron.live.watched_rank import RankPage, WatchedRank, watch_parent
+from zorse_megatron.live.watcher import FORWARDED, Watcher, forward
+
+
+def watched(
+    environment: Mapping[str, str],
+    *,
+    describe: Callable[[int], str],
+    host: str,
+    limits: Limits | None = None,
+) -> tuple[WatchedRank, str]:
+    """Let a child of this process be the rank, watched by this process; return in the child.
+
+    `environment` has torchrun's variables. Returns the rank's end of the watch, and on rank 0 what
+    the watchers of the other ranks need (see `exchange`), else "". A job of one rank is not
+    watched. To be called before CUDA is initialised, which does not survive a fork.
+    """
+    limits = limits or Limits()
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if world_size == 1:
+        return WatchedRank(None, limits), ""
+    page = RankPage()
+    page.phase.write("at its start")
+    post: Hub | Member
+    if rank == 0:
+        post = Hub(world_size, limits=limits, describe=describe, host=host)
+        address = post.address
+    else:
+        post, address = Member(rank, limits=limits, host=host), ""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    # No signal may come between the fork and the handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    process = os.fork()
+    if process == 0:
+        if isinstance(post, Hub):
+            post.listener.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        watch_parent(page, limits, parent)
+        return WatchedRank(page, limits), address
+    forward(process)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    _watch(process, rank, page, post, limits, describe, address)
+
+
+def _watch(  # noqa: PLR0917
+    process: int,
+    rank: int,
+    page: RankPage,
+    post: Hub | Member,
+    limits: Limits,
+    describe: Callable[[int], str],
+    hub_address: str,
+) -> NoReturn:
+    gc.disable()  # what it would free are the rank's things
+    _let_go_of_files(keep=post.listener.fileno() if isinstance(post, Hub) else -1)
+    _allow_many_files()
+    watcher = Watcher(
+        rank=rank,
+        process=process,
+        page=page,
+        post=post,
+        limits=limits,
+        describe=describe,
+        find_hub=lambda: _find_hub(page, hub_address),
+    )
+    watcher.run()
+
+
+def _find_hub(page: RankPage, hub_address: str) -> int:
+    """Start a process that finds the hub in place of a rank that has not come so far."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        from zorse_megatron.live.hub_address import exchange_for_dead_rank
+
+        exchange_for_dead_rank(page, hub_address)
+    finally:
+        os._exit(0)
+
+
+def _allow_many_files() -> None:
+    """Most systems let a process have 1,024 files unless it asks for more; a job may have more
+    ranks, each with a connection to the hub.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _let_go_of_files(keep: int) -> None:
+    """Close what the rank has open, or its connections would outlive it.
+
+    The numbers stay taken: Python objects that still have them might close them for others.
+    """
+    try:
+        numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in numbers:
+        if number > 2 and number not in (keep, nothing):
+            try:
+                os.fstat(number)
+            except OSError:  # that of the listing itself
+                continue
+            os.dup2(nothing, number, inheritable=False)

@@ -1,0 +1,268 @@
+"""The parent process of one rank: reports how it ends, and ends it if necessary.
+
+It does next to nothing, holds no lock of the rank's and needs neither torch nor the job's store, so
+that it answers whatever the rank does: compiles, saves for minutes, holds Python's lock in a long
+call of C's. Only how a process ends is taken as a sign, never that it is slow.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import NoReturn
+
+from zorse_megatron.live.hub import Hub, Member, sentence
+from zorse_megatron.live.root_cause import (
+    FailureKind,
+    LastWord,
+    Limits,
+    Report,
+    report_of_end,
+    report_of_word,
+    split_word,
+)
+from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK, RankPage
+
+_TICK_S = 0.1
+_GAP_S = 2.0
+"""A loop that was away for so long was stopped, with all of the job or alone."""
+_SURVIVOR_S = 2.0
+_GUILTY_S = 5.0
+"""How long a rank has to end by itself: a guilty one may still be writing its traceback."""
+_HELPER_S = 120.0
+_BAD_INPUT = (FailureKind.REFUSED, FailureKind.REFUSED_EARLY)
+FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGABRT)
+_IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE)
+"""A terminal sends these to the rank, too."""
+
+
+class Watcher:
+    """Watches one rank to its end."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        process: int,
+        page: RankPage,
+        post: Hub | Member,
+        limits: Limits,
+        describe: Callable[[int], str],
+        find_hub: Callable[[], int] | None,
+    ) -> None:
+        """`find_hub`: starts a process that does so in place of a rank that has ended too soon."""
+        self.rank = rank
+        self.process = process
+        self.page = page
+        self.post = post
+        self.limits = limits
+        self.describe = describe
+        self.find_hub = find_hub
+        self.status: int | None = None
+        self.own_fault = False
+        self._helper: int | None = None
+        self._stopped_s: float | None = None
+        self._said = ""
+        self._end_by_s: float | None = None
+        self._ended_s = 0.0
+        self._oom_kills = _oom_kills()
+
+    def run(self) -> NoReturn:
+        """Watch the rank until it has ended and this process may."""
+        before_s = time.monotonic()
+        while not self._is_over():
+            with contextlib.suppress(InterruptedError, ValueError, OSError):
+                wait(self.post.sockets, _TICK_S)  # not select(), which knows 1,024 files
+            now_s = time.monotonic()
+            if now_s - before_s > _GAP_S:
+                self._forgive(now_s - before_s)
+            before_s = now_s
+            self.page.count_beat()
+            self._look(now_s)
+            self._obey(now_s)
+            self._work(now_s)
+        self._leave()
+
+    def _work(self, now_s: float) -> None:
+        if isinstance(self.post, Hub):
+            self.post.work(now_s)
+        else:
+            self.post.work(self.page.address.read(), now_s)
+
+    def _forgive(self, gap_s: float) -> None:
+        self.post.forgive(gap_s)
+        if self._stopped_s is not None:
+            self._stopped_s += gap_s
+
+    def _look(self, now_s: float) -> None:
+        """See whether the rank has ended or is stopped, and what it says."""
+        if self.status is not None:
+            self._look_after_helper(now_s)
+            return
+        ended, status = os.waitpid(self.process, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        if ended and os.WIFSTOPPED(status):
+            self._stopped_s = now_s
+        elif ended and os.WIFCONTINUED(status):
+            self._stopped_s = None
+        elif ended:
+            self._take_end(os.waitstatus_to_exitcode(status), now_s)
+            return
+        if self._stopped_s is not None and now_s - self._stopped_s > self.limits.stopped_s:
+            why = f"has been stopped (SIGSTOP) for {now_s - self._stopped_s:.0f} s"
+            self._stopped_s = float("inf")
+            phase = self.page.phase.read()
+            report = Report(rank=self.rank, kind=FailureKind.STOPPED, reason=why, phase=phase)
+            self.post.report(report, now_s, ended=False)
+        self._hear(now_s)
+
+    def _hear(self, now_s: float) -> None:
+        text = self.page.word.read()
+        word, _ = split_word(text)
+        # That it is done counts when it has ended.
+        if word not in (None, LastWord.DONE) and text != self._said:
+            self._said = text
+            self.own_fault = word is not LastWord.LOST_CONTACT
+            report = report_of_word(self.rank, word=text, phase=self.page.phase.read())
+            self.post.report(report, now_s, ended=False)
+
+    def _take_end(self, status: int, now_s: float) -> None:
+        self.status = status
+        self._ended_s = now_s
+        report = report_of_end(
+            self.rank,
+            status=status,
+            word=self.page.word.read(),
+            phase=self.page.phase.read(),
+            memory_ran_out=_oom_kills() > self._oom_kills,
+        )
+        if self._end_by_s is None:
+            self.own_fault = report.kind not in (FailureKind.LOST_CONTACT, FailureKind.DONE)
+        self.post.report(report, now_s, ended=True)
+        is_done = report.kind is FailureKind.DONE
+        if not is_done and self._is_to_be_found() and self.find_hub is not None:
+            self._helper = self.find_hub()
+
+    def _is_to_be_found(self) -> bool:
+        """Whether the hub is unknown, here or to a rank that would ask this one's store for it."""
+        if isinstance(self.post, Hub):
+            return len(self.post.hosts) < self.post.root_cause.world_size
+        return not self.page.address.read()
+
+    def _look_after_helper(self, now_s: float) -> None:
+        if self._helper is None:
+            return
+        if now_s - self._ended_s > _HELPER_S:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._helper, signal.SIGKILL)
+        ended, _ = os.waitpid(self._helper, os.WNOHANG)
+        if ended:
+            self._helper = None
+
+    def _obey(self, now_s: float) -> None:
+        """End the rank if the job ends."""
+        if self._stop is None or self.status is not None:
+            return
+        if self._end_by_s is None:
+            if self._is_blamed:
+                self.own_fault = True
+                self.page.blame()
+            self._end_by_s = now_s + (_GUILTY_S if self.own_fault else _SURVIVOR_S)
+            if not self.own_fault:
+                self.page.end()
+        if now_s > self._end_by_s or self._stopped_s is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process, signal.SIGKILL)
+
+    @property
+    def _stop(self) -> FailureKind | None:
+        """Why the job ends, if it does."""
+        if isinstance(self.post, Member):
+            return self.post.stop
+        return None if self.post.culprit is None else self.post.culprit.kind
+
+    @property
+    def _is_blamed(self) -> bool:
+        if isinstance(self.post, Member):
+            return self.post.is_blamed
+        return self.post.culprit is not None and self.post.culprit.rank == self.rank
+
+    def _is_over(self) -> bool:
+        if self.status is None:
+            return False
+        if isinstance(self.post, Hub):
+            return self.post.is_over
+        # Also when its work is done: srun counts the seconds that others have from the first end.
+        nobody_hears = not self.post.is_joined and self._helper is None
+        return self.post.is_over or (nobody_hears and not self.page.address.read())
+
+    def _leave(self) -> NoReturn:
+        assert self.status is not None
+        if self._helper is not None:
+            os.kill(self._helper, signal.SIGKILL)
+        self._say_line()
+        status = self.status
+        if self._stop is not None and not self.own_fault:
+            status = BAD_INPUT if self._stop in _BAD_INPUT else LOST_RANK
+        elif self._stop is not None and status == 0:
+            status = LOST_RANK
+        end_as(status)
+
+    def _say_line(self) -> None:
+        line = last_line(self.post, self.describe)
+        if line:
+            # The rank may have been ended in the middle of a line.
+            os.write(2, f"\nzorse: {line}\n".encode())
+
+
+def last_line(post: Hub | Member, describe: Callable[[int], str]) -> str:
+    """What the watcher says at its end: what the hub decided, or that the hub is gone; or ""."""
+    if isinstance(post, Hub):
+        return f"error: {post.line}" if post.line else ""
+    if post.lost_hub is None or not post.lost_hub.reason:
+        return ""
+    if not post.has_heard:
+        return (
+            f"{describe(post.rank)} comes too late: {describe(0)} {post.lost_hub.reason}; if the "
+            "job has ended before, its last line says why"
+        )
+    return f"error: {sentence(post.lost_hub, describe, {0: ''})}" if post.speaks else ""
+
+
+def forward(process: int) -> None:
+    """Pass on what a launcher sends to this process alone."""
+
+    def send(number: int, _frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+    for number in FORWARDED:
+        signal.signal(number, send)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_as(status: int) -> NoReturn:
+    """End this process as the rank has ended: with its status, or by the same signal."""
+    sys.stdout.flush()
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+        time.sleep(1)
+        os._exit(128 - status)
+    os._exit(status)
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has killed on this node because memory ran out."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            counts = dict(line.split() for line in file)
+        return int(counts.get("oom_kill", 0))
+    except OSError:
+        return 0

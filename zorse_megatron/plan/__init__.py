@@ -1,0 +1,1 @@
+"""The plan file and its rules: what planner and runtime share."""

@@ -1,0 +1,318 @@
+"""The plan: which rank holds which layers, and how much work and state each rank gets.
+
+These classes fix the shape of a plan (names, types, ranges of single values). The rules that tie
+values together are in `rules.py`; reading and writing the file is in `plan_file.py`. Lists in
+the file are tuples here. Nothing is converted: `"8"`, `8.0` and `true` are not the integer 8.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticKnownError
+
+from zorse_megatron.gpus.gpu import ComputeDtype
+
+# The docstring under each field becomes its description in plan.schema.json.
+_CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+GradientCommDtype = Literal["bf16", "fp16"]
+ScheduleName = Literal["1f1b", "interleaved", "breadth_first"]
+
+
+def refuse_non_integer(value: Any) -> Any:
+    """Let integers pass: Literal[1] compares with ==, so True and 1.0 would be accepted."""
+    if type(value) is not int:
+        raise PydanticKnownError("int_type")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Parts:
+    """What each rank of a tensor-parallel set holds of a layer; what is absent is cut equally."""
+
+    kv_groups: tuple[Count, ...] | None = None
+    """KV groups of attention, with their query heads."""
+    mlp_columns: tuple[Count, ...] | None = None
+    """Columns of the MLP."""
+    vocabulary_rows: tuple[Count, ...] | None = None
+    """Rows of the embedding table and of the output layer, padding included."""
+
+    def unequal(self) -> "Parts | None":
+        """What is not cut as it would be if nothing were said; None: all of it is."""
+        said = {name: counts for name, counts in vars(self).items() if len(set(counts or ())) > 1}
+        return Parts(**said) if said else None
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Recompute:
+    """Which activations are computed again in the backward pass instead of being kept."""
+
+    mode: Literal["none", "selective", "full"]
+    """none: keep all; selective: recompute core attention; full: recompute whole layers."""
+    num_layers: Positive | None = None
+    """With mode full: how many layers of each chunk are recomputed; absent: all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Offload:
+    """What waits in host memory while it is not in use."""
+
+    parameters: bool = False
+    """Whether parameters wait in host memory."""
+    optimizer_state: bool = False
+    """Whether the optimizer state stays in host memory."""
+    gradients: bool = False
+    """Whether reduced gradients wait in host memory for the optimizer step."""
+    activations: bool = False
+    """Whether saved activations wait in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Replica:
+    """One data-parallel member of a group, and its share of the work and of the state."""
+
+    ranks: Annotated[tuple[int, ...], Field(min_length=1)]
+    """Global ranks of this replica: one rank, or the ranks of a tensor-parallel set in order."""
+    micro_batch_size: Positive
+    """Samples that the replica runs at once."""
+    num_microbatches: Count
+    """Micro-batches per iteration; 0 for a replica that only holds state."""
+    shard_weight: Weight
+    """Relative share of the group's training state; 0 for a replica that owns none."""
+    region: str | None = None
+    """Where the ranks are; samples stay in a region where counts allow. Absent: nowhere special."""
+    parts: Parts | None = None
+    """Unequal parts of the ranks of a tensor-parallel set, in their order; absent: equal parts."""
+    recompute: Recompute | None = None
+    """Activation recomputation of this replica; absent: as its group."""
+    offload: Offload | None = None
+    """Offloading of this replica to host memory; absent: as its group."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the replica runs in one iteration."""
+        return self.micro_batch_size * self.num_microbatches
+
+    @property
+    def unequal_parts(self) -> Parts | None:
+        """The parts, as far as they are not those of a plan that says none."""
+        return None if self.parts is None else self.parts.unequal()
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Group:
+    """Ranks that hold the same layers and share their data."""
+
+    name: str | None = None
+    """A name for people; the group's number is its place in the list, counted from 0."""
+    replicas: Annotated[tuple[Replica, ...], Field(min_length=1)]
+    """The data-parallel members; each runs a part of every global batch."""
+    recompute: Recompute | None = None
+    """Activation recomputation of replicas that do not say; absent: as the training command."""
+    offload: Offload | None = None
+    """Offloading to host memory of replicas that do not say; absent: none."""
+    extra_in_flight: Positive | None = None
+    """Samples in flight beyond what is needed where messages take no time; absent: none."""
+    split_backward: bool | None = None
+    """Whether gradients of weights are a computation of their own; absent: part of the backward."""
+    delayed_samples: Positive | None = None
+    """Most samples whose weight gradients wait; absent: one round of every earlier group."""
+    compute_dtype: ComputeDtype | None = None
+    """In which type the group computes; absent: as the training command says."""
+    gradient_wire: GradientCommDtype | None = None
+    """In which type gradients are sent and then summed in fp32; absent: as they are kept."""
+    hierarchical: bool | None = None
+    """Whether sums are made in each region first, then between regions; absent: over all ranks."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the group, in replica order."""
+        return tuple(rank for replica in self.replicas for rank in replica.ranks)
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Hop:
+    """How long messages are on their way to the next chunk, and gradients back.
+
+    In parts of the time in which a group computes its part of the global batch.
+    """
+
+    latency: Fraction
+    """From when a message has left what it shares with others to its arrival."""
+    load: Weight
+    """How long all samples together occupy what the messages of one direction share."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Chunk:
+    """Consecutive layers held by one group."""
+
+    group: int
+    """Number of the group that holds the layers."""
+    layers: tuple[int, int]
+    """[first, stop): the first transformer layer and the one after the last, counted from 0."""
+    hop: Hop | None = None
+    """How long the way to the next chunk is, where that counts; absent: it takes no time."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Schedule:
+    """The order in which micro-batches run through the chunks."""
+
+    name: ScheduleName
+    """Which schedule."""
+    # Left out of the hash because a dict has none; equality still compares it.
+    parameters: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    """Settings of that schedule; only breadth_first takes any."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class ModelFingerprint:
+    """The model that the plan was made for. What is absent is not checked."""
+
+    num_layers: Positive
+    """Transformer layers; embedding and output layer are not counted."""
+    hidden_size: Positive | None = None
+    """Width of the residual stream."""
+    ffn_hidden_size: Positive | None = None
+    """Width of the feed-forward block."""
+    num_attention_heads: Positive | None = None
+    """Query heads."""
+    num_query_groups: Positive | None = None
+    """Key and value heads."""
+    seq_length: Positive | None = None
+    """Tokens per sample."""
+    vocab_size: Positive | None = None
+    """Rows of the embedding table, padding included."""
+    tied_embeddings: bool | None = None
+    """Whether embedding and output layer share one table."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class ClusterFingerprint:
+    """The cluster that the plan was made for. What is absent is not checked."""
+
+    name: str | None = None
+    """A name for people."""
+    gpu_kinds: tuple[str, ...] | None = None
+    """The kind of GPU of each global rank, in rank order."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Predictions:
+    """What the planner expects. Compared with measurements, never needed to train."""
+
+    iteration_s: PositiveFloat | None = None
+    """Duration of one iteration, in seconds."""
+    tokens_per_s: PositiveFloat | None = None
+    """Throughput of the whole cluster, in tokens per second."""
+    peak_memory_bytes: tuple[Count, ...] | None = None
+    """Peak GPU memory of each global rank, in bytes, in rank order."""
+    micro_batch_s: tuple[Weight, ...] | None = None
+    """How long each global rank computes for one micro-batch, forward and backward, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Plan:
+    """How to train one model on one cluster."""
+
+    schema_version: Annotated[Literal[1], BeforeValidator(refuse_non_integer)]
+    """Version of the plan file format."""
+    global_batch_size: Positive
+    """Samples per iteration; the replicas of every group add up to it."""
+    model: ModelFingerprint
+    """The model that the plan was made for."""
+    groups: Annotated[tuple[Group, ...], Field(min_length=1)]
+    """The groups, in any order; chunks refer to them by their place in this list."""
+    chunks: Annotated[tuple[Chunk, ...], Field(min_length=1)]
+    """The chunks, in model order: the first holds layer 0."""
+    schedule: Schedule
+    """Which schedule, and its settings."""
+    cluster: ClusterFingerprint | None = None
+    """The cluster that the plan was made for."""
+    predictions: Predictions | None = None
+    """What the planner expects."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(len(group.ranks) for group in self.groups)
+
+    def group_of_rank(self, rank: int) -> int:
+        """Return the number of the group that `rank` is in."""
+        return self.replica_of_rank(rank)[0]
+
+    def replica_of_rank(self, rank: int) -> tuple[int, int]:
+        """Return the number of the group that `rank` is in and that of its replica there."""
+        for group_index, group in enumerate(self.groups):
+            for replica_index, replica in enumerate(group.replicas):
+                if rank in replica.ranks:
+                    return group_index, replica_index
+        raise ValueError(
+            f"rank {rank} is in no group; the plan has ranks 0 to {self.world_size - 1}"
+        )
+
+    def chunks_of_group(self, group: int) -> tuple[int, ...]:
+        """Return the numbers of the chunks that `group` holds, in model order."""
+        if not 0 <= group < len(self.groups):
+            raise ValueError(f"no group {group}; the plan has groups 0 to {len(self.groups) - 1}")
+        return tuple(index for index, chunk in enumerate(self.chunks) if chunk.group == group)
+
+
+# The ranks that communicate along each axis of parallelism, of a plan's unequal groups.
+
+
+def set_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The tensor-parallel set of `rank`: the ranks of its replica, in order of their parts."""
+    group, replica = plan.replica_of_rank(rank)
+    return plan.groups[group].replicas[replica].ranks
+
+
+def holds_equal_parts(group: Group) -> bool:
+    """Whether all replicas cut layers into the same parts, so that each rank has twins."""
+    return len({(len(replica.ranks), replica.unequal_parts) for replica in group.replicas}) == 1
+
+
+def data_parallel_ranks(group: Group) -> tuple[tuple[int, ...], ...]:
+    """Ranks among which gradients are summed and shards are cut, in ascending order each.
+
+    Where replicas hold equal parts: those with the same part, one of each replica. Otherwise all
+    ranks of the group.
+    """
+    if not holds_equal_parts(group):
+        return (tuple(sorted(group.ranks)),)
+    parts = zip(*(replica.ranks for replica in group.replicas), strict=True)
+    return tuple(tuple(sorted(part)) for part in parts)
+
+
+def ranks_by_region(group: Group, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Ranks of the group, in their order, cut where the region changes."""
+    regions = {rank: replica.region for replica in group.replicas for rank in replica.ranks}
+    return tuple(tuple(run) for _, run in groupby(ranks, key=regions.__getitem__))
+
+
+def communicating_ranks(
+    group: Group,
+) -> tuple[tuple[Literal["group", "region", "across"], tuple[int, ...]], ...]:
+    """What each communicator for sums and gathers of the group is for, and its ranks.
+
+    group: over all of `data_parallel_ranks`; of a hierarchical group also one in each region, and
+    one across them for messages.
+    """
+    found: list[tuple[Literal["group", "region", "across"], tuple[int, ...]]] = []
+    for ranks in data_parallel_ranks(group):
+        found.append(("group", ranks))
+        if group.hierarchical:
+            found += [("region", run) for run in ranks_by_region(group, ranks)]
+            found.append(("across", ranks))
+    return tuple(found)

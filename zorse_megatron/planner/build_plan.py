@@ -1,0 +1,270 @@
+"""From an estimate to a plan: exact micro-batches, shard weights, settings."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.plan.plan import Chunk, Group, Hop, Offload, Plan, Recompute, Replica, Schedule
+from zorse_megatron.planner.closed_form.candidate import Estimate, layers_of_chunks
+from zorse_megatron.planner.closed_form.communication import CommunicationCosts, in_two_levels
+from zorse_megatron.planner.closed_form.device_groups import (
+    BatchSplit,
+    ClassSettings,
+    MemorySettings,
+    ReplicaClass,
+    Stage,
+    best_split,
+)
+from zorse_megatron.planner.closed_form.pipeline_time import InFlight
+from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
+from zorse_megatron.planner.closed_form.stage_memory import water_fill
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+
+_WEIGHT_UNIT_BYTES = 1_000_000  # whole megabytes: short numbers in the file
+_MANY_UNITS = 100  # where shares are smaller, bytes
+
+
+class Builder:
+    """Makes plans of estimates."""
+
+    def __init__(self, inputs: Inputs, cost_model: StageCostModel, in_flight: InFlight) -> None:
+        self.inputs = inputs
+        self.cost_model = cost_model
+        self.in_flight = in_flight
+        self._splits: dict[tuple[object, ...], BatchSplit | None] = {}
+
+    def plan(self, estimate: Estimate) -> Plan | None:
+        """The plan; None where state does not fit with exact micro-batches."""
+        bare = [
+            self._bare_group(stage, cost)
+            for stage, cost in zip(estimate.stages, estimate.costs, strict=True)
+        ]
+        groups = []
+        for stage, cost, group in zip(estimate.stages, estimate.costs, bare, strict=True):
+            weights = self._weights(stage, cost.settings, group)
+            if weights is None:
+                return None
+            replicas = tuple(
+                replace(replica, shard_weight=weight)
+                for replica, weight in zip(group.replicas, weights, strict=True)
+            )
+            groups.append(replace(group, replicas=replicas))
+        groups = [
+            replace(group, extra_in_flight=extra or None)
+            for group, extra in zip(groups, estimate.extras, strict=True)
+        ]
+        plan = Plan(
+            schema_version=1,
+            global_batch_size=self.inputs.global_batch_size,
+            model=self.inputs.model,
+            groups=tuple(groups),
+            chunks=self._chunks(estimate),
+            schedule=Schedule(name=estimate.candidate.schedule),  # type: ignore[arg-type]
+            cluster=self.inputs.cluster,
+        )
+        plan = with_regions(plan, self.inputs.spec)
+        is_hierarchical = self.in_flight.communication.is_hierarchical
+        stages = enumerate(estimate.stages)
+        levels = [number for number, stage in stages if is_hierarchical(stage.device_group)]
+        return in_two_levels(self.inputs.units.expanded(plan), levels)
+
+    def _chunks(self, estimate: Estimate) -> tuple[Chunk, ...]:
+        chunks = chunks_of(estimate.layers, estimate.candidate.num_chunks)
+        rows = zip(estimate.stages, estimate.costs, strict=True)
+        busy_s = max(self._split(stage, cost).time_s for stage, cost in rows)
+        return with_hops(chunks, estimate.stages, self.in_flight.communication, busy_s)
+
+    def _bare_group(self, stage: Stage, cost: StageCost) -> Group:
+        shares = self._split(stage, cost).shares
+        said = [_said(stage, own) for own in cost.settings]
+        # What all replicas do is said once.
+        of_group = said[0] if len(set(cost.settings)) == 1 else {}
+        classes = zip(stage.device_group.gpu_classes, shares, said, strict=True)
+        replicas = [
+            Replica(
+                ranks=(rank,),
+                micro_batch_size=share.micro_batch_size,
+                num_microbatches=share.num_microbatches,
+                shard_weight=1.0,
+                **({} if of_group else own),
+            )
+            for gpu_class, row, own in classes
+            for rank, share in zip(gpu_class.ranks, row, strict=True)
+        ]
+        return Group(
+            replicas=tuple(sorted(replicas, key=lambda replica: replica.ranks)),
+            **of_group,
+            compute_dtype=self.inputs.dtype_of(stage.device_group.ranks),
+        )
+
+    def _split(self, stage: Stage, cost: StageCost) -> BatchSplit:
+        key = (stage.key, cost.settings)
+        if key not in self._splits:
+            classes = []
+            for index, (gpu_class, most) in enumerate(
+                zip(stage.device_group.gpu_classes, stage.sizes, strict=True)
+            ):
+                times = {}
+                for size in range(1, most + 1):
+                    sizes = (*stage.sizes[:index], size, *stage.sizes[index + 1 :])
+                    passes = self.cost_model.passes(replace(stage, sizes=sizes), cost.settings)
+                    times[size] = passes[index].both_s
+                classes.append(ReplicaClass(count=len(gpu_class.ranks), times_s=times))
+            self._splits[key] = best_split(self.inputs.global_batch_size, classes)
+        split = self._splits[key]
+        assert split is not None, "every replica may run micro-batches of one sample"
+        return split
+
+    def missing_bytes(self, estimate: Estimate) -> tuple[int, ...]:
+        """For each group, what its GPUs lack with exact micro-batches; 0 where all fits."""
+        found = []
+        for stage, cost in zip(estimate.stages, estimate.costs, strict=True):
+            free_bytes = self._free_bytes(stage, cost.settings, self._bare_group(stage, cost))
+            shared = self.cost_model.memory.shared_bytes(stage, cost.settings[0])
+            spread = (shared - sum(max(0.0, free) for free in free_bytes)) / len(free_bytes)
+            found.append(math.ceil(max(0.0, -min(free_bytes), spread)))
+        return tuple(found)
+
+    def _free_bytes(self, stage: Stage, settings: ClassSettings, group: Group) -> list[float]:
+        """What is free on each GPU beside its shard."""
+        class_of = {
+            rank: (gpu_class, own)
+            for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True)
+            for rank in gpu_class.ranks
+        }
+        free_bytes = []
+        for replica in group.replicas:
+            size, count = replica.micro_batch_size, replica.num_microbatches
+            one, own = class_of[replica.ranks[0]]
+            free_bytes.append(self.cost_model.memory.gpu_free_bytes(stage, own, size, count, one))
+        return free_bytes
+
+    def _weights(
+        self, stage: Stage, settings: ClassSettings, group: Group
+    ) -> tuple[float, ...] | None:
+        """Even where that fits, otherwise by free memory."""
+        free_bytes = self._free_bytes(stage, settings, group)
+        shared = self.cost_model.memory.shared_bytes(stage, settings[0])
+        filled = water_fill(shared, free_bytes)
+        if filled is None or min(free_bytes) < 0:
+            return None
+        if len(set(filled)) == 1:
+            return (1.0,) * len(filled)
+        unit = _WEIGHT_UNIT_BYTES if max(filled) > _MANY_UNITS * _WEIGHT_UNIT_BYTES else 1
+        return tuple(float(int(share / unit)) for share in filled)
+
+
+def chunks_of(layers: Sequence[int], num_chunks: int) -> tuple[Chunk, ...]:
+    """Chunks round robin, each group's layers in `num_chunks` parts (see `layers_of_chunks`)."""
+    parts = [
+        layers_of_chunks(count, num_chunks, is_last=group == len(layers) - 1)
+        for group, count in enumerate(layers)
+    ]
+    chunks, first = [], 0
+    for turn in range(num_chunks):
+        for group, row in enumerate(parts):
+            if row[turn]:
+                chunks.append(Chunk(group=group, layers=(first, first + row[turn])))
+                first += row[turn]
+    return tuple(chunks)
+
+
+def _said(stage: Stage, settings: MemorySettings) -> dict[str, Any]:
+    """What the plan file says of a GPU class."""
+    found = {
+        "recompute": recompute_setting(settings, stage.num_layers, stage.num_chunks),
+        "offload": offload_setting(settings),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def recompute_setting(
+    settings: MemorySettings, num_layers: int, num_chunks: int
+) -> Recompute | None:
+    """What the plan file says; None where nothing is recomputed."""
+    if not settings.recomputed:
+        return None
+    if settings.mode != "full" or settings.recomputed >= num_layers:
+        return Recompute(mode=settings.mode)
+    return Recompute(mode="full", num_layers=-(-settings.recomputed // num_chunks))
+
+
+def offload_setting(settings: MemorySettings) -> Offload | None:
+    """What the plan file says; None where nothing waits in the host."""
+    if not settings.offloads_anything:
+        return None
+    return Offload(
+        parameters=settings.offload_parameters,
+        optimizer_state=settings.offload_state,
+        gradients=settings.offload_gradients,
+        activations=settings.offload_activations,
+    )
+
+
+# Regions of replicas, for the plan file, so that samples stay in theirs.
+
+
+def with_regions(plan: Plan, spec: Topology) -> Plan:
+    """The plan with each replica's region, if any group has replicas in several."""
+
+    def region_of(replica: Replica) -> str:
+        return spec.nodes[spec.node_of(replica.ranks[0])].region
+
+    def placed(group: Group) -> Group:
+        replicas = tuple(replace(each, region=region_of(each)) for each in group.replicas)
+        return replace(group, replicas=replicas)
+
+    if all(len({region_of(each) for each in group.replicas}) == 1 for group in plan.groups):
+        return plan
+    return replace(plan, groups=tuple(map(placed, plan.groups)))
+
+
+# Cost of inter-stage transfers between two groups, for the plan file.
+#
+# Where it counts is decided with the groups' positions (`in_flight`): estimates depend on it too.
+
+
+def with_hops(
+    chunks: Sequence[Chunk],
+    stages: Sequence[Stage],
+    communication: CommunicationCosts,
+    busy_s: float,
+) -> tuple[Chunk, ...]:
+    """The chunks with the hops after them that count.
+
+    `stages`: of each group. `busy_s`: how long the slowest group computes.
+    """
+    pairs = [(chunk.group, after.group) for chunk, after in pairwise(chunks)]
+    found: dict[tuple[int, int], Hop | None] = {}
+    for pair in set(pairs):
+        source, target = (stages[group] for group in pair)
+        slow = source.position.slow_after or target.position.slow_before
+        # A group with fewer layers than chunks is left out of a turn: two of another one meet.
+        if slow and pair[0] != pair[1]:
+            found[pair] = _hop(source, target, communication, busy_s)
+    hops = [found.get(pair) for pair in pairs]
+    return tuple(replace(chunk, hop=hop) for chunk, hop in zip(chunks, [*hops, None], strict=True))
+
+
+def _hop(
+    source: Stage, target: Stage, communication: CommunicationCosts, busy_s: float
+) -> Hop | None:
+    """What shared links take for each sample, and what one message takes beyond that.
+
+    None where a message is on its way for as long as the whole batch: nothing could hide that.
+    """
+    path = communication.path(source.device_group, target.device_group)
+    size = min(max(source.sizes), max(target.sizes))
+    per_sample_s = communication.boundary * path.contended_s_per_byte
+    alone_s = communication.transfer_s(path, size=size, round_samples=0)
+    latency = max(0.0, alone_s - size * per_sample_s) / busy_s
+    load = communication.inputs.global_batch_size * per_sample_s / busy_s
+    return Hop(latency=_short(latency), load=_short(load)) if latency < 0.999 else None
+
+
+def _short(value: float) -> float:
+    """Few digits, for people who read the file: it is an estimate."""
+    return float(f"{value:.4g}")

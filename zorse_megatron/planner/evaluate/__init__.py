@@ -1,1 +1,0 @@
-"""Simulate plans: how long an iteration takes, and whether it fits."""

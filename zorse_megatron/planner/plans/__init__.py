@@ -1,1 +1,0 @@
-"""From a candidate to a plan: exact micro-batches, shard weights, transfers."""

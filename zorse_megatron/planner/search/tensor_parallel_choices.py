@@ -1,0 +1,254 @@
+"""Which GPUs may be joined to tensor-parallel sets, and which parts their ranks may hold."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from zorse_megatron.costs.interface import WHOLE
+from zorse_megatron.plan.plan import Parts
+from zorse_megatron.planner.groupings.pools import hardware_key, set_partitions
+from zorse_megatron.planner.inputs.search_inputs import Inputs, may_join, parts_are_equal
+from zorse_megatron.planner.inputs.tensor_parallel_units import JoinedSet, Joining
+
+EVERY_JOINING_UP_TO = 8
+"""GPUs: with no more, every way to join those of a node is proposed."""
+_DEGREES = (2, 4, 8)
+_PORTIONS = (1.0, 0.5, 0.25)
+_MOST = 400
+
+Sets = tuple[tuple[int, ...], ...]
+
+
+def joinings_of(inputs: Inputs) -> list[Joining]:
+    """Ways to join GPUs, each kind by itself where GPUs are many; none of them empty."""
+    if inputs.sets is None or inputs.space.max_tensor_parallel == 1:
+        return []
+    found = _every(inputs) if inputs.world_size <= EVERY_JOINING_UP_TO else _by_kind_of_node(inputs)
+    ways = (joining for sets in found for joining in _with_parts(inputs, sets))
+    return list(dict.fromkeys(itertools.islice(ways, _MOST)))
+
+
+def wished(inputs: Inputs) -> list[Joining]:
+    """What the training command asks for: every GPU in a set of as many ranks, where they divide.
+
+    As Megatron numbers ranks: neighbours.
+    """
+    degree = inputs.space.wished_tensor_parallel
+    if degree == 1 or not may_join(inputs, degree):
+        return []
+    sets = []
+    for home in _homes(inputs):
+        sets += [tuple(home[at : at + degree]) for at in range(0, len(home) - degree + 1, degree)]
+    return list(_with_parts(inputs, tuple(sets))) if sets else []
+
+
+def together(inputs: Inputs, first: Joining, second: Joining) -> Joining | None:
+    """Both; None where they share GPUs."""
+    ranks = {rank for each in first for rank in each.ranks}
+    if any(rank in ranks for each in second for rank in each.ranks):
+        return None
+    return tuple(sorted((*first, *second), key=lambda each: each.ranks))
+
+
+def _homes(inputs: Inputs) -> list[list[int]]:
+    """Ranks that may be joined with one another: of each node, or all."""
+    spec = inputs.spec
+    if inputs.space.sets_across_nodes:
+        return [list(range(inputs.world_size))]
+    return [list(spec.ranks_of(node)) for node in range(len(spec.nodes))]
+
+
+def _with_parts(inputs: Inputs, sets: Sets) -> Iterator[Joining]:
+    """Every choice of parts; sets of the same kinds of GPU take the same."""
+    kinds = [tuple(inputs.kinds[rank] for rank in ranks) for ranks in sets]
+    choices: dict[tuple[str, ...], list[Parts | None]] = {}
+    for each, ranks in zip(kinds, sets, strict=True):
+        if each not in choices:
+            choices[each] = choices_of_parts(inputs, ranks)
+    for chosen in itertools.product(*choices.values()):
+        parts = dict(zip(choices, chosen, strict=True))
+        yield tuple(
+            JoinedSet(ranks=ranks, parts=parts[each])
+            for each, ranks in zip(kinds, sets, strict=True)
+        )
+
+
+# Few GPUs: every way.
+
+
+def _every(inputs: Inputs) -> Iterator[Sets]:
+    """All partitions of each node's GPUs into sets, up to the names of equal GPUs."""
+    per_home = [_partitions_of(inputs, home) for home in _homes(inputs)]
+    for chosen in itertools.product(*per_home):
+        sets = tuple(sorted(ranks for some in chosen for ranks in some))
+        if sets:
+            yield sets
+
+
+def _partitions_of(inputs: Inputs, home: Sequence[int]) -> list[Sets]:
+    found: dict[object, Sets] = {}
+    for partition in set_partitions(tuple(home)):
+        sets = tuple(ranks for ranks in partition if len(ranks) > 1)
+        if all(may_join(inputs, len(ranks)) for ranks in sets):
+            look = tuple(sorted(tuple(sorted(_look(inputs, rank) for rank in s)) for s in sets))
+            found.setdefault(look, sets)
+    return sorted(found.values(), key=lambda sets: (len(sets), sets))
+
+
+def _look(inputs: Inputs, rank: int) -> tuple[str, int, int]:
+    """Equal for GPUs that are alike, on one node."""
+    return inputs.kinds[rank], inputs.capacities_bytes[rank], inputs.spec.node_of(rank)
+
+
+# Many: all nodes that are alike in the same way.
+
+
+def _by_kind_of_node(inputs: Inputs) -> Iterator[Sets]:
+    """Sets of equal GPUs, of all nodes that are alike or some of them; and of a node's kinds."""
+    spec = inputs.spec
+    alike: dict[object, list[int]] = {}
+    for node in range(len(spec.nodes)):
+        alike.setdefault(hardware_key(spec.nodes[node]), []).append(node)
+    for nodes in alike.values():
+        kinds = dict.fromkeys(spec.nodes[nodes[0]].gpu_kinds)
+        for kind, degree in itertools.product(kinds, _DEGREES):
+            if may_join(inputs, degree):
+                sets = [each for node in nodes for each in _runs(inputs, node, kind, degree)]
+                counts = dict.fromkeys(max(1, round(len(sets) * part)) for part in _PORTIONS)
+                yield from (tuple(sets[:count]) for count in counts if sets)
+        if len(kinds) > 1:
+            yield from _mixed(inputs, nodes, tuple(kinds))
+
+
+def _runs(inputs: Inputs, node: int, kind: str, degree: int) -> Iterator[tuple[int, ...]]:
+    ranks = [rank for rank in inputs.spec.ranks_of(node) if inputs.kinds[rank] == kind]
+    for at in range(0, len(ranks) - degree + 1, degree):
+        yield tuple(ranks[at : at + degree])
+
+
+def _mixed(inputs: Inputs, nodes: Sequence[int], kinds: tuple[str, ...]) -> Iterator[Sets]:
+    """One GPU of each of two kinds, or all GPUs of a node."""
+    for pair in itertools.combinations(kinds, 2):
+        sets = []
+        for node in nodes:
+            ranks = inputs.spec.ranks_of(node)
+            sides = ([rank for rank in ranks if inputs.kinds[rank] == kind] for kind in pair)
+            sets += [tuple(sorted(each)) for each in zip(*sides, strict=False)]
+        if may_join(inputs, 2) and sets:
+            yield tuple(sets)
+    whole = [tuple(inputs.spec.ranks_of(node)) for node in nodes]
+    if all(may_join(inputs, len(ranks)) for ranks in whole):
+        yield tuple(whole)
+
+
+# Parts that the ranks of a tensor-parallel set may hold: equal ones, or by speed and memory.
+
+
+# Columns of the MLP and rows of the vocabulary are dealt out in multiples of this where they can
+# be, for the sake of matrix products; with few of them, in smaller ones.
+_GRAIN = 128
+_LEAST_GRAINS = 16
+# From parts by speed to parts by memory.
+_BLENDS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_MICRO_BATCH = 4  # at which speeds are compared
+_EVERY_COMPOSITION_UP_TO = 12
+
+
+def choices_of_parts(inputs: Inputs, ranks: Sequence[int]) -> list[Parts | None]:
+    """Parts worth trying for a set, None for equal ones; nothing where none are possible."""
+    kinds = {inputs.kinds[rank] for rank in ranks}
+    divides = parts_are_equal(inputs, len(ranks))
+    found: dict[Parts | None, None] = {None: None} if divides else {}
+    if inputs.space.unequal_parts and (len(kinds) > 1 or not divides):
+        found.update(dict.fromkeys(_unequal(inputs, ranks)))
+    return list(found)
+
+
+def _unequal(inputs: Inputs, ranks: Sequence[int]) -> Iterator[Parts]:
+    model = inputs.model
+    groups, columns, rows = model.num_query_groups, model.ffn_hidden_size, model.vocab_size
+    if groups is None or columns is None or rows is None:
+        return
+    attention, mlp, head = _speeds(inputs, ranks)
+    room = _normed([float(inputs.tensor_capacities_bytes[rank]) for rank in ranks])
+    for part in _BLENDS:
+        yield Parts(
+            kv_groups=apportioned(groups, _blend(attention, room, part)),
+            mlp_columns=_in_grains(columns, _blend(mlp, room, part)),
+            vocabulary_rows=_in_grains(rows, _blend(head, room, part)),
+        )
+    for counts in _compositions(groups, len(ranks)):
+        share = _normed([float(count) for count in counts])
+        for of_mlp in (mlp, share):
+            yield Parts(
+                kv_groups=counts,
+                mlp_columns=_in_grains(columns, of_mlp),
+                vocabulary_rows=_in_grains(rows, _blend(head, room, 0.5)),
+            )
+
+
+def _compositions(total: int, parts: int) -> list[tuple[int, ...]]:
+    """Every way to give each rank one KV group or more; none where there are many."""
+    if total > _EVERY_COMPOSITION_UP_TO or parts > total:
+        return []
+    found: list[tuple[int, ...]] = []
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        if len(found) >= _EVERY_COMPOSITION_UP_TO:
+            return []
+        ends = (0, *cuts, total)
+        found.append(tuple(b - a for a, b in itertools.pairwise(ends)))
+    return found
+
+
+def _speeds(inputs: Inputs, ranks: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
+    """Parts of attention, MLP and head that take equally long on all ranks."""
+    assert inputs.sets is not None
+    compute = inputs.sets.of_rank(WHOLE, None).compute
+    size = min(_MICRO_BATCH, inputs.global_batch_size)
+    layers = [compute.layer_in_two(inputs.kinds[rank], size) for rank in ranks]
+    heads = [compute.head(inputs.kinds[rank], size) for rank in ranks]
+    return (
+        _normed([1 / (each.attention.forward_s + each.attention.backward_s) for each in layers]),
+        _normed([1 / (each.mlp.forward_s + each.mlp.backward_s) for each in layers]),
+        _normed([1 / (each.forward_s + each.backward_s) for each in heads]),
+    )
+
+
+def _normed(values: Sequence[float]) -> list[float]:
+    whole = sum(values)
+    return [value / whole for value in values]
+
+
+def _blend(one: Sequence[float], other: Sequence[float], part: float) -> list[float]:
+    return [(1 - part) * a + part * b for a, b in zip(one, other, strict=True)]
+
+
+def _in_grains(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    grain = grain_of(total, len(weights))
+    return tuple(grain * count for count in apportioned(total // grain, weights))
+
+
+def grain_of(total: int, degree: int) -> int:
+    """In which multiples columns or rows are dealt out: the largest that leaves enough of them."""
+    grain = _GRAIN
+    while grain > 1 and (total % grain or total // grain < _LEAST_GRAINS * degree):
+        grain //= 2
+    return grain
+
+
+def apportioned(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in proportion, at least 1 each, by largest remainders.
+
+    >>> apportioned(16, [0.8, 0.2]), apportioned(4, [0.98, 0.01, 0.01])
+    ((13, 3), (2, 1, 1))
+    """
+    free = total - len(weights)
+    whole = sum(weights)
+    wanted = [max(0.0, total * weight / whole - 1) for weight in weights]
+    scale = free / sum(wanted) if sum(wanted) else 0.0
+    exact = [scale * each for each in wanted]
+    counts = [int(each) for each in exact]
+    left = free - sum(counts)
+    order = sorted(range(len(exact)), key=lambda at: (counts[at] - exact[at], at))
+    for at in order[:left]:
+        counts[at] += 1
+    return tuple(1 + count for count in counts)

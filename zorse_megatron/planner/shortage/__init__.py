@@ -1,1 +1,0 @@
-"""Why nothing fits: the least memory that is missing, and what would fit."""

@@ -1,1 +1,0 @@
-"""The cluster file: which GPUs there are, and what joins them."""

@@ -1,1 +1,0 @@
-"""The shape of the model, and how a training command computes it."""

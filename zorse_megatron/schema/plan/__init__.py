@@ -1,1 +1,0 @@
-"""The plan file: what the planner and the runtime share."""

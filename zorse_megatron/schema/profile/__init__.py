@@ -1,1 +1,0 @@
-"""The profile: what was measured on which kind of GPU."""

@@ -1,1 +1,0 @@
-"""From text to plain values, strictly: YAML, JSON, CSV, quantities; and how errors spell them."""

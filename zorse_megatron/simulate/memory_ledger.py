@@ -1,0 +1,512 @@
+"""Every change of the bytes on a rank's GPU, action by action, and their sum over time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate
+from operator import itemgetter
+
+from zorse_megatron.schedule.actions import RECEIVES, SENDS, Action, Kind
+from zorse_megatron.simulate.residency import Passing
+from zorse_megatron.simulate.tasks import Timeline
+
+
+class Category(IntEnum):
+    """What bytes are used for."""
+
+    PARAMETERS = 0
+    GRADIENTS = 1
+    OPTIMIZER_STATE = 2
+    ACTIVATIONS = 3
+    BUFFERS = 4
+    LOGITS = 5
+    FIXED = 6
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return self.name.lower().replace("_", " ")
+
+
+_PASSING = {
+    Category.PARAMETERS: "parameter_bytes",
+    Category.GRADIENTS: "gradient_bytes",
+    Category.OPTIMIZER_STATE: "state_bytes",
+}
+
+Change = tuple[float, Category, int, int]
+"""(time in seconds, category, bytes more or less, position of the action in the list)."""
+
+
+def changes_of(timeline: Timeline, rank: int) -> tuple[list[int], list[Change]]:
+    """Bytes of each category at the start, and all changes in the order of time.
+
+    Changes of one moment are in the order of the list, and what is freed when an action ends
+    is freed before the next one takes anything.
+    """
+    ledger = _Ledger(timeline, rank)
+    ledger.write()
+    ledger.changes.sort(key=itemgetter(0))  # stable
+    return ledger.start, ledger.changes
+
+
+class _Ledger:
+    def __init__(self, timeline: Timeline, rank: int) -> None:
+        self.timeline = timeline
+        self.start_s, self.end_s = timeline.times.start_s, timeline.times.end_s
+        self.sizes = sizes = timeline.sizes
+        self.rank = rank
+        self.track = timeline.program.tracks[rank]
+        self.residency = self.track.residency
+        self.samples = sizes.micro_batch_size(rank)
+        self.bytes = {
+            chunk: sizes.micro_batch_bytes(rank, chunk, forward_only=timeline.forward_only)
+            for chunk in sizes.chunks(rank)
+        }
+        self.changes: list[Change] = []
+        self.received: dict[tuple[Kind, int | None, int | None], list[int]] = {}
+        """Bytes of each piece that a computation consumes."""
+        self.sends_left: dict[tuple[Kind, int | None, int | None], int] = {}
+        self.leaving: dict[int, list[tuple[float, int]]] = {}
+        """Position -> when each message has left that must have by then, and its bytes."""
+        self.views_leave_s: dict[tuple[Kind, int | None, int | None], float] = {}
+        """When all parts of a tensor that are sent without a copy will have left."""
+        self.resharded = self.residency.released | {
+            chunk for chunk in sizes.chunks(rank) if sizes.parted[chunk] is not None
+        }
+        """Chunks whose unsharded gradients go when they have been summed."""
+        self.with_gradients: set[int] = set()
+        """Those of them that have unsharded gradients now."""
+        self.summed_s = 0.0
+        """When the rank's last sum of gradients has arrived."""
+        self.shard_leaves: tuple[float, int] = 0.0, 0
+        """When a shard of gradients that is on its way to the host has left, and its bytes."""
+        self.let_go: list[tuple[Category, int]] = []
+        """Changes of memory once that sum has been waited for."""
+        kinds = [action.kind for action in self.track.actions]
+        self.steps = [at for at, kind in enumerate(kinds) if kind is Kind.STEP]
+        self.starts_behind_norm = self.steps[:1] == [0]
+        """Whether it begins with what has been summed."""
+        for action in self.track.actions:
+            if action.kind in SENDS:
+                key = action.kind, action.chunk, action.micro_batch
+                self.sends_left[key] = self.sends_left.get(key, 0) + 1
+        gradients = 0
+        if not timeline.forward_only:
+            gradients = sum(
+                self._gradient_bytes(chunk)
+                for chunk in sizes.chunks(rank)
+                if chunk not in self.resharded
+            )
+        self.start = [0] * len(Category)
+        if self.starts_behind_norm:
+            gradients += self._stepped_bytes()
+        self.start[Category.PARAMETERS] = self.residency.start_parameter_bytes
+        self.start[Category.GRADIENTS] = gradients
+        self.start[Category.OPTIMIZER_STATE] = self.residency.start_state_bytes
+        self.start[Category.FIXED] = timeline.fixed_bytes[rank]
+
+    def write(self) -> None:
+        """Go through the list once."""
+        opened_at: dict[int, list[int]] = {}
+        for receive, opening in self.track.openings.items():
+            opened_at.setdefault(opening, []).append(receive)
+        for position, action in enumerate(self.track.actions):
+            for receive in opened_at.get(position, ()):
+                self._open(position, self.track.actions[receive])
+            if position in self.leaving:
+                self._close(position)
+            kind = action.kind
+            if position in self.track.brings:
+                self._bring_back(position, self.track.actions[self.track.brings[position]])
+            if kind in RECEIVES:
+                continue  # it was opened
+            if kind in SENDS:
+                self._send(position, action)
+            elif kind is Kind.FORWARD:
+                self._forward(position, action)
+            elif kind is Kind.BACKWARD:
+                self._backward(position, action)
+            elif kind is Kind.WEIGHT_GRADIENT:
+                self._weight_gradient(position, action)
+            else:
+                self._on_state(position, action)
+        if len(self.track.actions) in self.leaving:
+            self._close(len(self.track.actions))
+
+    def _reached_s(self, position: int) -> float:
+        """As `Timeline.reached_s`."""
+        task = self.track.before[position]
+        return self.end_s[task] if task >= 0 else 0.0
+
+    def _note(self, time_s: float, category: Category, num_bytes: int, position: int) -> None:
+        if num_bytes:
+            self.changes.append((time_s, category, num_bytes, position))
+
+    def _open(self, position: int, action: Action) -> None:
+        """Take the buffer of a receive, at the turn of the action at `position`."""
+        num_bytes = self.sizes.crossing_bytes(action)
+        key = action.kind, action.chunk, action.micro_batch
+        self.received.setdefault(key, []).append(num_bytes)
+        self._note(self._reached_s(position), Category.BUFFERS, num_bytes, position)
+
+    def _send(self, position: int, action: Action) -> None:
+        now_s = self._reached_s(position)
+        num_bytes = self.sizes.crossing_bytes(action)
+        assert action.chunk is not None
+        whole_bytes = self.bytes[action.chunk].held
+        in_pieces = num_bytes != whole_bytes
+        key = action.kind, action.chunk, action.micro_batch
+        self.sends_left[key] -= 1
+        if in_pieces and self._is_view(action):
+            # It keeps the whole tensor until it has left.
+            end_s = self.end_s[self.track.tasks[position]]
+            self.views_leave_s[key] = max(end_s, self.views_leave_s.get(key, 0.0))
+            if not self.sends_left[key]:
+                closing = self.track.closings.get(position, position + 1)
+                message = self.views_leave_s.pop(key), whole_bytes
+                self.leaving.setdefault(closing, []).append(message)
+            return
+        if in_pieces:
+            self._note(now_s, Category.BUFFERS, num_bytes, position)
+            if not self.sends_left[key]:
+                self._note(now_s, Category.BUFFERS, -whole_bytes, position)
+        left_s = self.end_s[self.track.tasks[position]]
+        closing = self.track.closings.get(position, position + 1)
+        self.leaving.setdefault(closing, []).append((left_s, num_bytes))
+
+    def _close(self, position: int) -> None:
+        """Let go of the messages that must have left before the action at `position`."""
+        last = min(position, len(self.track.actions) - 1)
+        reached_s = self._reached_s(last)
+        for left_s, num_bytes in self.leaving.pop(position):
+            self._note(max(reached_s, left_s), Category.BUFFERS, -num_bytes, last)
+
+    def _is_view(self, action: Action) -> bool:
+        """Whether it is consecutive positions of all samples, which needs no copy."""
+        assert action.samples is not None and action.chunk is not None
+        all_samples = action.samples[1] - action.samples[0] == self.samples
+        same_type = self.sizes.boundary_bytes(1, action.chunk) == min(
+            self.sizes.boundary_bytes(1, each) for each in (action.chunk, action.other_chunk)
+        )
+        return action.positions is not None and all_samples and same_type
+
+    def _forward(self, position: int, action: Action) -> None:
+        assert action.chunk is not None
+        chunk, of_chunk = action.chunk, self.bytes[action.chunk]
+        start_s, end_s = self._run(position)
+        evaluating = self.timeline.forward_only
+        key = Kind.RECEIVE_ACTIVATION, chunk, action.micro_batch
+        received = self._take(key, position)
+        self._note(end_s if evaluating else start_s, Category.BUFFERS, -received, position)
+        if evaluating:
+            self._for_a_while(position, Category.ACTIVATIONS, of_chunk.working)
+            self._for_a_while(position, Category.LOGITS, of_chunk.head)
+        else:
+            self._note(start_s, Category.ACTIVATIONS, of_chunk.kept, position)
+            self._note(start_s, Category.LOGITS, of_chunk.head, position)
+            if position in self.track.copies:
+                gone_s = self.end_s[self.track.left[position]]
+                self._note(gone_s, Category.ACTIVATIONS, -of_chunk.kept, position)
+        if (Kind.SEND_ACTIVATION, chunk, action.micro_batch) in self.sends_left:
+            self._note(start_s, Category.BUFFERS, of_chunk.held, position)
+        elif self.sizes.is_local(chunk):
+            key = Kind.RECEIVE_ACTIVATION, chunk + 1, action.micro_batch
+            self._hand_over(start_s, key, position)
+
+    def _bring_back(self, position: int, backward: Action) -> None:
+        """A computation begins, and with it the next one's activations come from the host."""
+        assert backward.chunk is not None
+        kept = self.bytes[backward.chunk].kept
+        self._note(self._reached_s(position), Category.ACTIVATIONS, kept, position)
+
+    def _backward(self, position: int, action: Action) -> None:
+        assert action.chunk is not None
+        chunk, of_chunk = action.chunk, self.bytes[action.chunk]
+        start_s, end_s = self._run(position)
+        received = self._take((Kind.RECEIVE_GRADIENT, chunk, action.micro_batch), position)
+        if chunk in self.resharded and chunk not in self.with_gradients:
+            self.with_gradients.add(chunk)
+            self._note(start_s, Category.GRADIENTS, self._gradient_bytes(chunk), position)
+        if (Kind.SEND_GRADIENT, chunk, action.micro_batch) in self.sends_left:
+            self._note(start_s, Category.BUFFERS, of_chunk.held, position)
+        elif chunk > 0 and self.sizes.is_local(chunk - 1):
+            key = Kind.RECEIVE_GRADIENT, chunk - 1, action.micro_batch
+            self._hand_over(start_s, key, position)
+        # Layers are computed again after the head's backward, when its part is freed; not before
+        # there are gradients.
+        head_ends_s = start_s if of_chunk.working else end_s
+        self._note(head_ends_s, Category.LOGITS, -of_chunk.head, position)
+        self._for_a_while(position, Category.ACTIVATIONS, of_chunk.working)
+        # Layer by layer, what is kept for weight gradients takes the place of what forwards kept.
+        more = max(0, of_chunk.delayed - of_chunk.kept)
+        self._note(start_s, Category.ACTIVATIONS, more, position)
+        left = of_chunk.delayed - (of_chunk.kept + more)
+        self._note(end_s, Category.ACTIVATIONS, left, position)
+        self._note(end_s, Category.BUFFERS, -received, position)
+
+    def _weight_gradient(self, position: int, action: Action) -> None:
+        assert action.chunk is not None
+        _, end_s = self._run(position)
+        delayed = self.bytes[action.chunk].delayed
+        self._note(end_s, Category.ACTIVATIONS, -delayed, position)
+
+    def _take(self, key: tuple[Kind, int | None, int | None], position: int) -> int:
+        """What a computation has received, in one tensor: pieces are there until it is made."""
+        pieces = self.received.pop(key, [])
+        if not pieces:
+            return 0
+        assert key[1] is not None
+        whole = self.bytes[key[1]].held
+        if pieces != [whole]:
+            start_s, _ = self._run(position)
+            self._note(start_s, Category.BUFFERS, whole, position)
+            self._note(start_s, Category.BUFFERS, -sum(pieces), position)
+        return whole
+
+    def _hand_over(
+        self, time_s: float, key: tuple[Kind, int | None, int | None], position: int
+    ) -> None:
+        """Keep what a computation makes for the neighbouring chunk, as if it were received."""
+        assert key[1] is not None
+        num_bytes = self.bytes[key[1]].held
+        self.received[key] = [num_bytes]
+        self._note(time_s, Category.BUFFERS, num_bytes, position)
+
+    def _on_state(self, position: int, action: Action) -> None:
+        _, end_s = self._run(position)
+        chunk, sizes = action.chunk, self.sizes
+        if action.kind in (Kind.TIE, Kind.SCALE):
+            self._wait_for_sums(position)
+        if action.kind in (Kind.SCALE, Kind.OFFLOAD_GRADIENTS):
+            self._let_shard_go(position)
+        if action.kind is Kind.GATHER:
+            assert chunk is not None
+            exchanged = sizes.exchange_bytes(action.kind, self.rank, chunk)
+            self._for_a_while(position, Category.BUFFERS, exchanged)
+        if action.kind is Kind.STEP:
+            self._pass_for_update(position)
+            if position == self.steps[0] and not self.starts_behind_norm:
+                widened = self.residency.widened_bytes
+                self._note(self._reached_s(position), Category.GRADIENTS, widened, position)
+            if position == self.steps[-1]:
+                self._note(end_s, Category.GRADIENTS, -self._stepped_bytes(), position)
+        elif action.kind is Kind.NORM:
+            widened = self.residency.widened_bytes
+            self._note(self._reached_s(position), Category.GRADIENTS, widened, position)
+            self._pass_for_norm(position)
+        elif action.kind is Kind.TIE:
+            swapped = sum(size for _, size in sizes.tied_swaps.get(self.rank, ()))
+            ready_s = self.timeline.ready_s(self.track, position)
+            self._note(ready_s, Category.BUFFERS, swapped, position)
+            self._note(end_s, Category.BUFFERS, -swapped, position)
+        elif action.kind is Kind.REDUCE:
+            self._reduce(position, action)
+        elif action.kind is Kind.OFFLOAD_GRADIENTS:
+            assert chunk is not None
+            self._wait_for_sums(position)
+            self.shard_leaves = end_s, self.residency.shard_of_gradients(chunk)
+        elif position in self.residency.moves:
+            self._move(position, end_s)
+
+    def _reduce(self, position: int, action: Action) -> None:
+        """Sum gradients; what is summed goes when the rank waits for the sum (`_wait_for_sums`)."""
+        assert action.chunk is not None
+        start_s, end_s = self._run(position)
+        chunk, sizes = action.chunk, self.sizes
+        exchanged = sizes.exchange_bytes(action.kind, self.rank, chunk)
+        if exchanged or chunk in self.resharded:
+            self._wait_for_sums(position)
+        self.summed_s, before_s = end_s, self.summed_s
+        if is_parted := sizes.parted[chunk] is not None:
+            self._for_a_while(position, Category.BUFFERS, exchanged)
+        else:
+            self._note(start_s, Category.BUFFERS, exchanged, position)
+            self.let_go.append((Category.BUFFERS, -exchanged))
+        if chunk not in self.resharded:
+            return
+        shard = self.residency.shard_of_gradients(chunk)
+        unsharded = self._gradient_bytes(chunk)
+        if chunk not in self.with_gradients:
+            # No micro-batches: it has zeros to add as soon as the sum before has arrived.
+            asked_s = max(self._reached_s(position), before_s)
+            self._note(asked_s, Category.GRADIENTS, unsharded, position)
+        self.with_gradients.discard(chunk)
+        if is_parted:  # sums arrive beside what they are made of
+            self._note(start_s, Category.GRADIENTS, shard, position)
+            self._note(end_s, Category.GRADIENTS, -unsharded, position)
+        else:
+            self.let_go.append((Category.GRADIENTS, shard - unsharded))
+
+    def _let_shard_go(self, position: int) -> None:
+        """The main stream waits until the shard on its way to the host has left."""
+        (left_s, num_bytes), self.shard_leaves = self.shard_leaves, (0.0, 0)
+        left_s = max(left_s, self._reached_s(position))
+        self._note(left_s, Category.GRADIENTS, -num_bytes, position)
+
+    def _pass_for_norm(self, position: int) -> None:
+        """Gradients in the host are on the GPU for their norm, before they are for the update."""
+        if position in self.track.copies:
+            task, (_, num_bytes) = self.track.copies[position], self.residency.for_norm
+            self._note(self.start_s[task], Category.GRADIENTS, num_bytes, position)
+            self._note(self.end_s[task], Category.GRADIENTS, -num_bytes, position)
+
+    def _pass_for_update(self, position: int) -> None:
+        """What comes from the host, one part after the other."""
+        start_s, end_s = self._run(position)
+        now = dict.fromkeys(_PASSING, 0)
+        for held in (*self.residency.passing[position], Passing()):
+            next_ = {category: getattr(held, name) for category, name in _PASSING.items()}
+            time_s = start_s if held.num_bytes else end_s
+            changes = {category: next_[category] - now[category] for category in _PASSING}
+            for category in sorted(_PASSING, key=lambda each: changes[each]):  # first what goes
+                self._note(time_s, category, changes[category], position)
+            now = next_
+
+    def _wait_for_sums(self, position: int) -> None:
+        """The main stream waits at an action: all that was to be summed is there, the rest goes."""
+        waited_s = max(self._reached_s(position), self.summed_s)
+        for category, num_bytes in self.let_go:
+            self._note(waited_s, category, num_bytes, position)
+        self.let_go.clear()
+
+    def _move(self, position: int, end_s: float) -> None:
+        """Bytes are taken when a copy or a gather is issued, and freed when it is done."""
+        move = self.residency.moves[position]
+        time_s = self._reached_s(position) if move.num_bytes > 0 else end_s
+        self._note(time_s, Category.PARAMETERS, move.num_bytes, position)
+
+    def _for_a_while(self, position: int, category: Category, num_bytes: int) -> None:
+        if num_bytes:
+            start_s, end_s = self._run(position)
+            self._note(start_s, category, num_bytes, position)
+            self._note(end_s, category, -num_bytes, position)
+
+    def _run(self, position: int) -> tuple[float, float]:
+        first, last = self.track.first_task(position), self.track.tasks[position]
+        return self.start_s[first], self.end_s[last]
+
+    def _gradient_bytes(self, chunk: int) -> int:
+        return self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(self.rank, chunk))
+
+    def _stepped_bytes(self) -> int:
+        """Gradients that are there for the update alone: shards, and fp32 copies."""
+        here = self.resharded - self.residency.gradients_in_host
+        return self.residency.widened_bytes + sum(map(self.residency.shard_of_gradients, here))
+
+
+# Bytes on each rank's GPU over time, by category.
+#
+# When bytes come and go is what `runtime.executor`, `runtime.mailbox` and
+# `adapter.model.chunk_runner` do:
+#
+# - Unsharded parameters and gradients are there all the time (Megatron's buffers), and the rank's
+#   shard of the optimizer state. For a chunk that the list RELEASEs, unsharded parameters are there
+#   from GATHER to RELEASE, and unsharded gradients from the first backward until the rank waits for
+#   their sum, before its next REDUCE of such a chunk, TIE or SCALE; then the shard until STEP is
+#   done, or, after an OFFLOADG, until the rank waits for it to have left, before its next OFFLOADG
+#   or SCALE.
+# - A forward takes what its layers keep, and on the last chunk the logits; both are freed when
+#   the backward ends. With recomputation, a backward also takes what one layer makes again.
+# - A receive takes its buffer when it is started. An activation's buffer becomes the kept input of
+#   the chunk's first layer; a gradient's is freed when the backward ends.
+# - A forward's output and a backward's input gradient are kept until the last send of them has been
+#   started; on the way to a chunk of the same group they count as if they were received. What is
+#   sent in pieces is copied. A message is freed when the rank starts its first send after the
+#   message has arrived, as `Mailbox.start_send` does.
+# - Activations that wait in the host are gone from the end of the copy out until the rank begins
+#   the computation before their backward, with which the copy back starts. What OFFLOAD, FETCH,
+#   GATHER and RELEASE move, and what passes through during STEP: see `residency`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A number of bytes, and when and by which action it was first reached."""
+
+    num_bytes: int
+    time_s: float
+    action: str | None
+    """None: it was so from the start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """One rank's highest memory."""
+
+    total: Moment
+    at_peak_bytes: Mapping[Category, int]
+    """What the total consisted of then."""
+    by_category: Mapping[Category, Moment]
+    """Each category's own peak, which may be at another time."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak of all categories together."""
+        return self.total.num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryStep:
+    """Bytes on one GPU from `time_s` until the next step."""
+
+    time_s: float
+    by_category_bytes: tuple[int, ...]
+    """By `Category`."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All categories."""
+        return sum(self.by_category_bytes)
+
+
+def memory_over_time(timeline: Timeline, rank: int) -> tuple[MemoryStep, ...]:
+    """Bytes before anything runs, then after each change (at one moment: after the last)."""
+    current, changes = changes_of(timeline, rank)
+    steps = [MemoryStep(time_s=0.0, by_category_bytes=tuple(current))]
+    for time_s, category, num_bytes, _ in changes:
+        current[category] += num_bytes
+        step = MemoryStep(time_s=time_s, by_category_bytes=tuple(current))
+        if len(steps) > 1 and steps[-1].time_s == time_s:
+            steps[-1] = step
+        else:
+            steps.append(step)
+    return tuple(steps)
+
+
+def peak_bytes(timeline: Timeline, rank: int) -> int:
+    """The rank's peak of all categories together: `PeakMemory.total_bytes`, sooner."""
+    start, changes = changes_of(timeline, rank)
+    return max(accumulate((num_bytes for _, _, num_bytes, _ in changes), initial=sum(start)))
+
+
+def peak_memory(timeline: Timeline, rank: int) -> PeakMemory:
+    """The rank's peaks. Changes at one moment count one after the other (see `changes_of`)."""
+    current, changes = changes_of(timeline, rank)
+    total = highest_total = sum(current)
+    highest = list(current)
+    last: list[tuple[float, int] | None] = [None] * len(current)
+    last_total: tuple[float, int] | None = None
+    at_peak = list(current)
+    for time_s, category, num_bytes, position in changes:
+        current[category] += num_bytes
+        total += num_bytes
+        if num_bytes < 0:
+            continue
+        if current[category] > highest[category]:
+            highest[category] = current[category]
+            last[category] = time_s, position
+        if total > highest_total:
+            highest_total = total
+            last_total = time_s, position
+            at_peak = list(current)
+    actions = timeline.program.tracks[rank].actions
+
+    def moment(num_bytes: int, found: tuple[float, int] | None) -> Moment:
+        time_s, action = (0.0, None) if found is None else (found[0], str(actions[found[1]]))
+        return Moment(num_bytes=num_bytes, time_s=time_s, action=action)
+
+    return PeakMemory(
+        total=moment(highest_total, last_total),
+        at_peak_bytes=dict(zip(Category, at_peak, strict=True)),
+        by_category={category: moment(highest[category], last[category]) for category in Category},
+    )

@@ -1,0 +1,509 @@
+"""Bytes of a plan on each rank: where a shard becomes bytes, asked of the memory model once.
+
+Asked of the memory model once; the formulas are in `costs.stage_formulas`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise, product
+
+from zorse_megatron.costs.interface import (
+    WHOLE,
+    MemoryCost,
+    ModelSection,
+    RankPart,
+    RecomputeMode,
+    SetCosts,
+)
+from zorse_megatron.costs.stage_formulas import (
+    kept_bytes,
+    section_parameters,
+    stage_parameters,
+    working_bytes,
+)
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.inputs.model import JobRecompute
+from zorse_megatron.plan.memory_settings import settings_by_rank
+from zorse_megatron.plan.plan import (
+    Group,
+    Plan,
+    Recompute,
+    Replica,
+    holds_equal_parts,
+    ranks_by_region,
+)
+from zorse_megatron.schedule.actions import Action, Kind
+from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
+from zorse_megatron.schedule.shards import RegionShards, intersection, regions_of
+from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
+from zorse_megatron.simulate.assumptions import RUNTIME, Framework
+from zorse_megatron.simulate.rank_parameters import (
+    PartedChunk,
+    PartedUnit,
+    owned_intervals,
+    padded_shards,
+)
+
+_NARROW_BYTES = 2
+
+
+def low_precision_bytes(num_parameters: int) -> int:
+    """Gradients as a group with a `gradient_wire` sends them."""
+    return _NARROW_BYTES * num_parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchBytes:
+    """What a rank has of one micro-batch of a chunk."""
+
+    held: int
+    """An activation between chunks."""
+    kept: int
+    """From its forward to its backward; 0 in an evaluation."""
+    head: int
+    """Logits, where the chunk has the head."""
+    working: int
+    """For a moment beyond what is kept: in a backward what is recomputed, so many layers at a time
+    as have one input."""
+    delayed: int
+    """From a backward to the weight gradients, where these are computed apart."""
+
+
+class RankSizes:
+    """Sizes of the plan's chunks, and of each rank's part of them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        memory: MemoryCost,
+        framework: Framework = RUNTIME,
+        memories: Mapping[ComputeDtype, MemoryCost] | None = None,
+        recompute: JobRecompute | None = None,
+        *,
+        kinds: Sequence[str] | None = None,
+        sets: SetCosts | None = None,
+    ) -> None:
+        """`memories`: of groups with these compute types; of others `memory`.
+
+        `sets`: costs of tensor-parallel sets. Without them the first rank of each set stands for
+        all of it, and `memory` is that of one rank.
+
+        `recompute`: what is recomputed where the plan does not say; None: nothing. `kinds`: of the
+        GPU of each global rank; None: all run the attention that the memory model has.
+        """
+        self._sets = sets
+        self._parts: dict[int, RankPart] = {}
+        self.plan = plan
+        self.framework = framework
+        self.memory = memory
+        self.memories = memories or {}
+        self.group_and_replica: dict[int, tuple[int, int]] = {}
+        """Rank -> number of its group and of its replica there."""
+        for number, group in enumerate(plan.groups):
+            for index, replica in enumerate(group.replicas):
+                self.group_and_replica.update(dict.fromkeys(replica.ranks, (number, index)))
+        self.tied = bool(plan.model.tied_embeddings)
+        chunks = range(len(plan.chunks))
+        self.parameters = tuple(self._parameters(chunk, WHOLE) for chunk in chunks)
+        """Chunk -> number of its parameters, as a rank that is a set of its own has them."""
+        self.parted = tuple(map(self._parted, chunks))
+        """Chunk -> how its group's replicas exchange parts, where they cut layers differently."""
+        self.shards = tuple(map(self._shards, chunks))
+        """Chunk -> rank -> number of the parameters that it owns."""
+        self._peers: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._region_shards: dict[tuple[int, tuple[int, ...]], tuple[RegionShards, ...]] = {}
+        self._kinds = kinds
+        self.settings = settings_by_rank(plan)
+        """Rank -> what it recomputes and offloads."""
+        self._job_recompute = recompute
+        found = {rank: each.recompute or recompute for rank, each in self.settings.items()}
+        distinct = list(dict.fromkeys(found.values()))
+        self.recompute_numbers = {rank: distinct.index(each) for rank, each in found.items()}
+        """Rank -> a number that is equal for ranks that recompute the same."""
+        self._boundary: dict[tuple[int, ComputeDtype | None], int] = {}
+        self._crossing: dict[tuple[int, int, int], int] = {}
+        self._of_micro_batch: dict[object, MicroBatchBytes] = {}
+
+    def memory_of(self, chunk: int) -> MemoryCost:
+        """The memory model of the chunk's compute type, of a rank that is a set of its own."""
+        dtype = self.plan.groups[self.plan.chunks[chunk].group].compute_dtype
+        return self.memory if dtype is None else self.memories.get(dtype, self.memory)
+
+    def memory_at(self, rank: int, chunk: int) -> MemoryCost:
+        """The same of this rank of a set."""
+        return self._memory(chunk, self.part(rank))
+
+    def part(self, rank: int) -> RankPart:
+        """Which part of each layer the rank has."""
+        if self._sets is None:
+            return WHOLE
+        found = self._parts.get(rank)
+        if found is None:
+            found = self._parts[rank] = RankPart.of(self.replica(rank), rank)
+        return found
+
+    def _memory(self, chunk: int, part: RankPart) -> MemoryCost:
+        if part == WHOLE or self._sets is None:
+            return self.memory_of(chunk)
+        dtype = self.plan.groups[self.plan.chunks[chunk].group].compute_dtype
+        return self._sets.of_rank(part, dtype).memory
+
+    def set_of(self, rank: int) -> tuple[int, ...]:
+        """The rank's tensor-parallel set, as far as its ranks are simulated."""
+        return self._simulated(self.replica(rank))
+
+    def _simulated(self, replica: Replica) -> tuple[int, ...]:
+        return replica.ranks if self._sets is not None else replica.ranks[:1]
+
+    def held(self, rank: int, chunk: int) -> int:
+        """Parameters that a rank computes with."""
+        part = self.part(rank)
+        return self.parameters[chunk] if part == WHOLE else self._parameters(chunk, part)
+
+    def summed_in_sets(self, chunk: int) -> int:
+        """With sequence parallelism: those that every rank of a set has, and sees a part of.
+
+        Learned positions are added to the whole sequence, so their gradients are whole.
+        """
+        whole = sum(unit.count * unit.whole for unit in self._units(chunk))
+        if chunk > 0:
+            return whole
+        assert self._sets is not None
+        cut = sum(self._sets.cut_parameters("embedding").values())
+        return whole - (self.memory.embedding_parameters() - cut)
+
+    def peers(self, chunk: int) -> tuple[tuple[int, ...], ...]:
+        """Ranks of the chunk's group that sum gradients among each other, once for each part."""
+        sets = [self._simulated(replica) for replica in self._replicas(chunk)]
+        if self.parted[chunk] is not None:
+            return (tuple(rank for ranks in sets for rank in ranks),)
+        return tuple(zip(*sets, strict=True))
+
+    def peers_of(self, rank: int, chunk: int) -> tuple[int, ...]:
+        """Those of `peers` that the rank is among."""
+        if chunk not in self._peers:
+            self._peers[chunk] = {each: ranks for ranks in self.peers(chunk) for each in ranks}
+        return self._peers[chunk][rank]
+
+    def group(self, rank: int) -> Group:
+        """The rank's group."""
+        return self.plan.groups[self.group_and_replica[rank][0]]
+
+    def replica(self, rank: int) -> Replica:
+        """The rank's replica."""
+        group, replica = self.group_and_replica[rank]
+        return self.plan.groups[group].replicas[replica]
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """The chunks that the rank's group holds."""
+        return self._chunks_of_group[self.group_and_replica[rank][0]]
+
+    def num_layers(self, chunk: int) -> int:
+        """Transformer layers of the chunk."""
+        first, stop = self.plan.chunks[chunk].layers
+        return stop - first
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether the chunk ends in the head."""
+        return chunk == len(self.plan.chunks) - 1
+
+    def pieces(self, chunk: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """What each of `peers` owns of each part of the chunk that is gathered or reduced at once.
+
+        The runtime cuts sharded chunks into buckets: of the embedding, of each layer and of the
+        head (`adapter.data_parallel.buckets`).
+        """
+        if parameters_setting(self.plan) == RESIDENT:
+            return (tuple(self.shards[chunk][rank] for rank in ranks),)
+        embedding, layer, head = self.sections(chunk, self.part(ranks[0]))
+        sizes = [embedding, *[layer] * self.num_layers(chunk), head]
+        weights = [replica.shard_weight for replica in self._replicas(chunk)]
+        shards = {size: padded_shards(size, weights) for size in set(sizes) if size}
+        return tuple(shards[size] for size in sizes if size)
+
+    def region_shards(self, chunk: int, peers: tuple[int, ...]) -> tuple[RegionShards, ...]:
+        """Who sums and sends what of each of `pieces`, of a hierarchical group.
+
+        Ranks are numbered in ascending order, which may not be that of `peers`.
+        """
+        key = chunk, peers
+        if key not in self._region_shards:
+            order = sorted(range(len(peers)), key=peers.__getitem__)
+            group = self.plan.groups[self.plan.chunks[chunk].group]
+            regions = regions_of(ranks_by_region(group, sorted(peers)))
+            self._region_shards[key] = tuple(
+                RegionShards(
+                    bounds=tuple(pairwise([0, *accumulate(counts[at] for at in order)])),
+                    regions=regions,
+                )
+                for counts in self.pieces(chunk, peers)
+            )
+        return self._region_shards[key]
+
+    def is_hierarchical(self, chunk: int) -> bool:
+        """Whether sums and gathers of the chunk are made in regions first, then between them."""
+        return bool(self.plan.groups[self.plan.chunks[chunk].group].hierarchical)
+
+    @cached_property
+    def tied_swaps(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Rank -> (peer, bytes): the gradients of the tied embedding that the two swap.
+
+        As `adapter.tied_embeddings`: whoever owns the same elements in the first and in
+        the last chunk. Here the embedding is cut as if it were a buffer of its own.
+        """
+        first, last = self.plan.chunks[0].group, self.plan.chunks[-1].group
+        if first == last:
+            return {}  # either there is one copy, or both owners are the same ranks
+        total = self.memory.embedding_parameters()
+        sides = [self.plan.groups[number] for number in (first, last)]
+        owners = [
+            owned_intervals(
+                total,
+                [replace(each, ranks=self._simulated(each)) for each in group.replicas],
+            )
+            for group in sides
+        ]
+        swaps: dict[int, list[tuple[int, int]]] = {}
+        for one, other in product(*owners):
+            both = intersection((one.start, one.stop), (other.start, other.stop))
+            if both is not None:
+                num_bytes = self.memory.gradient_bytes(both[1] - both[0])
+                swaps.setdefault(one.rank, []).append((other.rank, num_bytes))
+                swaps.setdefault(other.rank, []).append((one.rank, num_bytes))
+        return {rank: tuple(found) for rank, found in swaps.items()}
+
+    @cached_property
+    def _chunks_of_group(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(self.plan.chunks_of_group, range(len(self.plan.groups))))
+
+    def _parameters(self, chunk: int, part: RankPart) -> int:
+        """What a rank with this part has."""
+        found: int = stage_parameters(self.num_layers(chunk), *self.sections(chunk, part))
+        return found
+
+    def sections(self, chunk: int, part: RankPart) -> tuple[int, int, int]:
+        """Parameters of the embedding, of one layer, and of the head, as a rank's part has them."""
+        memory = self.memory if part == WHOLE else self._memory(chunk, part)
+        ends = chunk == 0, self.is_last(chunk)
+        # With several chunks the last one has a copy, as it may be whole without the first.
+        return section_parameters(memory, *ends, tied_on_same_rank=self.tied and all(ends))
+
+    def _units(self, chunk: int) -> tuple[PartedUnit, PartedUnit]:
+        """A layer, and embedding and head together."""
+        assert self._sets is not None
+        embedding, layer, head = self.sections(chunk, WHOLE)
+        in_layer, of_ends = self._sets.cut_parameters("layer"), Counter[UnitKind]()
+        tables: list[ModelSection] = ["embedding"] if chunk == 0 else []
+        if self.is_last(chunk) and not (self.tied and chunk == 0):
+            tables.append("head")
+        for table in tables:
+            of_ends.update(self._sets.cut_parameters(table))
+        return (
+            PartedUnit(
+                cut=in_layer, whole=layer - sum(in_layer.values()), count=self.num_layers(chunk)
+            ),
+            PartedUnit(cut=of_ends, whole=embedding + head - of_ends.total()),
+        )
+
+    def _parted(self, chunk: int) -> PartedChunk | None:
+        group = self.plan.groups[self.plan.chunks[chunk].group]
+        if self._sets is None or holds_equal_parts(group):
+            return None
+        units = [unit for unit in self._units(chunk) if unit.whole or any(unit.cut.values())]
+        return PartedChunk.of(units, group.replicas)
+
+    def _replicas(self, chunk: int) -> tuple[Replica, ...]:
+        return self.plan.groups[self.plan.chunks[chunk].group].replicas
+
+    def _shards(self, chunk: int) -> dict[int, int]:
+        replicas = self._replicas(chunk)
+        held = {
+            rank: self.held(rank, chunk)
+            for replica in replicas
+            for rank in self._simulated(replica)
+        }
+        if self.framework.state == "replicated":
+            return held
+        parted = self.parted[chunk]
+        if parted is not None:
+            return dict(parted.owned)
+        weights = [replica.shard_weight for replica in replicas]
+        return {
+            rank: size
+            for ranks in self.peers(chunk)
+            for rank, size in zip(ranks, padded_shards(held[ranks[0]], weights), strict=True)
+        }
+
+    def has_own_input(self, action: Action) -> bool:
+        """Whether no other rank sends what a forward or a backward consumes."""
+        assert action.chunk is not None
+        if action.kind is Kind.FORWARD:
+            return action.chunk == 0 or self.is_local(action.chunk - 1)
+        return self.is_last(action.chunk) or self.is_local(action.chunk)
+
+    def micro_batch_size(self, rank: int) -> int:
+        """Samples of each of the rank's micro-batches."""
+        return self.replica(rank).micro_batch_size
+
+    def recompute(self, rank: int, chunk: int) -> tuple[RecomputeMode, int]:
+        """How a rank recomputes the chunk's layers, and how many of them.
+
+        Without a setting in the plan, as the job does.
+        """
+        layers = self.num_layers(chunk)
+        setting = self._recompute_setting(rank)
+        if setting is None or setting.mode == "none":
+            return "none", 0
+        return setting.mode, min(layers, setting.num_layers or layers)
+
+    def _recompute_setting(self, rank: int) -> Recompute | JobRecompute | None:
+        return self.settings[rank].recompute or self._job_recompute
+
+    def _layers_at_once(self, rank: int, chunk: int) -> int:
+        """How many recomputed layers have one input between them."""
+        setting = self._recompute_setting(rank)
+        if not isinstance(setting, JobRecompute):
+            return 1
+        return min(setting.layers_at_once, self.num_layers(chunk))
+
+    def is_local(self, chunk: int) -> bool:
+        """Whether the next chunk is held by the same group, so that nothing is sent."""
+        return self._local[chunk]
+
+    def boundary_bytes(self, num_samples: int, chunk: int) -> int:
+        """One activation between two chunks, in the type of `chunk`."""
+        key = num_samples, self.plan.groups[self.plan.chunks[chunk].group].compute_dtype
+        if key not in self._boundary:
+            self._boundary[key] = self.memory_of(chunk).boundary_bytes(num_samples)
+        return self._boundary[key]
+
+    @property
+    def splits_activations(self) -> bool:
+        """Whether ranks of a set send parts of an activation."""
+        in_parts = self._sets is not None and self._sets.sequence_parallel
+        return in_parts or self.framework.split_transfers
+
+    def crossing_bytes(self, action: Action) -> int:
+        """What a transfer's samples are, in the narrower of both chunks' types.
+
+        Of a part of their sequences, that part.
+        """
+        assert action.chunk is not None and action.samples is not None
+        key = action.samples[1] - action.samples[0], action.chunk, action.other_chunk
+        found = self._crossing.get(key)
+        if found is None:
+            ends = key[1:]
+            found = min(self.boundary_bytes(key[0], chunk) for chunk in ends)
+            self._crossing[key] = found
+        if action.positions is not None and self.splits_activations:
+            start, stop = action.positions.bounds(found)
+            return stop - start
+        return found
+
+    def message_bytes(self, action: Action) -> int:
+        """What each rank sends in a transfer."""
+        splits = self.framework.split_transfers and self._sets is None
+        ranks = len(self.plan.groups[0].replicas[0].ranks) if splits else 1
+        return self.crossing_bytes(action) // ranks
+
+    def reduces_in_low_precision(self, chunk: int) -> bool:
+        """Whether the chunk's gradients are sent in 16 bits."""
+        return self.plan.groups[self.plan.chunks[chunk].group].gradient_wire is not None
+
+    def exchange_bytes(self, kind: Kind, rank: int, chunk: int) -> int:
+        """What the rank has in messages at once in a REDUCE or a GATHER.
+
+        0 where they are made in place: where ranks with equal parts keep the dtype.
+        """
+        parted = self.parted[chunk]
+        if parted is not None:
+            reduces, memory = kind is Kind.REDUCE, self.memory_of(chunk)
+            to_bytes = memory.gradient_bytes if reduces else memory.parameter_bytes
+            return max(
+                to_bytes(sum(count for pair, count in messages.items() if rank in pair))
+                for messages, _ in (parted.sums if reduces else parted.gathers)
+            )
+        if self.is_hierarchical(chunk):
+            return self._between_regions_bytes(kind, rank, chunk)
+        if kind is not Kind.REDUCE:
+            return 0
+        count = len(self._replicas(chunk))
+        if not self.reduces_in_low_precision(chunk) or count == 1:
+            return 0
+        own = self.shards[chunk][rank]
+        return low_precision_bytes(self.held(rank, chunk) - own + (count - 1) * own)
+
+    def _between_regions_bytes(self, kind: Kind, rank: int, chunk: int) -> int:
+        """What messages between regions take beside the buffers that are summed or gathered."""
+        memory, peers = self.memory_of(chunk), self.peers_of(rank, chunk)
+        own, reduces = sorted(peers).index(rank), kind is Kind.REDUCE
+        count = sum(
+            shards.reduction_buffer(own) if reduces else shards.gather_buffer(own)
+            for shards in self.region_shards(chunk, peers)
+        )
+        return (memory.gradient_bytes if reduces else memory.parameter_bytes)(count)
+
+    def reduces_beside(self, chunk: int) -> bool:
+        """Whether a reduction needs memory of its own, in a chunk that stays unsharded."""
+        return self.reduces_in_low_precision(chunk) or self.is_hierarchical(chunk)
+
+    def micro_batch_bytes(
+        self, rank: int, chunk: int, *, forward_only: bool = False
+    ) -> MicroBatchBytes:
+        """What the rank has of one of its micro-batches in the chunk, asked for once."""
+        size, kind = self.micro_batch_size(rank), self._kind(rank)
+        key = chunk, self.part(rank), size, kind, self.recompute_numbers[rank], forward_only
+        if key not in self._of_micro_batch:
+            find = self._of_evaluation if forward_only else self._of_training
+            self._of_micro_batch[key] = find(rank, chunk, size, kind)
+        return self._of_micro_batch[key]
+
+    def _of_evaluation(self, rank: int, chunk: int, size: int, kind: str | None) -> MicroBatchBytes:
+        """It keeps nothing, and has a whole layer at most."""
+        memory = self.memory_at(rank, chunk)
+        return MicroBatchBytes(
+            held=memory.boundary_bytes(size),
+            kept=0,
+            head=memory.head_bytes(size) if self.is_last(chunk) else 0,
+            working=memory.activation_bytes(size, "none", kind),
+            delayed=0,
+        )
+
+    def _of_training(self, rank: int, chunk: int, size: int, kind: str | None) -> MicroBatchBytes:
+        memory, layers = self.memory_at(rank, chunk), self.num_layers(chunk)
+        (mode, recomputed), at_once = self.recompute(rank, chunk), self._layers_at_once(rank, chunk)
+        whole, kept = (memory.activation_bytes(size, each, kind) for each in ("none", mode))
+        stage = layers, recomputed, whole, kept
+        splits = self.plan.groups[self.plan.chunks[chunk].group].split_backward
+        left, held = memory.delayed_bytes(size) if splits else 0, memory.boundary_bytes(size)
+        # Beside what it leaves for weight gradients there is the gradient that arrives.
+        arriving = held if layers * left else 0
+        return MicroBatchBytes(
+            held=held,
+            kept=kept_bytes(*stage, at_once=at_once),
+            head=memory.head_bytes(size) if self.is_last(chunk) else 0,
+            working=working_bytes(*stage, at_once=at_once, left=left) + arriving,
+            delayed=layers * left,
+        )
+
+    def kept_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
+        """The bytes of each tensor that layers keep of a micro-batch."""
+        size, kind = self.micro_batch_size(rank), self._kind(rank)
+        mode, recomputed = self.recompute(rank, chunk)
+        memory = self.memory_at(rank, chunk)
+        whole = self.num_layers(chunk) - recomputed
+        inputs = -(-recomputed // self._layers_at_once(rank, chunk))
+        found = whole * memory.kept_tensor_bytes(size, "none", kind) if whole else ()
+        if inputs:
+            found += inputs * memory.kept_tensor_bytes(size, mode, kind)
+        return found
+
+    def _kind(self, rank: int) -> str | None:
+        return None if self._kinds is None else self._kinds[rank]
+
+    @cached_property
+    def _local(self) -> tuple[bool, ...]:
+        groups = [chunk.group for chunk in self.plan.chunks]
+        return (*(one == next_ for one, next_ in pairwise(groups)), False)
