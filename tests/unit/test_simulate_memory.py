@@ -381,7 +381,7 @@ def test_activations_are_those_between_forward_and_backward(case):
         most = max(
             (sum(s <= t for s in starts) - sum(e <= t for e in ends) for t in starts), default=0
         )
-        kept = sizes.kept_bytes(rank, chunk) if chunk is not None else 0
+        kept = sizes.micro_batch_bytes(rank, chunk).kept if chunk is not None else 0
         assert result.memory[rank].by_category[Category.ACTIVATIONS].num_bytes == most * kept
 
 

@@ -1,4 +1,4 @@
-"""All checks of a machine; docs/doctor.md says what each proves.
+"""All checks of a machine; docs/gpus.md says what each proves.
 
 A check gets the run and returns its finding. Whatever one of them raises, the others are made.
 """
