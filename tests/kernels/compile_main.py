@@ -53,14 +53,12 @@ def launch_all() -> None:
     """Each kernel: a launch for the elements up to a multiple of 16, and one for the last."""
     bf16, fp16 = torch.bfloat16, torch.float16
     parts = (new(ODD, bf16), new(ODD, fp16), new(ODD))
-    KERNELS["sum_parts"](new(ODD), parts, (1.0, 0.5, 0.25), False)
+    KERNELS["sum_parts"](new(ODD), parts, (1.0, 0.5, 0.25))
     numbers = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
     scales = (new(1).reshape(()), new(1).reshape(()))
     state = [new(ODD) for _ in range(4)]
     KERNELS["adamw_shard"](*state, numbers, scales=scales, copy=new(ODD, bf16))
     KERNELS["norm_and_flag"]([new(ODD)], META)
-    pieces = ((LARGE - 32, LARGE), (LARGE, LARGE + 1))
-    KERNELS["pack"](new(33, bf16), new(ODD), pieces)
 
 
 def recorded(capability: int) -> Iterator[dict[str, Any]]:

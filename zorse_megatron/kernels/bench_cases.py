@@ -12,16 +12,13 @@ from zorse_megatron.kernels.kernels import (
     AdamW,
     adamw_shard,
     norm_and_flag,
-    pack,
     step_torch,
     sum_parts,
 )
-from zorse_megatron.schedule.shards import Interval
 
 Work = Callable[[], object]
 PARTS = 4
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
-PIECES = 24
 NUMBERS = AdamW(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
 INV_SCALE, CLIP = 2.0**-16, 0.9
 
@@ -125,22 +122,7 @@ def norm_and_flag_case(num_bytes: int, device: torch.device) -> Case:
     )
 
 
-def pack_case(num_bytes: int, device: torch.device) -> Case:
-    """24 unequal pieces of fp32, every second one left out, into bf16."""
-    whole, packed, pieces, kept = _pieces(num_bytes, device)
-    return Case(
-        name="pack",
-        num_bytes=3 * packed.nbytes,
-        kernel=lambda: pack(packed, whole, pieces),
-        plain={
-            "copies": lambda: [a.copy_(b) for a, b in zip(kept, _of(whole, pieces), strict=True)],
-            "cat": lambda: packed.copy_(torch.cat(_of(whole, pieces))),
-        },
-        written=(packed,),
-    )
-
-
-CASES = (sum_parts_case, adamw_shard_case, norm_and_flag_case, pack_case)
+CASES = (sum_parts_case, adamw_shard_case, norm_and_flag_case)
 
 
 def copy_case(num_bytes: int, device: torch.device) -> Case:
@@ -156,20 +138,3 @@ def copy_case(num_bytes: int, device: torch.device) -> Case:
 def _elements(num_bytes: int, *, bytes_each: int) -> int:
     """A multiple of 64, as the shards of a plan are."""
     return max(num_bytes // bytes_each // 64, 1) * 64
-
-
-def _pieces(
-    num_bytes: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, list[Interval], tuple[torch.Tensor, ...]]:
-    """An fp32 buffer, a bf16 one, the pieces of the first and the parts of the second."""
-    unit = max(_elements(num_bytes, bytes_each=6) // (64 * sum(range(1, PIECES + 1))), 1) * 64
-    sizes = [unit * number for number in range(1, PIECES + 1)]
-    starts = [2 * sum(sizes[:number]) for number in range(PIECES)]
-    pieces = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    whole = torch.randn(2 * sum(sizes), device=device)
-    packed = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=device)
-    return whole, packed, pieces, packed.split(sizes)
-
-
-def _of(whole: torch.Tensor, pieces: list[Interval]) -> list[torch.Tensor]:
-    return [whole[start:stop] for start, stop in pieces]

@@ -81,7 +81,7 @@ def _probe(device: torch.device) -> str | None:
     narrow = torch.full((3,), 4.0, device=device, dtype=torch.bfloat16)
     parts = (torch.full((3,), 3.0, device=device), narrow)
     total = torch.full((3,), torch.nan, device=device)
-    KERNELS["sum_parts"](total, parts, (1.0, 2.0), False)
+    KERNELS["sum_parts"](total, parts, (1.0, 2.0))
     found = total.tolist()
     return None if found == [11.0] * 3 else f"Triton found 3 + 2 * 4 to be {found}"
 

@@ -3,12 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
 from zorse_megatron.kernels.dispatch import FLOATS, Problems, chunks, pick
-from zorse_megatron.schedule.shards import Interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,53 +207,6 @@ def norm_and_flag_torch(shards: Sequence[torch.Tensor], device: torch.device) ->
     return both
 
 
-# Pieces of a flat buffer into one contiguous buffer, with another dtype on the way.
-
-
-@torch.no_grad()
-def pack(packed: torch.Tensor, whole: torch.Tensor, pieces: Sequence[Interval]) -> None:
-    """Copy the elements of `whole` that `pieces` name into `packed`, one piece after the other.
-
-    `whole` and `packed`: 1-D and contiguous, on one device, not overlapping, each in fp32, bf16 or
-    fp16; numbers are rounded to nearest even where `packed` is narrower, beyond its range they
-    become infinite. `pieces`: intervals (start, stop) of `whole` in any order, empty ones too, also
-    overlapping ones; their lengths add up to that of `packed`. Raises ValueError with all that does
-    not fit.
-    """
-    _check(packed, whole, pieces)
-    pick("pack", whole.device, pack_torch)(packed, whole, tuple(pieces))
-
-
-def _check(packed: torch.Tensor, whole: torch.Tensor, pieces: Sequence[Interval]) -> None:
-    problems = Problems("pack")
-    problems.need_flat("packed", packed, FLOATS)
-    problems.need_flat("whole", whole, FLOATS)
-    problems.need(
-        packed.device == whole.device,
-        f"found packed on {packed.device} and whole on {whole.device}; expected one device",
-    )
-    problems.need_apart({"packed": packed, "whole": whole})
-    outside = [piece for piece in pieces if not 0 <= piece[0] <= piece[1] <= whole.numel()]
-    problems.need(
-        not outside,
-        f"found pieces {outside[:3]}; expected intervals (start, stop) within "
-        f"{whole.numel()} elements",
-    )
-    total = sum(stop - start for start, stop in pieces)
-    problems.need(
-        total == packed.numel(),
-        f"found pieces of {total} elements together; expected {packed.numel()}, the size of packed",
-    )
-    problems.stop()
-
-
-def pack_torch(packed: torch.Tensor, whole: torch.Tensor, pieces: tuple[Interval, ...]) -> None:
-    """The reference."""
-    stops = accumulate(stop - start for start, stop in pieces)
-    for (start, stop), end in zip(pieces, stops, strict=True):
-        packed[end - (stop - start) : end].copy_(whole[start:stop])
-
-
 # The owner's half of an uneven reduce-scatter: add what the others sent, in fp32.
 
 
@@ -264,21 +215,18 @@ def sum_parts(
     out: torch.Tensor,
     parts: Sequence[torch.Tensor],
     weights: Sequence[float] | None = None,
-    *,
-    add: bool = False,
 ) -> None:
     """Write weights[0] * parts[0] + weights[1] * parts[1] + ... into the fp32 `out`.
 
     `out`: [n], contiguous. `parts`: k tensors [n] on its device, each in fp32, bf16 or fp16 (rows
     of what an all-to-all received, and this rank's own part, say); one of them may be `out` itself,
     otherwise none overlaps it. Parts that start at multiples of 16 bytes are read fastest.
-    `weights`: k numbers, rounded to fp32; None: ones. `add`: add to what is in `out`, which then
-    comes first.
+    `weights`: k numbers, rounded to fp32; None: ones.
 
     Each part is widened to fp32 (exact), multiplied (rounded once) and added (rounded once) in the
     order of `parts`, never fused: the bits depend on the arguments alone, not on what arrived
-    first nor on the device. With no parts `out` becomes zero, or stays with `add`. Raises
-    ValueError with all that does not fit.
+    first nor on the device. With no parts `out` becomes zero. Raises ValueError with all that does
+    not fit.
     """
     factors = (1.0,) * len(parts) if weights is None else tuple(map(float, weights))
     problems = Problems("sum_parts")
@@ -293,17 +241,17 @@ def sum_parts(
         if not is_out:
             problems.need_apart({"out": out, f"parts[{number}]": part})
     problems.stop()
-    pick("sum_parts", out.device, sum_parts_torch)(out, tuple(parts), factors, add)
+    pick("sum_parts", out.device, sum_parts_torch)(out, tuple(parts), factors)
 
 
 def sum_parts_torch(
-    out: torch.Tensor, parts: tuple[torch.Tensor, ...], weights: tuple[float, ...], add: bool
+    out: torch.Tensor, parts: tuple[torch.Tensor, ...], weights: tuple[float, ...]
 ) -> None:
     """The reference."""
     for chunk in chunks(out.numel()):
         here = out[chunk]
         # The first term is not added to zero: -0.0 stays as it is.
-        total = here.clone() if add else None
+        total = None
         for part, weight in zip(parts, weights, strict=True):
             # A product of its own: `add_(part, alpha=weight)` is fused on some processors.
             term = part[chunk].float() * weight
@@ -322,6 +270,5 @@ __all__ = [
     "NormAndFlag",
     "adamw_shard",
     "norm_and_flag",
-    "pack",
     "sum_parts",
 ]

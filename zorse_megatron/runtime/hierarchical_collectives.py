@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.kernels.kernels import pack, sum_parts
+from zorse_megatron.kernels.kernels import sum_parts
 from zorse_megatron.runtime.collectives import (
     OperationKind,
     Stage,
@@ -246,23 +246,12 @@ def _exchange(
     sent = full.new_empty(full.numel() - own.numel(), dtype=comm_dtype.dtype)
     received = full.new_empty(others * own.numel(), dtype=comm_dtype.dtype)
     start = sum(part.numel() for part in parts[:me])
-    _round_off(sent, full, (start, start + own.numel()), comm_dtype)
+    with torch.no_grad():  # multiplied and rounded in one pass
+        torch.mul(full[:start], comm_dtype.factor, out=sent[:start])
+        torch.mul(full[start + own.numel() :], comm_dtype.factor, out=sent[start:])
     start_calls = partial(_start_exchange, parts, group, sent, received)
     works = as_one_operation("exchange", parts, group, start_calls, sent_as=comm_dtype.dtype)
     return _Exchange(Works(works), sent, received, own=own, group_rank=me, comm_dtype=comm_dtype)
-
-
-@torch.no_grad()
-def _round_off(
-    sent: torch.Tensor, full: torch.Tensor, own: Interval, comm_dtype: CommDtype
-) -> None:
-    """Write all but `own` into `sent`, multiplied and rounded in one pass."""
-    start, stop = own
-    if comm_dtype.factor == 1.0:
-        pack(sent, full, [(0, start), (stop, full.numel())])
-    else:
-        torch.mul(full[:start], comm_dtype.factor, out=sent[:start])
-        torch.mul(full[stop:], comm_dtype.factor, out=sent[start:])
 
 
 def _start_exchange(
