@@ -26,9 +26,6 @@ class _Together:
             work.wait()
         return True
 
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
 
 class _Named:
     """Gloo's backend under the name by which callers choose how to call."""

@@ -8,13 +8,10 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from zorse_megatron.runtime.collectives import (
-    CommVolume,
     IntervalExchange,
     all_gather_uneven,
-    all_gather_volume,
     exchange_intervals,
     reduce_scatter_uneven,
-    reduce_scatter_volume,
 )
 from zorse_megatron.schedule.shards import overlaps, shard_bounds
 
@@ -50,7 +47,6 @@ def _reduce_then_gather(
     work = all_gather_uneven(gathered, bounds, _world(), async_op=async_op)
     if work is not None:
         work.wait()
-        assert work.is_completed()
     assert torch.equal(gathered, expected)
 
 
@@ -133,14 +129,3 @@ def _swap_between_groups(total: int, rounds: int) -> None:
 
 def test_owners_in_two_groups_swap_overlapping_intervals() -> None:
     run_ranks(5, _swap_between_groups, 1000, 3)
-
-
-def test_volumes_of_a_group_balance_and_are_at_most_the_padded_ones() -> None:
-    bounds = shard_bounds(4096, (3, 1, 0))
-    sent = [reduce_scatter_volume(bounds, rank=r, element_bytes=4) for r in range(3)]
-    assert sent[0] == CommVolume(sent_bytes=1024 * 4, received_bytes=3072 * 2 * 4)
-    assert sum(v.sent_bytes for v in sent) == sum(v.received_bytes for v in sent)
-    gathered = [all_gather_volume(bounds, rank=r, element_bytes=4) for r in range(3)]
-    assert gathered[2] == CommVolume(sent_bytes=0, received_bytes=4096 * 4)
-    step = sent[0] + gathered[0]
-    assert step.sent_bytes == step.received_bytes == (1024 + 3072 * 2) * 4

@@ -2,14 +2,11 @@
 
 import itertools
 
-import pytest
-
 from tests.unit.fake_costs import FakeComm
 from zorse_megatron.emulate.conductor import Conductor
 from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.messages import (
     Answer,
-    Ask,
     Collective,
     Failure,
     Finish,
@@ -56,23 +53,6 @@ def test_who_asks_later_goes_on_at_once_and_at_its_own_time():
     assert told(job) == {}
     job.take(1, Finish())
     assert job.ranks[0].earliest_s == 9.0  # answered together with rank 1
-
-
-@pytest.mark.parametrize(("asked_s", "is_done"), [(2.9, False), (3.0, True), (7.0, True)])
-def test_whether_it_is_done_by_now(asked_s, is_done):
-    job = conductor()
-    job.take(0, PostOperation(now_s=0.0, name=LINE, operation=SAID))
-    job.take(1, PostOperation(now_s=0.0, name=LINE, operation=READY))
-    job.take(0, Ask(now_s=asked_s, name=LINE))
-    job.take(1, Wait(now_s=0.0, name=LINE))
-    answers = {}
-    while 0 not in answers:
-        found = told(job)
-        assert found
-        answers |= found
-        if 1 in found:
-            job.take(1, Finish())
-    assert answers[0] == Answer(now_s=asked_s, done=(LINE,) if is_done else ())
 
 
 def test_the_order_of_requests_does_not_matter():

@@ -68,9 +68,6 @@ class NothingIsDone:
     def wait(self) -> None:
         pass
 
-    def is_completed(self) -> bool:
-        return False
-
 
 @dataclass
 class FarBehind:

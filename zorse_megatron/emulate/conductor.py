@@ -27,7 +27,6 @@ from zorse_megatron.emulate.messages import (
     PostOperation,
     Request,
     Transfer,
-    Wait,
 )
 
 
@@ -69,22 +68,15 @@ class Conductor:
             state.earliest_s, state.has_ended = math.inf, True
         else:
             state.earliest_s, state.since_s = math.inf, request.now_s
-            if isinstance(request, Wait):
-                state.waits_for = request.name
-            else:
-                self.clock.alarm(request.now_s, rank)
+            state.waits_for = request.name
 
     def answers(self) -> Iterator[tuple[int, Answer | Failure]]:
         """Move the clock as far as it can go, and yield who is to be answered."""
         yield from self._already_done()
         while self._failure is None and math.inf > self.clock.next_s <= self._horizon_s():
-            moment = self.clock.step()
-            for name in moment.done:
+            for name in self.clock.step():
                 self._note_done(name)
             yield from self._already_done()
-            for rank in moment.alarms:
-                assert isinstance(rank, int)
-                yield rank, self._answer(rank, moment.time_s)
         if self._failure is None and self._horizon_s() == math.inf and self._waiting():
             self._failure = Failure(reason=self._deadlock())
         if self._failure is not None:

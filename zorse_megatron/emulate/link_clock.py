@@ -10,7 +10,7 @@ Time only moves forward: `step` handles the earliest moment at which anything ha
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -33,7 +33,6 @@ class _Kind(IntEnum):
     FLOW_END = 0
     DONE = 1
     POST = 2
-    ALARM = 3
 
 
 @dataclass(kw_only=True)
@@ -42,15 +41,6 @@ class _Pending:
     work: TaskWork | None = None
     after: set[Name] = field(default_factory=set)
     """What must be done before."""
-
-
-@dataclass(kw_only=True)
-class ClockStep:
-    """What has happened at one time."""
-
-    time_s: float
-    done: list[Name] = field(default_factory=list)
-    alarms: list[Hashable] = field(default_factory=list)
 
 
 class LinkClock:
@@ -92,28 +82,27 @@ class LinkClock:
             pending.after.add(after)
         self._push(at_s, _Kind.POST, name)
 
-    def alarm(self, at_s: float, token: Hashable) -> None:
-        """Have `token` in the moment `at_s`, after everything else of that moment."""
-        self._push(at_s, _Kind.ALARM, token)
+    def step(self) -> list[Name]:
+        """Go to the next moment at which something happens, and handle all of it.
 
-    def step(self) -> ClockStep:
-        """Go to the next moment at which something happens, and handle all of it."""
+        Returns the operations that are done then.
+        """
         self.now_s = self.next_s
-        moment = ClockStep(time_s=self.now_s)
+        done: list[Name] = []
         while self._heap and self._heap[0][0] == self.now_s:
             _, kind, _, what = heapq.heappop(self._heap)
-            self._handle(kind, what, moment)
+            self._handle(kind, what, done)
         for end_s, bundle, version in self.network.rebalance(self.now_s):
             self._push(end_s, _Kind.FLOW_END, (bundle, version))
-        return moment
+        return done
 
     def _push(self, at_s: float, kind: _Kind, what: object) -> None:
         if at_s < self.now_s:
             raise ValueError(f"found {what} at {at_s} s; expected nothing before {self.now_s} s")
         heapq.heappush(self._heap, (at_s, kind, next(self._order), what))
 
-    def _handle(self, kind: _Kind, what: Any, moment: ClockStep) -> None:
-        """`what`: (bundle, version) of a flow's end, else the operation's name or the token."""
+    def _handle(self, kind: _Kind, what: Any, done: list[Name]) -> None:
+        """`what`: (bundle, version) of a flow's end, else the operation's name."""
         if kind is _Kind.FLOW_END:
             bundle, version = what
             for number in self.network.finish(bundle, version, self.now_s):
@@ -122,15 +111,13 @@ class LinkClock:
         elif kind is _Kind.POST:
             self._pending[what].missing -= 1
             self._start_next(what[0])
-        elif kind is _Kind.DONE:
-            moment.done.append(what)
+        else:
+            done.append(what)
             stream, number = what
             self._next[stream] = number + 1
             self._start_next(stream)
             for held_up in sorted(self._held_up.pop(what, ()), key=repr):
                 self._start_next(held_up)
-        else:
-            moment.alarms.append(what)
 
     def _start_next(self, stream: Stream) -> None:
         """Start the stream's next operation if all are there; it is taken off `_pending`."""

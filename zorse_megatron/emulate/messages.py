@@ -70,24 +70,16 @@ class Wait:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
-    """A rank asks whether an operation is done by now."""
-
-    now_s: float
-    name: Name
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Finish:
     """A rank ends; nobody needs to wait for it any more."""
 
 
-Request = PostOperation | Wait | Ask | Finish
+Request = PostOperation | Wait | Finish
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """To `Wait` and `Ask`: the rank goes on at `now_s`, which is never earlier than it asked."""
+    """To `Wait`: the rank goes on at `now_s`, which is never earlier than it asked."""
 
     now_s: float
     done: tuple[Name, ...] = ()

@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection
 
 from zorse_megatron.emulate.messages import (
     Answer,
-    Ask,
     Collective,
     Failure,
     Finish,
@@ -141,15 +140,8 @@ class RankClock:
         """Stop until an operation is done. Raises EmulationFailed where it never will be."""
         with self._lock:
             if name not in self._done:
-                self._ask(Wait(now_s=self.now_s, name=name))
+                self._ask(name)
             self._done.discard(name)
-
-    def is_done(self, name: Name) -> bool:
-        """Whether an operation is done by now. Raises EmulationFailed as `wait` does."""
-        with self._lock:
-            if name not in self._done:
-                self._ask(Ask(now_s=self.now_s, name=name))
-            return name in self._done
 
     def finish(self) -> None:
         """Take part in nothing more; time stands still again."""
@@ -158,8 +150,8 @@ class RankClock:
             self._send(Finish())
         self._connection.close()
 
-    def _ask(self, request: Request) -> None:
-        self._send(request)
+    def _ask(self, name: Name) -> None:
+        self._send(Wait(now_s=self.now_s, name=name))
         try:
             answer: Answer | Failure = self._connection.recv()
         except (EOFError, ConnectionError):

@@ -33,10 +33,6 @@ class Works:
         for work in self._works:
             work.wait()
 
-    def is_completed(self) -> bool:
-        """Whether all are done, without waiting."""
-        return all(work.is_completed() for work in self._works)
-
     @property
     def buffer_bytes(self) -> int:
         """What they hold beside the buffers that they were given."""
@@ -241,38 +237,6 @@ def exchange_intervals(exchanges: Sequence[IntervalExchange], group: dist.Proces
     Works(dist.batch_isend_irecv(operations)).wait()
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommVolume:
-    """Bytes that one rank sends and receives in a step, in closed form."""
-
-    sent_bytes: int
-    received_bytes: int
-
-    def __add__(self, other: "CommVolume") -> "CommVolume":
-        return CommVolume(
-            sent_bytes=self.sent_bytes + other.sent_bytes,
-            received_bytes=self.received_bytes + other.received_bytes,
-        )
-
-
-def reduce_scatter_volume(
-    bounds: Sequence[Interval], *, rank: int, element_bytes: int
-) -> CommVolume:
-    """Volume when each rank's contribution to an interval goes straight to the owner.
-
-    A ring moves the same total; a tree adds hops. `rank` is the rank in the group.
-    """
-    total = sum(stop - start for start, stop in bounds) * element_bytes
-    own = (bounds[rank][1] - bounds[rank][0]) * element_bytes
-    return CommVolume(sent_bytes=total - own, received_bytes=own * (len(bounds) - 1))
-
-
-def all_gather_volume(bounds: Sequence[Interval], *, rank: int, element_bytes: int) -> CommVolume:
-    """Volume when each owner's interval goes straight to every other rank."""
-    there = reduce_scatter_volume(bounds, rank=rank, element_bytes=element_bytes)
-    return CommVolume(sent_bytes=there.received_bytes, received_bytes=there.sent_bytes)
-
-
 # An operation in several stages, each a collective of its own communicator, as one work.
 #
 # A later stage starts when an earlier one is done, and nobody waits in between: on a GPU side
@@ -348,10 +312,6 @@ class StagedWork:
         self._done.wait()
         self._buffers = ()
 
-    def is_completed(self) -> bool:
-        """Whether all stages are done, without waiting."""
-        return all(each.is_completed() for each in self._counted) and self._done.is_completed()
-
 
 def start_stages(
     stages: Sequence[Stage],
@@ -394,9 +354,6 @@ class _DeviceEvent:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
-
-    def is_completed(self) -> bool:
-        return self._event.query()
 
 
 @torch.no_grad()

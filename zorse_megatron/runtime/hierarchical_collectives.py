@@ -295,10 +295,6 @@ class _Exchange:
         """What is sent and received, until the sum is made."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def is_completed(self) -> bool:
-        """Whether everything has arrived, without waiting."""
-        return self._works.is_completed()
-
     @torch.no_grad()
     def wait(self) -> None:
         """Wait for all contributions and add them to this rank's own."""

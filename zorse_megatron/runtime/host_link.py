@@ -317,10 +317,6 @@ class HostTask:
         if self._error is not None:
             raise self._error
 
-    def is_completed(self) -> bool:
-        """Whether it is done, without waiting."""
-        return self._done.is_set()
-
 
 class HostWorker:
     """The thread; it starts with the first task, so that a process can be forked before."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.runtime.collectives import CommVolume, as_one_exchange
+from zorse_megatron.runtime.collectives import as_one_exchange
 from zorse_megatron.runtime.transport import Work
 from zorse_megatron.schedule.tensor_parallel_parts import (
     Messages,
@@ -183,19 +183,3 @@ def _reader(message: torch.Tensor) -> Iterator[Callable[[int], torch.Tensor]]:
 
     while True:
         yield take
-
-
-def sum_volume(blocks: Sequence[OwnedBlock], *, rank: int, element_bytes: int) -> CommVolume:
-    """What one rank sends and receives in `sum_into_owners`, of one tensor."""
-    return _volume(sum_messages(blocks), rank, element_bytes)
-
-
-def gather_volume(blocks: Sequence[OwnedBlock], *, rank: int, element_bytes: int) -> CommVolume:
-    """What one rank sends and receives in `gather_from_owners`, of one tensor."""
-    return _volume(gather_messages(blocks), rank, element_bytes)
-
-
-def _volume(messages: Messages, rank: int, element_bytes: int) -> CommVolume:
-    sent = sum(count for (source, _), count in messages.items() if source == rank)
-    received = sum(count for (_, target), count in messages.items() if target == rank)
-    return CommVolume(sent_bytes=sent * element_bytes, received_bytes=received * element_bytes)

@@ -25,9 +25,6 @@ class Work(Protocol):
     def wait(self) -> object:
         """Block the host (gloo) or the current stream (NCCL) until the transfer is done."""
 
-    def is_completed(self) -> bool:
-        """Whether the transfer is done, without waiting."""
-
 
 class Receive(Protocol):
     """A receive whose buffer is there."""

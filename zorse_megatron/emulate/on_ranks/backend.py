@@ -41,14 +41,6 @@ class EmulatedWork:
             self._payload.wait()  # all ranks have posted it, so this is a matter of moments
         return True
 
-    def is_completed(self) -> bool:
-        """Whether it is done by now, in the emulated cluster's time."""
-        return self._is_done or self._clock.is_done(self.name)
-
-    def is_success(self) -> bool:
-        """As `is_completed`: what fails raises."""
-        return self.is_completed()
-
     def synchronize(self) -> None:
         """As `wait`."""
         self.wait()
