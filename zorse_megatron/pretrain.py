@@ -40,6 +40,7 @@ from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.launch.pretrain_command import PretrainCommand, split_command
 from zorse_megatron.launch.rank_environment import (
+    OUTCOME,
     LaunchedRank,
     launched_rank,
     node_called,
@@ -61,6 +62,10 @@ if TYPE_CHECKING:
     from zorse_megatron.adapter.plan_run import PlanRun
     from zorse_megatron.runtime.host_link import HostLink
     from zorse_megatron.trace import Clock
+
+
+_MEETING_S = 30.0
+"""Between the ranks of an elastic job: they start at one time, and import the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,8 @@ def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
     if checked is not None:
         os.environ.update(queue_environment(os.environ))
         limits = replace(command.limits, exit_s=checked.timeout_s)
+        if OUTCOME in os.environ:  # of an elastic job, whose processes have met already
+            limits = replace(limits, meeting_s=_MEETING_S)
         watch, hub_address = _watched(checked.plan, limits, _own_node(cluster))
     with watch.last_words():
         _train(command, checked, cluster, watch, hub_address, setup=setup)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from zorse_megatron.live.root_cause import Limits
-from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK
+from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK, RankPage, WatchedRank
+from zorse_megatron.processes import free_port
 
 WORLD_SIZE = 3
 STARTED_S = 4.0
@@ -39,11 +40,14 @@ def watched_environment(deaths: str, work: Path, limits: Limits | None = None) -
         "ZORSE_TEST_DEATHS": deaths,
         "ZORSE_TEST_SILENCE_S": str(limits.silence_s),
         "ZORSE_TEST_STOPPED_S": str(limits.stopped_s),
+        "ZORSE_TEST_MEETING_S": str(limits.meeting_s),
     }
 
 
-def run(deaths: str, work: Path, limits: Limits | None = None) -> Ended:
-    """Run a job with one output for all ranks, as a launcher's."""
+def run(
+    deaths: str, work: Path, limits: Limits | None = None, *, num_started: int = WORLD_SIZE
+) -> Ended:
+    """Run a job with one output for all ranks, as a launcher's; the last ones may not start."""
     started_s = time.monotonic()
     with (work / "output").open("w+") as output:
         ranks = [
@@ -56,7 +60,7 @@ def run(deaths: str, work: Path, limits: Limits | None = None) -> Ended:
                 stderr=output,
                 start_new_session=True,
             )
-            for rank in range(WORLD_SIZE)
+            for rank in range(num_started)
         ]
         try:
             # What stops a watcher stays; a launcher ends it when the others have ended.
@@ -156,3 +160,26 @@ def test_ranks_that_end_in_one_way_say_it_themselves(tmp_path: Path) -> None:
         assert not ended.errors
         assert set(ended.statuses) == {status if "refuse" not in deaths else 1}
         assert ended.wall_s < STARTED_S + 3
+
+
+def test_a_rank_that_does_not_come_to_meet_the_others_is_named(tmp_path: Path) -> None:
+    """As where its node is lost between the rendezvous of an elastic job and its start."""
+    ended = run("", tmp_path, Limits(meeting_s=3), num_started=WORLD_SIZE - 1)
+    (line,) = ended.errors
+    assert "rank 2 has not come to meet the others in 3 s" in line
+    assert ended.statuses == [LOST_RANK] * (WORLD_SIZE - 1)
+    assert ended.wall_s < STARTED_S + 3 + 5
+
+
+def test_ranks_do_not_wait_for_long_where_rank_0_does_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from zorse_megatron.live.hub_address import exchange
+
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+    started_s = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"rank 0 has not come to 127\.0\.0\.1:\d+ in 2 s"):
+        exchange(WatchedRank(RankPage(), Limits(meeting_s=2)), "")
+    assert time.monotonic() - started_s < 30

@@ -65,6 +65,7 @@ def main() -> None:
     limits = Limits(
         silence_s=float(os.environ["ZORSE_TEST_SILENCE_S"]),
         stopped_s=float(os.environ["ZORSE_TEST_STOPPED_S"]),
+        meeting_s=float(os.environ["ZORSE_TEST_MEETING_S"]),
     )
     rank, hub = watched(
         os.environ, describe=lambda number: f"rank {number}", host="here", limits=limits

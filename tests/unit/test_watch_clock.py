@@ -32,7 +32,7 @@ class Job:
             self.now_s += STEP_S
             for _ in range(2):  # what one has said the other one hears
                 if not self.hub.is_over:
-                    self.hub.work(self.now_s)
+                    self.hub.work(self.address, self.now_s)
                 for member in self.members:
                     address = "" if member.rank in self.late else self.address
                     if not member.is_over:

@@ -38,7 +38,7 @@ def test_a_rank_that_joins_costs_the_hub_the_same_however_many_have_joined() -> 
         host = f"node {rank // RANKS_PER_NODE}"
         lines[rank].send({"token": hub.token, "rank": rank, "host": host})
     while len(hub.hosts) < num_ranks:
-        hub.work(-1.0)
+        hub.work("", -1.0)
     told = {
         rank: [message["speaks"] for message in line.receive() if "speaks" in message]
         for rank, line in lines.items()

@@ -104,6 +104,9 @@ class Hub:
         self._members: dict[LineSocket, int | None] = {}
         self._speakers: dict[str, tuple[int, LineSocket]] = {}
         """Node -> its first rank so far."""
+        self._came_s: float | None = None
+        """When the last rank so far came to where all meet."""
+        self._absent: set[int] = set()
         self._told_s: float | None = None
         self._said_s: float | None = None
         self._own_end_s: float | None = None
@@ -129,9 +132,16 @@ class Hub:
     def forgive(self, gap_s: float) -> None:
         """This process has stood still, and could hear nobody."""
         self.last_heard_s = {rank: at_s + gap_s for rank, at_s in self.last_heard_s.items()}
+        if self._came_s is not None:
+            self._came_s += gap_s
 
-    def work(self, now_s: float) -> None:
-        """Hear, speak and decide; to be called several times a second."""
+    def work(self, address: str, now_s: float) -> None:
+        """Hear, speak and decide; to be called several times a second.
+
+        `address`: of this hub, "" until its own rank has come to where all meet.
+        """
+        if address and self._came_s is None:
+            self._came_s = now_s
         self._accept()
         for member in list(self._members):
             for message in member.receive():
@@ -142,6 +152,7 @@ class Hub:
             self._next_beat_s = now_s + BEAT_S
             self._tell_all({"beat": 1})
         self._look_for_silent(now_s)
+        self._look_for_absent(now_s)
         for member in self._members:
             member.flush()
         self._decide(now_s)
@@ -162,6 +173,7 @@ class Hub:
                 return
             rank = self._members[member] = int(message["rank"])
             self.hosts[rank] = str(message["host"])
+            self._came_s = now_s
             if len(self.hosts) == self.root_cause.world_size:
                 self.root_cause.met_s = now_s
             self._choose_speaker(member, rank)
@@ -202,6 +214,16 @@ class Hub:
             if now_s - at_s > self.limits.silence_s and rank not in self.root_cause.ended:
                 self.root_cause.note(silent(rank, now_s - at_s), now_s)
 
+    def _look_for_absent(self, now_s: float) -> None:
+        """Give up those that do not come to where the others have met."""
+        limit_s = self.limits.meeting_s
+        if self._came_s is None or now_s - self._came_s <= limit_s:
+            return
+        for rank in set(range(self.root_cause.world_size)) - self.hosts.keys() - self._absent:
+            why = f"has not come to meet the others in {limit_s:g} s: it or its node is gone"
+            self.root_cause.note(Report(rank=rank, kind=FailureKind.VANISHED, reason=why), now_s)
+            self._absent.add(rank)
+
     def _decide(self, now_s: float) -> None:
         if self._said_s is not None:
             self._part(now_s, self._said_s)
@@ -219,7 +241,8 @@ class Hub:
                 for rank, at_s in self.last_heard_s.items()
                 if now_s - at_s > _LATE_S and rank not in self.root_cause.ended
             }
-            self.culprit = self.root_cause.culprit(now_s, joined=self.hosts, late=late)
+            joined = self.hosts.keys() | self._absent
+            self.culprit = self.root_cause.culprit(now_s, joined=joined, late=late)
             if self.culprit is not None:
                 self._told_s = now_s
                 self._tell_all({"stop": self.culprit.kind.name, "blamed": self.culprit.rank})
@@ -268,7 +291,8 @@ def silent(rank: int, silent_s: float) -> Report:
 
 def sentence(culprit: Report, describe: Callable[[int], str], hosts: dict[int, str]) -> str:
     """Say who is to blame, and in which phase, in one line."""
-    where = f" on {hosts[culprit.rank]}" if len(set(hosts.values())) > 1 else ""
+    host = hosts.get(culprit.rank)
+    where = f" on {host}" if host and len(set(hosts.values())) > 1 else ""
     phase = f" {culprit.phase}" if culprit.phase else ""
     return f"{describe(culprit.rank)}{where} {culprit.reason}{phase}; the job ends"
 

@@ -1,5 +1,6 @@
 """Tells every rank where the watcher of rank 0 listens, through the store in which ranks meet."""
 
+import contextlib
 import os
 import time
 from datetime import timedelta
@@ -10,21 +11,24 @@ from zorse_megatron.live.watched_rank import RankPage, WatchedRank
 
 _KEY = "zorse/watch"
 _LINGER_S = 60.0
-_RENDEZVOUS = timedelta(minutes=10)
-"""As long as `init_process_group` waits for ranks that start late."""
 
 
 def exchange(rank: WatchedRank, hub_address: str) -> dist.Store | None:
     """Give the other ranks the address of the hub, or take it. Waits for rank 0.
 
     Returns the store, which is to be kept while the process lives: torchrun's, or rank 0's own, of
-    which `init_process_group` will find the server.
+    which `init_process_group` will find the server. Raises ConnectionError where rank 0 does not
+    come in time (`Limits.meeting_s`).
     """
     if rank.page is None:
         return None
-    store = _store(_RENDEZVOUS)
-    rank.join(_exchanged(store, hub_address))
-    return store
+    with contextlib.suppress(dist.DistError):
+        store = _store(timedelta(seconds=rank.limits.meeting_s))
+        rank.join(_exchanged(store, hub_address))
+        return store
+    # Not from the store's error: nobody is there who could name another rank as its cause.
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    raise ConnectionError(f"rank 0 has not come to {where} in {rank.limits.meeting_s:g} s")
 
 
 def exchange_for_dead_rank(page: RankPage, hub_address: str) -> None:

@@ -93,6 +93,9 @@ class Limits:
     exit_s: float = 600.0
     """How long a rank may have to itself when others have come to their end, as Megatron lets them
     wait for it in a collective: `--distributed-timeout-minutes`, of which this is the default."""
+    meeting_s: float = 600.0
+    """How long others may come later than the first ones, as `init_process_group` waits for them.
+    In an elastic job all processes have met before, and whoever stays away is gone."""
     joining_s: float = 30.0
     """How long a job that cannot start waits for ranks that are still importing, to tell them."""
 

@@ -84,14 +84,8 @@ class Watcher:
             self.page.count_beat()
             self._look(now_s)
             self._obey(now_s)
-            self._work(now_s)
-        self._leave()
-
-    def _work(self, now_s: float) -> None:
-        if isinstance(self.post, Hub):
-            self.post.work(now_s)
-        else:
             self.post.work(self.page.address.read(), now_s)
+        self._leave()
 
     def _forgive(self, gap_s: float) -> None:
         self.post.forgive(gap_s)
