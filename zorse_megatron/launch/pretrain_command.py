@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.command import split_ours, split_script
@@ -23,9 +23,13 @@ _NEED_PLAN = (
 )
 _OURS = ("--zorse-plan", "--zorse-metrics", *_NEED_PLAN)
 _UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
-_STOP, _SKIP = "stop", "skip"
-_ON, _OFF = "on", "off"
-_REBALANCED = f"{_ON}: replicas that are slower than planned get fewer micro-batches."
+_CHOSEN = "Leave it out to let the job choose; it says what it chose."
+_SKIPPED = (
+    "skip resumes from the newest complete checkpoint; without it, the job stops and says which "
+    "one that is."
+)
+_REBALANCED = "on: replicas that are slower than planned get fewer micro-batches."
+_Choice = TypeVar("_Choice", bound=str)
 _NO_MIRROR = "Save more often instead: a smaller --save-interval, on GPUs with --async-save."
 _REMOVED = {"--zorse-mirror": _NO_MIRROR, "--zorse-mirror-overlap": _NO_MIRROR}
 
@@ -64,9 +68,9 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
         _limit_bytes(flag, ours[flag], problems)
         for flag in ("--zorse-memory-limit", "--zorse-host-memory-limit")
     )
-    update = _update(ours["--zorse-update"], problems)
-    skips_damaged = _skips(ours["--zorse-damaged-checkpoint"], problems)
-    rebalances = _is_on("--zorse-rebalance", ours, _REBALANCED, problems)
+    update = _choice("--zorse-update", ours, _UPDATES, _CHOSEN, problems)
+    damaged = _choice("--zorse-damaged-checkpoint", ours, ("stop", "skip"), _SKIPPED, problems)
+    rebalance = _choice("--zorse-rebalance", ours, ("on", "off"), _REBALANCED, problems)
     limits = _limits(ours["--zorse-silence-limit"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
@@ -81,9 +85,9 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
         status=paths["--zorse-status"],
         memory_limit_bytes=limit_bytes,
         host_memory_limit_bytes=host_limit_bytes,
-        update=update,
-        skips_damaged=skips_damaged,
-        rebalances=rebalances,
+        update=update or "auto",
+        skips_damaged=damaged == "skip",
+        rebalances=rebalance == "on",
         limits=limits,
         megatron=megatron,
     )
@@ -130,45 +134,25 @@ def _limit_bytes(flag: str, text: str | None, problems: list[Problem]) -> int | 
     return None
 
 
-def _update(text: str | None, problems: list[Problem]) -> Literal["auto", "stock", "fused"]:
-    """Read how shards are updated; notes a problem with anything else."""
-    for known in _UPDATES:
-        if text in (None, known):
-            return known
-    problems.append(
-        Problem(
-            where="--zorse-update",
-            found=f"{text!r}",
-            expected=f"one of {', '.join(_UPDATES)}",
-            remedy="Leave it out to let the job choose; it says what it chose.",
-        )
-    )
-    return "auto"
+def _choice(
+    flag: str,
+    ours: Mapping[str, str | None],
+    choices: tuple[_Choice, ...],
+    remedy: str,
+    problems: list[Problem],
+) -> _Choice | None:
+    """Read which of several words a flag has; None where it is not given.
 
-
-def _skips(text: str | None, problems: list[Problem]) -> bool:
-    """Read what a damaged checkpoint leads to; notes a problem with anything else."""
-    if text not in (None, _STOP, _SKIP):
-        problems.append(
-            Problem(
-                where="--zorse-damaged-checkpoint",
-                found=f"{text!r}",
-                expected=f"{_STOP} or {_SKIP}",
-                remedy=f"{_SKIP} resumes from the newest complete checkpoint; without it, the "
-                "job stops and says which one that is.",
-            )
-        )
-    return text == _SKIP
-
-
-def _is_on(flag: str, ours: Mapping[str, str | None], what: str, problems: list[Problem]) -> bool:
-    """Read whether a flag turns something on; notes a problem with anything else."""
+    Notes a problem with any other one.
+    """
     text = ours[flag]
-    if text not in (None, _ON, _OFF):
-        problems.append(
-            Problem(where=flag, found=f"{text!r}", expected=f"{_ON} or {_OFF}", remedy=what)
-        )
-    return text == _ON
+    for known in choices:
+        if text == known:
+            return known
+    if text is not None:
+        several = f"one of {', '.join(choices)}" if len(choices) > 2 else " or ".join(choices)
+        problems.append(Problem(where=flag, found=f"{text!r}", expected=several, remedy=remedy))
+    return None
 
 
 def _limits(text: str | None, problems: list[Problem]) -> Limits:
