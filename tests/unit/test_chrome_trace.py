@@ -17,7 +17,6 @@ from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.schedule.actions import COMPUTE, SENDS, Kind, from_norm, parse_action
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.chrome_trace import chrome_trace, save_chrome_trace
-from zorse_megatron.simulate.iteration import action_lists
 from zorse_megatron.simulate.memory_ledger import Category
 
 NEEDED = {
@@ -46,7 +45,7 @@ def test_structure(case):
     for phase, of_phase in events.items():
         assert all(event.keys() - {"ph"} == NEEDED[phase] for event in of_phase)
     # One slice for each action that takes part of a stream, and for each transfer at its sender.
-    lists = action_lists(plan)
+    lists = lower_plan(plan)
     for rank, actions in enumerate(lists.ranks):
         words = [e["name"] for e in events["X"] if e["pid"] == rank]
         for action in actions:

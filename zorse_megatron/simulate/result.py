@@ -38,12 +38,6 @@ class RankUsage:
     idle_s: float
     """After the end of its list."""
 
-    @property
-    def busy_fraction(self) -> float:
-        """Share of the iteration in which the rank computed."""
-        whole_s = self.busy_s + self.communication_s + self.wait_s + self.idle_s
-        return self.busy_s / whole_s if whole_s else 0.0
-
 
 def usage_of(timeline: Timeline, rank: int) -> RankUsage:
     """Split the rank's iteration up."""
@@ -269,7 +263,7 @@ def transfers_of(timeline: Timeline) -> tuple[TransferSpan, ...]:
                     source=rank,
                     target=action.peer,
                     action=str(action),
-                    num_bytes=sizes.message_bytes(action),
+                    num_bytes=sizes.crossing_bytes(action),
                     start_s=times.start_s[task],
                     end_s=times.end_s[task],
                 )
