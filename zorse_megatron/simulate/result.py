@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
 
 from zorse_megatron.costs.process_memory import pinned_bytes, pinned_state_bytes
@@ -17,7 +16,7 @@ from zorse_megatron.simulate.memory_ledger import (
     peak_memory,
 )
 from zorse_megatron.simulate.tasks import NOTHING, Program, Role, Timeline, Track
-from zorse_megatron.trace import Span, Trace
+from zorse_megatron.trace import Span
 
 # How each rank spent its time.
 
@@ -344,15 +343,6 @@ class SimulationResult:
     def memory_over_time(self, rank: int) -> tuple[MemoryStep, ...]:
         """Bytes on the rank's GPU after each change, by category."""
         return memory_over_time(self.timeline, self.stands_in[rank])
-
-    def save_traces(self, directory: Path, ranks: Iterable[int] | None = None) -> list[Path]:
-        """Write `trace-rank<rank>.json` files as a training run does."""
-        paths = []
-        for rank in self.simulated_ranks if ranks is None else ranks:
-            trace = Trace()
-            trace.add(self.spans(rank))
-            paths.append(trace.save(directory, rank=rank))
-        return paths
 
     def _simulated(self, rank: int) -> int:
         if self.stands_in[rank] != rank:
