@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zorse_megatron.costs.interface import PassTimes, RecomputeMode
+from zorse_megatron.costs.interface import JobCosts, PassTimes, RecomputeMode
 from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
-from zorse_megatron.simulate.iteration import action_lists, simulate
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.simulate.iteration import simulate
 
 SHAPES = {8: (4, 2), 128: (8, 16), 1024: (16, 64)}
 """Ranks -> (stages, replicas in each)."""
@@ -179,11 +180,12 @@ def measure(num_ranks: int, links: str, repeat: int) -> Row:
     plan = bench_plan(num_ranks)
     costs = BenchCosts(WIDE_NIC_BYTES_PER_S if links == "wide" else NARROW_NIC_BYTES_PER_S)
     kinds = ["A100"] * num_ranks
+    job = JobCosts(compute=costs, memory=costs, comm=costs, kinds=kinds, sequence_length=4096)
 
     def run(**options: Any) -> Any:
-        return simulate(plan, costs, costs, costs, kinds, sequence_length=4096, **options)
+        return simulate(plan, job, **options)
 
-    lower_s, lists = fastest(repeat, lambda: action_lists(plan))
+    lower_s, lists = fastest(repeat, lambda: lower_plan(plan))
     simulate_s, whole = fastest(repeat, lambda: run(lists=lists))
     merged_s, merged = fastest(repeat, lambda: run(merge_equal_ranks=True))
     if abs(merged.iteration_s - whole.iteration_s) > 1e-9 * whole.iteration_s:

@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
@@ -183,8 +183,7 @@ def row_of(setting: str, chunks: int, inputs: Inputs, measured: list[int] | None
         model=SMALL, dtype="float32", precision=precision_of("float32"), attention="unfused"
     )
     results = [
-        simulate(plan, inputs.compute, memory, inputs.comm, inputs.kinds, sequence_length=SEQUENCE)
-        for memory in (small, inputs.memory)
+        simulate(plan, replace(inputs.costs, memory=memory)) for memory in (small, inputs.memory)
     ]
     ranks = range(plan.world_size)
     whole = [stage_bytes(plan, small, rank) for rank in ranks]

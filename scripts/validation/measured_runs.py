@@ -60,7 +60,11 @@ class MeasuredRun:
         )
 
     def plan(self) -> Plan:
-        """Equal stages of equal replicas, each a tensor-parallel set of neighbouring ranks."""
+        """Equal stages of equal replicas, each of one rank, which stands for a set of neighbours.
+
+        The ranks of a set run the same actions at the same times; collectives within a set are in
+        the times of its layers, as these were measured.
+        """
         last = self.entries[-1][1]
         return Plan(
             schema_version=1,
@@ -81,11 +85,9 @@ class MeasuredRun:
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
 
     def _replicas(self, stage: int) -> Iterator[Replica]:
-        size = self.tensor_parallel
         for index in range(self.data_parallel):
-            first = (stage * self.data_parallel + index) * size
             yield Replica(
-                ranks=tuple(range(first, first + size)),
+                ranks=(stage * self.data_parallel + index,),
                 micro_batch_size=self.micro_batch_size,
                 num_microbatches=self._num_microbatches,
                 shard_weight=1.0,

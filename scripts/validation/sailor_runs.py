@@ -18,6 +18,7 @@ from scripts.validation.device_sets import SetComm
 from scripts.validation.measured_memory import MeasuredMemory
 from scripts.validation.measured_runs import MeasuredRun, read_runs
 from zorse_megatron.costs.communication import GraphComm
+from zorse_megatron.costs.interface import JobCosts
 from zorse_megatron.costs.model_memory import Precision
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.costs.topology import MeasuredNode, Topology, measured_curves
@@ -134,14 +135,18 @@ def _compare(run: MeasuredRun, profile: Profile, rate: float | None) -> Comparis
     )
     spec = _cluster(run, profile)
     activation_bytes = memory.boundary_bytes(run.micro_batch_size)
-    result = simulate(
-        run.plan(),
-        ProfiledCompute(profile, model, dtype="tf32", tensor_parallel=size),
-        memory,
-        SetComm(spec, size),
-        (run.gpu_kind,) * run.world_size,
+    plan = run.plan()
+    costs = JobCosts(
+        compute=ProfiledCompute(profile, model, dtype="tf32", tensor_parallel=size),
+        memory=memory,
+        comm=SetComm(spec, size),
+        kinds=(run.gpu_kind,) * plan.world_size,
         sequence_length=_SEQUENCE_LENGTH,
-        fixed_bytes=(_FIXED_BYTES,) * run.world_size,
+    )
+    result = simulate(
+        plan,
+        costs,
+        fixed_bytes=(_FIXED_BYTES,) * plan.world_size,
         framework=Framework(
             state="replicated",
             blocking_transfers=True,

@@ -27,6 +27,7 @@ from tests.megatron.test_memory_ledger import (
 from tests.megatron.test_ministages import assert_same_bits
 from tests.megatron.test_weight_gradients import split
 from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.costs.interface import JobCosts
 from zorse_megatron.plan.plan import Plan, Recompute, Schedule
 from zorse_megatron.runtime.host_budget import most_away
 from zorse_megatron.simulate.iteration import simulate
@@ -72,11 +73,13 @@ def test_same_bits_in_the_memory_that_the_simulator_says(
     away = with_settings(plan, *recompute, activations=True)
     predicted = simulate(
         away,
-        FakeCompute(),
-        MEMORY,
-        FakeComm(host_bytes_per_s=float("inf")),  # a copy is done when it has been started
-        ["kind"] * plan.world_size,
-        sequence_length=SEQUENCE,
+        JobCosts(
+            compute=FakeCompute(),
+            memory=MEMORY,
+            comm=FakeComm(host_bytes_per_s=float("inf")),  # a copy is done when it is started
+            kinds=["kind"] * plan.world_size,
+            sequence_length=SEQUENCE,
+        ),
     )
     in_host = [in_host_bytes(predicted, rank) for rank in range(plan.world_size)]
     assert max(in_host) > 0

@@ -285,9 +285,7 @@ def test_plans_take_what_the_simulator_says_and_lose_what_stock_loses(
     """
     found = run(lab, System(name="plan", gpus=GPUS, plan=plan))
     comm, kinds = _OnGpus(INPUTS.comm), [INPUTS.kinds[gpu] for gpu in GPUS]
-    predicted = simulate(
-        plan, INPUTS.compute, INPUTS.memory, comm, kinds, sequence_length=MODEL.seq_length
-    )
+    predicted = simulate(plan, dataclasses.replace(INPUTS.costs, comm=comm, kinds=kinds))
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
     # Emulated GPUs do not count messages.
     expected = [
@@ -331,12 +329,7 @@ def test_groups_take_what_computing_in_their_types_takes(lab):
     alike, predicted = (
         simulate(
             plan,
-            INPUTS.compute,
-            INPUTS.memory,
-            comm,
-            kinds,
-            sequence_length=MODEL.seq_length,
-            by_dtype=by_dtype,
+            dataclasses.replace(INPUTS.costs, comm=comm, kinds=kinds, by_dtype=by_dtype),
         )
         for by_dtype in ({}, INPUTS.by_dtype)
     )

@@ -30,7 +30,7 @@ from tests.megatron.test_hierarchical import hierarchical
 from tests.megatron.test_weight_gradients import split
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.fake_sets import SplitCompute
-from zorse_megatron.costs.interface import RankPart, SetRankCosts
+from zorse_megatron.costs.interface import JobCosts, RankPart, SetRankCosts
 from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule
@@ -91,11 +91,13 @@ def test_peaks_are_those_of_the_simulator(name: str, corpus: Path, tmp_path: Pat
     run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path)).check()
     predicted = simulate(
         plan,
-        FakeCompute(),
-        MEMORY,
-        FakeComm(host_bytes_per_s=1e12),  # here a copy is done when it has been started
-        ["kind"] * plan.world_size,
-        sequence_length=SEQUENCE,
+        JobCosts(
+            compute=FakeCompute(),
+            memory=MEMORY,
+            comm=FakeComm(host_bytes_per_s=1e12),  # here a copy is done when it has been started
+            kinds=["kind"] * plan.world_size,
+            sequence_length=SEQUENCE,
+        ),
     )
     for rank in range(plan.world_size):
         found: dict[str, Any] = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())
@@ -158,12 +160,14 @@ def test_peaks_of_a_set_beside_a_rank(in_chunks: bool, corpus: Path, tmp_path: P
     run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path)).check()
     predicted = simulate(
         plan,
-        SplitCompute(),
-        MEMORY,
-        FakeComm(),
-        ["kind"] * 3,
-        sequence_length=SEQUENCE,
-        sets=Sets(),
+        JobCosts(
+            compute=SplitCompute(),
+            memory=MEMORY,
+            comm=FakeComm(),
+            kinds=["kind"] * 3,
+            sequence_length=SEQUENCE,
+            sets=Sets(),
+        ),
     )
     for rank, degree in enumerate((1, 2, 2)):
         found: dict[str, Any] = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())

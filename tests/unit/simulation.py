@@ -2,11 +2,13 @@
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
+from zorse_megatron.costs.interface import JobCosts
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.actions import RECEIVES, SENDS, Action, ActionLists, Kind
+from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.rank_bytes import RankSizes
 from zorse_megatron.simulate.result import SimulationResult
@@ -19,17 +21,26 @@ def run(
     memory: FakeMemory | None = None,
     comm: FakeComm | None = None,
     kinds: Sequence[str] | None = None,
+    forward_only: bool = False,
     **options,
 ) -> SimulationResult:
     """Simulate with what is given, and with free communication on GPUs of one kind."""
-    return simulate(
-        plan,
-        compute or FakeCompute(),
-        memory or FakeMemory(),
-        comm or FakeComm(),
-        kinds or ["x"] * plan.world_size,
+    costs = costs_of(plan, compute=compute, memory=memory, comm=comm, kinds=kinds)
+    more = {key: options.pop(key) for key in ("by_dtype", "recompute", "sets") if key in options}
+    if forward_only:
+        options.setdefault("lists", lower_plan(plan, forward_only=True))
+    return simulate(plan, replace(costs, **more), **options)
+
+
+def costs_of(plan: Plan, *, compute=None, memory=None, comm=None, kinds=None, **more) -> JobCosts:
+    """Of what is given, with free communication on GPUs of one kind."""
+    return JobCosts(
+        compute=compute or FakeCompute(),
+        memory=memory or FakeMemory(),
+        comm=comm or FakeComm(),
+        kinds=kinds or ["x"] * plan.world_size,
         sequence_length=1,
-        **options,
+        **more,
     )
 
 
@@ -54,7 +65,7 @@ class Reference:
     """(rank, action) -> start and end of the work."""
 
     def __post_init__(self) -> None:
-        self.sizes = RankSizes(self.plan, self.memory)
+        self.sizes = RankSizes(self.plan, costs_of(self.plan, memory=self.memory))
         self.clock = [0.0] * self.plan.world_size
         self.at = [0] * self.plan.world_size
         self.posts = defaultdict(lambda: (deque(), deque()))

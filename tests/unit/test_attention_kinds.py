@@ -8,7 +8,7 @@ import pytest
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
 from tests.unit.profile_samples import good as good_profile
 from zorse_megatron.costs.analytic_compute import attention_by_kind, score_bytes
-from zorse_megatron.costs.model_memory import memory_from_profile, precision_of
+from zorse_megatron.costs.model_memory import TransformerMemory, memory_from_profile, precision_of
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS, USUAL, Computing
@@ -140,14 +140,14 @@ def test_a_profile_that_says_its_attention_wins():
     boundary = model.seq_length * model.hidden_size
 
     def kept(profile, kind):
-        memory = memory_from_profile(
-            profile,
-            model,
+        formula = TransformerMemory(
+            model=model,
             dtype="float16",
             precision=precision_of("float16"),
             attention="flash",
             attention_by_kind={"T4": "unfused", "A100-40": "flash"},
         )
+        memory = memory_from_profile(profile, formula)
         return memory.activation_bytes(1, "none", kind)
 
     plain = 2 * (entry.activation_elements + boundary)

@@ -17,7 +17,6 @@ from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.schedule.actions import COMPUTE, SENDS, Kind, from_norm, parse_action
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.chrome_trace import chrome_trace, save_chrome_trace
-from zorse_megatron.simulate.iteration import action_lists
 from zorse_megatron.simulate.memory_ledger import Category
 
 NEEDED = {
@@ -46,7 +45,7 @@ def test_structure(case):
     for phase, of_phase in events.items():
         assert all(event.keys() - {"ph"} == NEEDED[phase] for event in of_phase)
     # One slice for each action that takes part of a stream, and for each transfer at its sender.
-    lists = action_lists(plan)
+    lists = lower_plan(plan)
     for rank, actions in enumerate(lists.ranks):
         words = [e["name"] for e in events["X"] if e["pid"] == rank]
         for action in actions:
@@ -102,12 +101,14 @@ def test_the_file_is_json_and_may_show_some_ranks_only(tmp_path):
 
 
 def test_saved_traces_are_those_of_a_run(tmp_path):
-    from zorse_megatron.trace import load_trace
+    from zorse_megatron.trace import Trace, load_trace
 
     plan = UNEVEN_PLAN
     result = run(plan)
-    for rank, path in enumerate(result.save_traces(tmp_path)):
-        found, spans = load_trace(path)
+    for rank, expected in result.traces.items():
+        trace = Trace()
+        trace.add(expected)
+        found, spans = load_trace(trace.save(tmp_path, rank=rank))
         assert found == rank
         assert spans == result.spans(rank)
         assert [parse_action(s.action) for s in spans] == list(
@@ -115,7 +116,7 @@ def test_saved_traces_are_those_of_a_run(tmp_path):
         )
 
 
-def test_a_rank_that_was_merged_away_cannot_be_saved(tmp_path):
+def test_a_rank_that_was_merged_away_has_no_spans():
     result = run(even_plan(2, 2, 1), merge_equal_ranks=True)
     with pytest.raises(ValueError, match="stands in"):
-        result.save_traces(tmp_path, ranks=[1])
+        result.spans(1)

@@ -147,8 +147,9 @@ def test_measured_points_are_returned():
         assert compute.provenance(times.gpu_kind).basis == "measured"
         errors = errors_of(times, compute)
         differing[times.gpu_kind] += sum(abs(error) > 1e-9 for error in errors)
-        replaced = compute.adjustments(times.gpu_kind)
-        assert len(replaced) == sum(abs(error) > 1e-9 for error in errors)
+        columns = (times.forward_s, times.backward_s)
+        replaced = [fit_curve(times.micro_batch_sizes, column)[1] for column in columns]
+        assert sum(map(len, replaced)) == sum(abs(error) > 1e-9 for error in errors)
     assert differing["H100-NVL"] > 8
 
 
@@ -158,8 +159,14 @@ def test_the_h100_points_that_are_too_fast_are_not_used(model):
     compute = ProfiledCompute(profile(), shape, dtype="float16")
     per_sample = [compute.layer("H100-NVL", size).forward_s / size for size in (1, 2, 3, 4)]
     assert per_sample[1] == pytest.approx(fmean([per_sample[0], per_sample[2]]), rel=0.03)
-    assert {each.point.micro_batch_size for each in compute.adjustments("H100-NVL")} == {2}
-    assert {each.direction for each in compute.adjustments("H100-NVL")} == {"forward", "backward"}
+    (times,) = (
+        each
+        for each in series("float16", ["H100-NVL"])
+        if each.model == model and each.part == "layer"
+    )
+    for column in (times.forward_s, times.backward_s):
+        replaced = fit_curve(times.micro_batch_sizes, column)[1]
+        assert [point.micro_batch_size for point in replaced] == [2]
 
 
 def test_heads_against_those_that_sailor_measured():

@@ -22,8 +22,9 @@ from zorse_megatron.live.rebalance import with_counts
 from zorse_megatron.live.run_status import IterationTimes, RunStatus
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Predictions, Replica, Schedule
 from zorse_megatron.plan.plan_file import dump_plan, fingerprint, load_plan
-from zorse_megatron.planner.simulate_plan import planned_micro_batch_times, simulate_plan
+from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.simulate.assumptions import Perturbation
+from zorse_megatron.simulate.iteration import micro_batch_times
 
 CLUSTER = "nodes: [{name: a, gpus: 2 x T4, nics: 100 Gb/s}, {name: b, gpus: T4, nics: 100 Gb/s}]\n"
 WORKLOAD = workload_of(model=None, flags=FLAGS)
@@ -73,7 +74,7 @@ class RunDirectory:
         iterations: int = 30,
     ) -> None:
         """The status after some iterations at these speeds."""
-        modelled = planned_micro_batch_times(costs_of(plan, *profiles), plan)
+        modelled = micro_batch_times(plan, costs_of(plan, *profiles).costs)
         status = RunStatus(plan=plan, tokens_per_iteration=1, first_iteration=0)
         for number in range(iterations):
             status.take(
@@ -173,7 +174,7 @@ def test_corrected_files_know_a_slow_gpu_also_after_a_move(run: RunDirectory) ->
     costs = costs_of(present(), profile)
     slow_s = [
         seconds * factor
-        for seconds, factor in zip(planned_micro_batch_times(costs, present()), SLOW, strict=True)
+        for seconds, factor in zip(micro_batch_times(present(), costs.costs), SLOW, strict=True)
     ]
     moved = replace(
         present(), predictions=Predictions(iteration_s=1.0, micro_batch_s=tuple(slow_s))
@@ -188,7 +189,7 @@ def test_corrected_files_know_a_slow_gpu_also_after_a_move(run: RunDirectory) ->
     after = costs_on(
         replace(present(), cluster=cluster.fingerprint()), cluster, WORKLOAD, [kept]
     ).inputs
-    assert planned_micro_batch_times(after, present()) == pytest.approx(slow_s)
+    assert micro_batch_times(present(), after.costs) == pytest.approx(slow_s)
 
 
 def test_what_has_no_times_is_not_corrected(run: RunDirectory) -> None:

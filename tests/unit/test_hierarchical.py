@@ -6,7 +6,7 @@ import pytest
 
 from scripts.launch_order.check import LIMITS, WAYS, Launched, random_plans
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
-from tests.unit.simulation import run
+from tests.unit.simulation import costs_of, run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import B, F, one_group
 from zorse_megatron.costs.process_memory import communicator_bytes
@@ -195,7 +195,7 @@ def test_arriving_sums_are_counted_beside_the_gradients():
     for regions, others in (("eeww", 1), ("aabc", 2)):
         placed = hierarchical(plan, regions)
         result = run(placed, memory=memory)
-        sizes = RankSizes(placed, memory)
+        sizes = RankSizes(placed, costs_of(placed, memory=memory))
         for rank, weight in enumerate(weights):
             own = int(2 * 768 * weight / sum(weights))
             packed = 0

@@ -155,9 +155,7 @@ def test_against_the_heads_that_sailor_counted():
 def test_measured_layers_take_the_place_of_the_formula():
     profile = imported().profile
     model = profile.model_named("OPT-350").shape()
-    cost = memory_from_profile(
-        profile, model, dtype="float32", precision=precision_of("float32"), tensor_parallel=4
-    )
+    cost = memory_from_profile(profile, memory(model, "float32", tensor_parallel=4))
     entry = next(
         each
         for each in profile.memory
@@ -167,4 +165,4 @@ def test_measured_layers_take_the_place_of_the_formula():
     assert cost.activation_bytes(2, "none") == 2 * 4 * elements
     assert cost.activation_bytes(2, "full") == cost.boundary_bytes(2)
     with pytest.raises(LookupError, match="no memory of the layer of llama-7b"):
-        memory_from_profile(profile, LLAMA, dtype="float32", precision=precision_of("float32"))
+        memory_from_profile(profile, memory(LLAMA, "float32"))

@@ -188,7 +188,6 @@ LINKS = {
     "ranks_per_node": st.sampled_from([1, 2, 4]),
     "nic": st.sampled_from([3.0, 8.0, 1000.0]),
     "spine": st.sampled_from([None, 7.0]),
-    "forward_only": st.booleans(),
 }
 
 
@@ -198,7 +197,7 @@ LINKS = {
 def test_merged_equals_whole(case, **cluster):
     plan, _ = case
     merged = merged_as_whole(case, RUNTIME, **cluster)
-    lists = lower_plan(plan, forward_only=cluster["forward_only"])
+    lists = lower_plan(plan)
     for rank in merged.simulated_ranks:
         words = [span.action for span in merged.spans(rank)]
         assert words == [str(action) for action in from_norm(lists.ranks[rank])]
@@ -213,7 +212,7 @@ def test_merged_equals_whole_as_stock_trains(case, **cluster):
     merged_as_whole(case, framework, **cluster)
 
 
-def merged_as_whole(case, framework, *, ranks_per_node, nic, spine, forward_only):
+def merged_as_whole(case, framework, *, ranks_per_node, nic, spine):
     """Simulate both, and compare them; returns the merged one."""
     plan, kinds = case
     links = node_links(ranks_per_node, nic, spine_bytes_per_s=spine)
@@ -223,7 +222,6 @@ def merged_as_whole(case, framework, *, ranks_per_node, nic, spine, forward_only
         "memory": MEMORY,
         "comm": comm,
         "kinds": kinds,
-        "forward_only": forward_only,
         "framework": framework,
     }
     whole = run(plan, **options)

@@ -9,11 +9,10 @@ from tests.examples import examples
 from tests.strategies import plans
 from tests.unit.fake_costs import FakeComm, node_links
 from tests.unit.fake_sets import FakeSets, RingComm
-from tests.unit.simulation import run
+from tests.unit.simulation import costs_of, run
 from tests.unit.test_schedules import even_plan
-from tests.unit.test_simulate_rank_sets import in_sets
 from zorse_megatron.costs.tensor_parallel_communication import SetCollectives
-from zorse_megatron.plan.plan import Chunk, Group, Parts, Replica
+from zorse_megatron.plan.plan import Chunk, Group, Parts, Plan, Replica
 from zorse_megatron.schedule.actions import RECEIVES, SENDS
 from zorse_megatron.simulate.assumptions import Perturbation, SimulationError
 from zorse_megatron.simulate.memory_ledger import Category, changes_of
@@ -171,15 +170,36 @@ def test_each_element_crosses_a_boundary_once(lower, upper):
     assert of_kind == {"SA": 2 * 48, "SG": 2 * 48}
 
 
+def in_sets(plan: Plan, size: int) -> Plan:
+    """The same plan with `size` ranks in the place of each."""
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            replicas=tuple(
+                dataclasses.replace(
+                    replica,
+                    ranks=tuple(range(size * replica.ranks[0], size * (replica.ranks[0] + 1))),
+                )
+                for replica in group.replicas
+            ),
+        )
+        for group in plan.groups
+    )
+    return dataclasses.replace(plan, groups=groups)
+
+
 def test_equal_sets_are_those_that_one_rank_stands_for():
-    """With nothing to send between groups and free collectives inside, as one rank of each."""
+    """With nothing to send between groups and free collectives inside, as one rank of each.
+
+    Costs do not depend on how many ranks there are.
+    """
     plain = even_plan(stages=3, replicas=2, count=5)
     plan, sets = in_sets(plain, 4), FakeSets(whole=0, cut=640)
     comm = FakeComm(bytes_per_s=100.0)
     every = simulated(plan, sets, comm=comm)
-    one = run(plan, compute=sets.compute(4), memory=sets.memory(4), comm=comm)
+    one = run(plain, compute=sets.compute(4), memory=sets.memory(4), comm=comm)
     assert every.iteration_s == pytest.approx(one.iteration_s)
-    assert every.peak_memory_bytes == one.peak_memory_bytes
+    assert every.peak_memory_bytes == tuple(b for b in one.peak_memory_bytes for _ in range(4))
 
 
 def test_unlike_replicas_sum_and_gather_overlaps():
@@ -189,7 +209,7 @@ def test_unlike_replicas_sum_and_gather_overlaps():
     what is whole rank 1.
     """
     plan, sets = plan_of([(0,), (1, 2)]), FakeSets(cut=512, whole=128)
-    sizes = RankSizes(plan, sets.memory(1), sets=sets)
+    sizes = RankSizes(plan, costs_of(plan, memory=sets.memory(1), sets=sets))
     assert [sizes.held(rank, 0) for rank in range(3)] == [4 * 640, 4 * 384, 4 * 384]
     assert sizes.shards[0] == {0: 4 * 320, 1: 4 * (128 + 64), 2: 4 * 128}
     ((sums, times),) = sizes.parted[0].sums
@@ -280,14 +300,11 @@ def test_unequal_parts_are_held_and_owned():
     uneven = dataclasses.replace(group.replicas[1], parts=Parts(mlp_columns=(3, 5)))
     group = dataclasses.replace(group, replicas=(group.replicas[0], uneven))
     plan = dataclasses.replace(plan, groups=(group,))
-    sizes = RankSizes(plan, sets.memory(1), sets=sets)
+    sizes = RankSizes(plan, costs_of(plan, memory=sets.memory(1), sets=sets))
     assert sizes.shards[0] == {0: 4 * 320, 1: 4 * (96 + 64), 2: 4 * 160}
     assert simulated(plan, sets).iteration_s == pytest.approx(4 * 2 * 3.0)
 
 
-def test_unequal_parts_need_costs_of_sets():
-    plan = plan_of([(0, 1)])
-    replica = dataclasses.replace(plan.groups[0].replicas[0], parts=Parts(mlp_columns=(3, 5)))
-    plan = dataclasses.replace(plan, groups=(Group(replicas=(replica,)),))
-    with pytest.raises(SimulationError, match="unequal parts"):
-        run(plan)
+def test_sets_need_costs_of_sets():
+    with pytest.raises(SimulationError, match="expected the costs of sets"):
+        run(plan_of([(0, 1)]))

@@ -31,7 +31,6 @@ from zorse_megatron.schedule.micro_batch_order import Pipeline
 from zorse_megatron.schedule.pipeline_schedules import one_f_one_b
 from zorse_megatron.schedule.samples import Boundaries
 from zorse_megatron.simulate.assumptions import SimulationError
-from zorse_megatron.simulate.iteration import action_lists
 from zorse_megatron.simulate.memory_ledger import Category
 from zorse_megatron.simulate.tasks import REPORT
 
@@ -497,7 +496,7 @@ def test_recompute_and_offload_do_not_change_the_lists():
         )
         for group in plan.groups
     )
-    assert action_lists(dataclasses.replace(plan, groups=groups)) == lower_plan(plan)
+    assert lower_plan(dataclasses.replace(plan, groups=groups)) == lower_plan(plan)
 
 
 def test_a_reduction_in_16_bits_sends_half_the_bytes_directly_to_the_owners():

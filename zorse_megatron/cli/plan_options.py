@@ -146,7 +146,7 @@ def observed_run(
     source: str,
 ) -> ObservedRun:
     """Compare a run with its cluster file (`source`) and profiles. Raises ZorseError."""
-    from zorse_megatron.planner.simulate_plan import planned_micro_batch_times
+    from zorse_megatron.simulate.iteration import micro_batch_times
 
     cluster = parse_cluster(cluster_data, source=source)
     status, plan = _read(directory)
@@ -156,7 +156,7 @@ def observed_run(
         raise CommandError(f"the run in {directory} is of something else", problems)
     costs = costs_on(plan, cluster, workload, profiles, margin=margin)
     # Not the times that the plan predicts: those may be of corrected speeds already.
-    expected_s = planned_micro_batch_times(costs.inputs, plan)
+    expected_s = micro_batch_times(plan, costs.inputs.costs)
     speeds = with_own_speeds(
         cluster,
         costs.profile,

@@ -43,14 +43,14 @@ def simulated(
     `framework`: what trains; None: our runtime.
     """
     from zorse_megatron.planner.simulate_plan import simulate_plan
-    from zorse_megatron.simulate.assumptions import RUNTIME, SimulationError
+    from zorse_megatron.simulate.assumptions import NO_PERTURBATION, RUNTIME, SimulationError
 
     refuse_too_many_micro_batches(plan, source)
     try:
         return simulate_plan(
             costs.inputs,
             plan,
-            perturbation=perturbation,
+            perturbation=perturbation or NO_PERTURBATION,
             framework=framework or RUNTIME,
             merge_equal_ranks=plan.world_size > _ALL_RANKS_UP_TO,
         )

@@ -4,11 +4,12 @@ Implementations: `costs.profiled_compute` (from a profile, or analytic where not
 `costs.model_memory` and `costs.communication` (over the topology graph).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.inputs.model import JobRecompute
 from zorse_megatron.plan.plan import Parts, Replica
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
@@ -192,6 +193,24 @@ class CommCost(Protocol):
 
     def host_link_bytes_per_s(self, rank: int) -> float:
         """PCIe to pinned host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCosts:
+    """What a model costs on a cluster: all that a simulation of any plan asks."""
+
+    compute: ComputeCost
+    memory: MemoryCost
+    comm: CommCost
+    kinds: Sequence[str]
+    """Global rank -> kind of GPU."""
+    sequence_length: int
+    by_dtype: Mapping[ComputeDtype, DtypeCosts] = field(default_factory=dict)
+    """Costs of groups with a `compute_dtype`; those of other types count as the job's."""
+    recompute: JobRecompute | None = None
+    """What is recomputed in groups that do not say; None: nothing."""
+    sets: SetCosts | None = None
+    """Costs of tensor-parallel sets; None: plans have none."""
 
 
 # Times when kinds compute in different dtypes: one cost model per kind.

@@ -6,7 +6,7 @@ fragmentation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from zorse_megatron.costs.analytic_compute import attention_on, is_sixteen_bit
@@ -348,52 +348,37 @@ class TransformerMemory(BytesByPrecision):
         return micro_batch_size * logits * per_logit + 2 * self.boundary_bytes(micro_batch_size)
 
 
-def memory_from_profile(
-    profile: Profile,
-    model: ModelShape,
-    *,
-    dtype: Dtype,
-    precision: Precision,
-    tensor_parallel: int = 1,
-    attention: Attention = "unfused",
-    attention_by_kind: Mapping[str, Attention] | None = None,
-    computing: Computing = USUAL,
-) -> TransformerMemory:
+def memory_from_profile(profile: Profile, formula: TransformerMemory) -> TransformerMemory:
     """Return the memory of a model with what a profile measured of its layers and its head.
 
     The profile counts the input of a layer as output of the layer before, so it is added. Raises
     LookupError where the profile has nothing of this model, sequence length and split.
     """
-    layers = _measured(profile, "layer", model, tensor_parallel)
-    heads = _measured(profile, "head", model, tensor_parallel)
+    model = formula.model
+    layers = _measured(profile, "layer", model, formula.tensor_parallel)
+    heads = _measured(profile, "head", model, formula.tensor_parallel)
     boundary = model.seq_length * model.hidden_size
     layer, head = map(_for_all_kinds, (layers, heads))
-
-    def ran(entry: PartMemory) -> Attention | None:
-        """What core attention ran: what is said, or what the kind has."""
-        if entry.attention is not None or entry.gpu_kind is None:
-            return entry.attention
-        known = (attention_by_kind or {}).get(entry.gpu_kind)
-        gpu = GPU_KINDS.get(entry.gpu_kind)
-        return known or (None if gpu is None else attention_on(gpu, computing, dtype))
-
-    return TransformerMemory(
-        model=model,
-        dtype=dtype,
-        precision=precision,
-        attention=attention,
-        attention_by_kind=attention_by_kind or {},
-        computing=computing,
-        tensor_parallel=tensor_parallel,
+    return replace(
+        formula,
         measured_layer_elements=layer.activation_elements + boundary,
-        measured_attention=ran(layer),
+        measured_attention=_ran(layer, formula),
         measured_by_kind={
-            each.gpu_kind: (each.activation_elements + boundary, ran(each))
+            each.gpu_kind: (each.activation_elements + boundary, _ran(each, formula))
             for each in layers
             if each.gpu_kind
         },
         measured_head_elements=head.activation_elements + boundary,
     )
+
+
+def _ran(entry: PartMemory, formula: TransformerMemory) -> Attention | None:
+    """What core attention ran: what is said, or what the kind has."""
+    if entry.attention is not None or entry.gpu_kind is None:
+        return entry.attention
+    known = formula.attention_by_kind.get(entry.gpu_kind)
+    gpu = GPU_KINDS.get(entry.gpu_kind)
+    return known or (None if gpu is None else attention_on(gpu, formula.computing, formula.dtype))
 
 
 def _for_all_kinds(entries: Sequence[PartMemory]) -> PartMemory:

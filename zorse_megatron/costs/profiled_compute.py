@@ -29,7 +29,7 @@ from zorse_megatron.costs.interface import (
     RecomputeMode,
     off_by,
 )
-from zorse_megatron.costs.measured_curves import Curve, Replaced, fit_curve
+from zorse_megatron.costs.measured_curves import Curve, fit_curve
 from zorse_megatron.costs.own_speeds import equal_kinds
 from zorse_megatron.gpus.gpu import Attention, Dtype, GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
@@ -67,14 +67,6 @@ class Series:
     def backward(self) -> Curve:
         """Backward time by micro-batch size."""
         return fit_curve(self.times.micro_batch_sizes, self.times.backward_s)[0]
-
-    def replaced(self) -> dict[str, tuple[Replaced, ...]]:
-        """Return the points that the curves do not pass through."""
-        sizes = self.times.micro_batch_sizes
-        return {
-            "forward": fit_curve(sizes, self.times.forward_s)[1],
-            "backward": fit_curve(sizes, self.times.backward_s)[1],
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,27 +139,6 @@ def _distance(series: Series, wanted: Wanted) -> float:
 def _layer_shape(model: ModelShape) -> tuple[object, ...]:
     heads = (model.num_attention_heads, model.num_query_groups, model.kv_channels)
     return (model.hidden_size, model.ffn_hidden_size, model.activation, *heads)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adjustment:
-    """A measured point that is not believed."""
-
-    gpu_kind: str
-    part: Part
-    model: str
-    seq_length: int
-    direction: str
-    point: Replaced
-
-    def __str__(self) -> str:
-        point = self.point
-        change = 100 * (point.used_s / point.measured_s - 1) if point.measured_s else 0.0
-        return (
-            f"{self.gpu_kind}, {self.model} at sequence length {self.seq_length}, {self.part} "
-            f"{self.direction}, micro-batch {point.micro_batch_size}: measured "
-            f"{1e3 * point.measured_s:.3f} ms, used {1e3 * point.used_s:.3f} ms ({change:+.0f} %)"
-        )
 
 
 class ProfiledCompute:
@@ -310,26 +281,6 @@ class ProfiledCompute:
         """
         found = self._closest("layer", kind)
         return None if found is None else found[0].times.attention
-
-    def adjustments(self, kind: str) -> tuple[Adjustment, ...]:
-        """Return the measured points behind the times of a kind that are not believed."""
-        result = []
-        for part in ("layer", "embedding", "head"):
-            found = self._closest(part, kind)
-            for direction, points in (found[0].replaced() if found else {}).items():
-                result += [
-                    Adjustment(
-                        gpu_kind=kind,
-                        part=part,
-                        model=found[0].times.model,
-                        seq_length=found[0].times.seq_length,
-                        direction=direction,
-                        point=point,
-                    )
-                    for point in points
-                    if found
-                ]
-        return tuple(result)
 
     def _cached(self, part: Part, kind: str, micro_batch_size: int) -> PassTimes:
         key = (part, kind, micro_batch_size)

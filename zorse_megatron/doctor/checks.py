@@ -263,8 +263,7 @@ def predicted(plan: Plan, gpu: Gpu, layers: Sequence[str], profile: Path) -> tup
         dtype="bfloat16" if "--bf16" in layers else "float16",
         computing=computing_from_flags(read_command(words).args),
     )
-    costs = inputs.compute, inputs.memory, inputs.comm, inputs.kinds
-    result = simulate(plan, *costs, sequence_length=SEQUENCE)
+    result = simulate(plan, inputs.costs)
     return result.iteration_s, result.peak_memory_bytes[0]
 
 

@@ -30,10 +30,10 @@ from zorse_megatron.errors import Problem, RankFailure
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.plan import Plan, Replica, set_of_rank
 from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.plan.tensor_parallel_rules import sets_of
 from zorse_megatron.planner.baselines.stock_layouts import Grid
 from zorse_megatron.planner.baselines.stock_plans import layout_flags
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.simulate_plan import has_sets
 from zorse_megatron.simulate.assumptions import NO_PERTURBATION, Perturbation
 
 # Runs the ranks of emulated jobs, in processes that are forked from one with Megatron imported.
@@ -425,7 +425,7 @@ def sets_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobSets |
     `kinds`: of each rank's GPU.
     """
     sets = inputs.sets
-    if sets is None or not has_sets(plan):
+    if sets is None or not list(sets_of(plan)):
         return None
     ranks = range(plan.world_size)
     return JobSets(

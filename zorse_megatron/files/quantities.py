@@ -157,15 +157,6 @@ Seconds = Annotated[float, BeforeValidator(LATENCY.parse)]
 FlopsPerSecond = Annotated[float, BeforeValidator(COMPUTE_RATE.parse)]
 
 
-def spell_bytes(count: float) -> str:
-    """Spell a number of bytes for people.
-
-    >>> spell_bytes(40e9), spell_bytes(512)
-    ('40.0 GB', '512 B')
-    """
-    return _spell(count, "B")
-
-
 def spell_bandwidth(bytes_per_s: float) -> str:
     """Spell a bandwidth for people.
 

@@ -47,7 +47,7 @@ from zorse_megatron.planner.search.local_moves import with_changes
 from zorse_megatron.planner.search.tensor_parallel_search import search_with_sets
 from zorse_megatron.planner.search.zorse_search import SearchResult
 from zorse_megatron.planner.shortage import no_plan
-from zorse_megatron.planner.simulate_plan import planned_micro_batch_times
+from zorse_megatron.simulate.iteration import micro_batch_times
 
 __all__ = [
     "STRATEGIES",
@@ -117,7 +117,7 @@ def _predictions(inputs: Inputs, best: Evaluation, tokens_per_s: float) -> Predi
         iteration_s=best.iteration_s,
         tokens_per_s=tokens_per_s,
         peak_memory_bytes=best.peaks_bytes,
-        micro_batch_s=planned_micro_batch_times(inputs, best.plan),
+        micro_batch_s=micro_batch_times(best.plan, inputs.costs),
     )
 
 

@@ -10,56 +10,34 @@ from zorse_megatron.files.wording import memory
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schedule.actions import ActionLists
-from zorse_megatron.simulate.assumptions import RUNTIME, Framework, Perturbation
-from zorse_megatron.simulate.iteration import micro_batch_times, simulate
+from zorse_megatron.simulate.assumptions import (
+    NO_PERTURBATION,
+    RUNTIME,
+    Framework,
+    Perturbation,
+)
+from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.result import SimulationResult, host_bytes
-
-
-def has_sets(plan: Plan) -> bool:
-    """Whether any replica has several ranks."""
-    return any(len(replica.ranks) > 1 for group in plan.groups for replica in group.replicas)
 
 
 def simulate_plan(
     inputs: Inputs,
     plan: Plan,
     *,
-    perturbation: Perturbation | None = None,
+    perturbation: Perturbation = NO_PERTURBATION,
     framework: Framework = RUNTIME,
     merge_equal_ranks: bool = False,
     lists: ActionLists | None = None,
 ) -> SimulationResult:
-    """See `simulate`, also for what is raised."""
+    """Simulate with what processes take beside tensors. See `simulate`, also for what is raised."""
     return simulate(
         plan,
-        inputs.compute,
-        inputs.memory,
-        inputs.comm,
-        inputs.kinds,
-        sequence_length=inputs.sequence_length,
-        by_dtype=inputs.by_dtype,
-        recompute=inputs.recompute,
+        inputs.costs,
         fixed_bytes=inputs.fixed_bytes(plan),
         perturbation=perturbation,
         framework=framework,
         merge_equal_ranks=merge_equal_ranks,
         lists=lists,
-        sets=inputs.sets if has_sets(plan) else None,
-    )
-
-
-def planned_micro_batch_times(inputs: Inputs, plan: Plan) -> tuple[float, ...]:
-    """See `micro_batch_times`."""
-    return micro_batch_times(
-        plan,
-        inputs.compute,
-        inputs.memory,
-        inputs.comm,
-        inputs.kinds,
-        sequence_length=inputs.sequence_length,
-        by_dtype=inputs.by_dtype or {},
-        recompute=inputs.recompute,
-        sets=inputs.sets if has_sets(plan) else None,
     )
 
 

@@ -65,12 +65,12 @@ def in_flight_limits(plan: Plan) -> Mapping[Worker, int]:
     return {} if policy is None else policy(plan).limits
 
 
-def lower_unless_stuck(plan: Plan, *, forward_only: bool = False) -> ActionLists | None:
-    """The same; None where the simulation gets stuck on its own rules.
+def lower_unless_stuck(plan: Plan) -> ActionLists | None:
+    """A training step's lists; None where the simulation gets stuck on its own rules.
 
     It then prefers one of several equal replicas.
     """
-    lists, was_stuck = _lowered(plan, forward_only=forward_only, tied=None)
+    lists, was_stuck = _lowered(plan, forward_only=False, tied=None)
     return None if was_stuck else lists
 
 

@@ -233,12 +233,6 @@ class RegionShards:
             counts[rank] += count
         return tuple(counts)
 
-    @property
-    def crossing_elements(self) -> int:
-        """What all messages between regions carry, in a reduction or a gather."""
-        sizes = (stop - start for start, stop in map(self.block, range(len(self.regions))))
-        return (len(self.regions) - 1) * sum(sizes)
-
     def reduction_buffer(self, rank: int) -> int:
         """Elements that a rank holds beside the buffer in a reduction.
 

@@ -13,7 +13,6 @@ from zorse_megatron.costs.interface import (
     PassTimes,
     RankPart,
     SetComputeCost,
-    SetCosts,
 )
 from zorse_megatron.costs.stage_formulas import pass_s
 from zorse_megatron.costs.tensor_parallel_communication import SetCollectives
@@ -88,11 +87,9 @@ _STATISTIC_BYTES = 4  # a number of tokens (int32) or the square of a norm (fp32
 class CollectiveCosts:
     """Durations and flows of collectives, each evaluated once."""
 
-    def __init__(self, sizes: RankSizes, loads: NetworkLoads, sets: SetCosts | None) -> None:
-        """`sets`: see `simulate`."""
+    def __init__(self, sizes: RankSizes, loads: NetworkLoads) -> None:
         self.sizes = sizes
         self.loads = loads
-        self._sets = sets
         self._collectives: dict[tuple[Kind, int, tuple[int, ...]], TaskWork] = {}
         self._gathers: dict[tuple[int, tuple[int, ...]], tuple[TaskWork, ...]] = {}
         self._buffers: dict[
@@ -216,16 +213,15 @@ class CollectiveCosts:
 
     def _sums_in_sets_s(self, chunk: int) -> float:
         """With sequence parallelism, sums of gradients that have seen a part on every rank."""
-        if self._sets is None or not self._sets.sequence_parallel:
-            return 0.0
         sizes, comm = self.sizes, self.loads.comm
-        group = sizes.plan.groups[sizes.plan.chunks[chunk].group]
+        if sizes.sets is None or not sizes.sets.sequence_parallel:
+            return 0.0
         gradient_bytes = sizes.memory_of(chunk).gradient_bytes
         return max(
             comm.all_reduce_s(replica.ranks, gradient_bytes(sizes.summed_in_sets(chunk)))
             if len(replica.ranks) > 1
             else 0.0
-            for replica in group.replicas
+            for replica in sizes.group_of(chunk).replicas
         )
 
     def _sharded_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
@@ -265,41 +261,30 @@ class CollectiveCosts:
 class ActionCosts(CollectiveCosts):
     """Durations of computations, and what collectives and copies take."""
 
-    def __init__(
-        self,
-        sizes: RankSizes,
-        compute: ComputeCost,
-        loads: NetworkLoads,
-        kinds: Sequence[str],
-        computes: Mapping[ComputeDtype, ComputeCost],
-        *,
-        sets: SetCosts | None = None,
-        sequence_length: int = 1,
-    ) -> None:
-        """`kinds`: the kind of GPU of each global rank; `computes`, `sets`: see `simulate`."""
-        if len(kinds) != sizes.plan.world_size:
+    def __init__(self, sizes: RankSizes, loads: NetworkLoads) -> None:
+        costs, plan = sizes.costs, sizes.plan
+        if len(costs.kinds) != plan.world_size:
             raise SimulationError(
-                f"found {len(kinds)} kinds of GPUs; expected {sizes.plan.world_size}, one per rank"
+                f"found {len(costs.kinds)} kinds of GPUs; expected {plan.world_size}, one per rank"
             )
-        super().__init__(sizes, loads, sets)
-        self.computes = [
-            computes.get(group.compute_dtype, compute) if group.compute_dtype else compute
-            for group in sizes.plan.groups
-        ]
+        super().__init__(sizes, loads)
+        self.computes = [self._compute_in(group.compute_dtype) for group in plan.groups]
         """Of each group."""
-        self.kinds = tuple(kinds)
-        self.sequence_length = sequence_length
-        self._inside = (
-            None
-            if sets is None
-            else SetCollectives(
+        self.kinds = tuple(costs.kinds)
+        self._inside: SetCollectives | None = None
+        if sizes.sets is not None:
+            self._inside = SetCollectives(
                 comm=loads.comm,
-                sequence_parallel=sets.sequence_parallel,
-                learns_positions=sets.learns_positions,
+                sequence_parallel=sizes.sets.sequence_parallel,
+                learns_positions=sizes.sets.learns_positions,
             )
-        )
         self._phases: dict[tuple[str, int, RankPart, int, int], tuple[PassTimes, ...]] = {}
         self._together: dict[tuple[tuple[int, ...], int, bool], PassTimes] = {}
+
+    def _compute_in(self, dtype: ComputeDtype | None) -> ComputeCost:
+        costs = self.sizes.costs
+        own = costs.by_dtype.get(dtype) if dtype else None
+        return costs.compute if own is None else own.compute
 
     def phases(self, rank: int, chunk: int) -> tuple[PassTimes, ...]:
         """One micro-batch of the rank through the chunk: layers, embedding, head, recompute.
@@ -410,7 +395,7 @@ class ActionCosts(CollectiveCosts):
     def _set_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
         assert self._inside is not None
         sizes, inside, size = self.sizes, self._inside, self.sizes.micro_batch_size(ranks[0])
-        num_bytes, tokens = sizes.boundary_bytes(size, chunk), size * self.sequence_length
+        num_bytes, tokens = sizes.boundary_bytes(size, chunk), size * sizes.costs.sequence_length
 
         def of(section: ModelSection) -> PassTimes:
             if all(self._is_measured_together(rank, chunk, section) for rank in ranks):
@@ -439,11 +424,10 @@ class ActionCosts(CollectiveCosts):
 
     def _set_compute(self, rank: int, chunk: int) -> SetComputeCost | None:
         """What a rank of a set of several computes with."""
-        part = self.sizes.part(rank)
-        if self._sets is None or part == WHOLE:
+        part, sets = self.sizes.part(rank), self.sizes.sets
+        if sets is None or part == WHOLE:
             return None
-        dtype = self.sizes.plan.groups[self.sizes.plan.chunks[chunk].group].compute_dtype
-        return self._sets.of_rank(part, dtype).compute
+        return sets.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
 
     def _set_phases(self, compute: SetComputeCost, rank: int, chunk: int) -> tuple[PassTimes, ...]:
         """Attentions, MLPs, and embedding and head."""

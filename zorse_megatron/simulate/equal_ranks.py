@@ -43,11 +43,10 @@ from zorse_megatron.plan.memory_settings import (
     ranks_that_offload_gradients,
     ranks_that_offload_parameters,
 )
-from zorse_megatron.plan.plan import Group, Plan, Replica
+from zorse_megatron.plan.plan import Group, Plan
 from zorse_megatron.schedule.actions import SENDS, TRANSFERS, Action, ActionLists
 from zorse_megatron.schedule.lower import lower_unless_stuck
 from zorse_megatron.schedule.samples import Lanes
-from zorse_megatron.simulate.assumptions import SimulationError
 from zorse_megatron.simulate.network import EqualLinks
 from zorse_megatron.simulate.rank_bytes import RankSizes
 
@@ -195,56 +194,22 @@ class EqualRanks:
         )
 
 
-def find_equal_ranks(
-    sizes: RankSizes,
-    comm: CommCost,
-    kinds: Sequence[str],
-    fixed_bytes: Sequence[int],
-    *,
-    forward_only: bool = False,
-) -> EqualRanks | None:
+def find_equal_ranks(sizes: RankSizes, fixed_bytes: Sequence[int]) -> EqualRanks | None:
     """Return one copy of each class; None where nothing can be merged."""
     plan = sizes.plan
-    ends = {plan.chunks[0].group, plan.chunks[-1].group}
-    swaps = sizes.tied and len(ends) == 2 and not forward_only
-    offloads = ranks_that_offload_parameters(plan), ranks_that_offload_gradients(plan)
-    in_lanes = Lanes.of(plan) is not None
-    if swaps or in_lanes or not all(_is_even(group, offloads) for group in plan.groups):
+    copies = Copies.of(plan) if _may_be_merged(sizes) else None
+    if copies is None or copies.count == 1:
         return None
-    copies = Copies.of(plan)
-    if copies.count == 1:
-        return None
-    one = copies.reduced_plan()
-    lists = lower_unless_stuck(one, forward_only=forward_only)
+    lists = lower_unless_stuck(copies.reduced_plan())
     if lists is None:
         return None
     messages = _messages(copies.renamed(lists, 0))
-    # The job's last rank, where it does not know the loss.
-    waits_for_loss = plan.world_size - 1 not in plan.groups[plan.chunks[-1].group].ranks
-
-    def look(names: Mapping[int, int]) -> Hashable:
-        ranks = [
-            (
-                kinds[rank],
-                fixed_bytes[rank],
-                sizes.settings[rank],
-                *(sizes.shards[c][rank] for c in sizes.chunks(rank)),
-            )
-            for rank in names.values()
-        ]
-        costs = [
-            comm.transfer_s(names[source], names[target], sizes.memory.boundary_bytes(count))
-            for (source, target), counts in messages.items()
-            for count in (0, *sorted(counts))
-        ]
-        return (*ranks, *costs, waits_for_loss and plan.world_size - 1 in names.values())
-
     found = classify_copies(
-        comm,
+        sizes.costs.comm,
         copies.counterparts,
         list(messages),
         [group.ranks for group in plan.groups],
-        [look(names) for names in copies.counterparts],
+        [_look(sizes, fixed_bytes, messages, names) for names in copies.counterparts],
     )
     simulated = sorted(set(found.first))
     if len(simulated) == copies.count:
@@ -255,6 +220,44 @@ def find_equal_ranks(
         stands_in=copies.stands_in(found.first),
         links=found.links,
     )
+
+
+def _may_be_merged(sizes: RankSizes) -> bool:
+    """Whether copies swap nothing, and replicas of each group have the same work."""
+    plan = sizes.plan
+    swaps = sizes.tied and plan.chunks[0].group != plan.chunks[-1].group
+    if swaps or sizes.sets is not None or Lanes.of(plan) is not None:
+        return False
+    offloads = ranks_that_offload_parameters(plan), ranks_that_offload_gradients(plan)
+    return all(_is_even(group, offloads) for group in plan.groups)
+
+
+def _look(
+    sizes: RankSizes,
+    fixed_bytes: Sequence[int],
+    messages: Mapping[Edge, set[int]],
+    names: Mapping[int, int],
+) -> Hashable:
+    """What must be equal in copies of one class to begin with. `names`: see `classify_copies`."""
+    plan, costs = sizes.plan, sizes.costs
+    ranks = [
+        (
+            costs.kinds[rank],
+            fixed_bytes[rank],
+            sizes.settings[rank],
+            *(sizes.shards[c][rank] for c in sizes.chunks(rank)),
+        )
+        for rank in names.values()
+    ]
+    seconds = [
+        costs.comm.transfer_s(names[source], names[target], sizes.memory.boundary_bytes(count))
+        for (source, target), counts in messages.items()
+        for count in (0, *sorted(counts))
+    ]
+    last = plan.world_size - 1
+    # The job's last rank, where it does not know the loss.
+    waits_for_loss = last not in plan.groups[plan.chunks[-1].group].ranks
+    return (*ranks, *seconds, waits_for_loss and last in names.values())
 
 
 def _is_even(group: Group, offloads: Sequence[frozenset[int]]) -> bool:
@@ -434,81 +437,3 @@ class Copies:
         start = self._sample(action.samples[0], copy)
         stop = start + action.samples[1] - action.samples[0]
         return dataclasses.replace(action, peer=names[action.peer], samples=(start, stop))
-
-
-# Replicas of several ranks: one rank of each tensor-parallel set stands for all.
-#
-# For runs of other frameworks whose layers were measured in sets of one size, with the set's
-# collectives in them (`scripts.validation`). Of this project's runtime every rank is simulated.
-#
-# The ranks of a set run the same actions at the same times: the costs of computations with
-# `tensor_parallel` set are those of one rank, with the set's own collectives inside. So the plan is
-# lowered with one rank per replica, and the first rank of each replica is simulated. What the ranks
-# of a set put on the network together is the business of the `CommCost`
-# (`scripts.validation.device_sets`).
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSets:
-    """A plan's tensor-parallel sets, all of the same size and one after the other."""
-
-    plan: Plan
-    size: int
-
-    @classmethod
-    def of(cls, plan: Plan) -> "RankSets":
-        """Find the sets. Raises SimulationError where they differ in size or are not aligned."""
-        size = len(plan.groups[0].replicas[0].ranks)
-        for where, replica in _replicas(plan):
-            first = replica.ranks[0]
-            if replica.unequal_parts is not None:
-                raise SimulationError(
-                    f"{where} has unequal parts; expected equal ones where one rank stands for all"
-                )
-            if replica.ranks != tuple(range(first, first + size)) or first % size:
-                raise SimulationError(
-                    f"{where} has ranks {replica.ranks}; expected {size} ranks in a row that start "
-                    f"at a multiple of {size}, as in the first replica, where one rank stands for "
-                    "a set"
-                )
-        return cls(plan=plan, size=size)
-
-    def one_rank_each(self) -> Plan:
-        """The plan that is lowered: replica n * size ... becomes rank n."""
-        if self.size == 1:
-            return self.plan
-        groups = tuple(
-            dataclasses.replace(
-                group,
-                replicas=tuple(
-                    dataclasses.replace(replica, ranks=(replica.ranks[0] // self.size,))
-                    for replica in group.replicas
-                ),
-            )
-            for group in self.plan.groups
-        )
-        return dataclasses.replace(self.plan, groups=groups, cluster=None, predictions=None)
-
-    def stand_ins(self, lists: ActionLists) -> EqualRanks:
-        """Name the ranks of `one_rank_each`'s lists as the plan does."""
-        if self.size == 1:
-            return EqualRanks.all_different(self.plan, lists)
-        return EqualRanks(
-            lists={
-                rank * self.size: tuple(map(self._renamed, actions))
-                for rank, actions in enumerate(lists.ranks)
-            },
-            stands_in=tuple(rank - rank % self.size for rank in range(self.plan.world_size)),
-            links=EqualLinks(),
-        )
-
-    def _renamed(self, action: Action) -> Action:
-        if action.peer is None:
-            return action
-        return dataclasses.replace(action, peer=action.peer * self.size)
-
-
-def _replicas(plan: Plan) -> Iterator[tuple[str, Replica]]:
-    for number, group in enumerate(plan.groups):
-        for index, replica in enumerate(group.replicas):
-            yield f"groups[{number}].replicas[{index}]", replica

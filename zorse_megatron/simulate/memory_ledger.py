@@ -59,10 +59,7 @@ class _Ledger:
         self.track = timeline.program.tracks[rank]
         self.residency = self.track.residency
         self.samples = sizes.micro_batch_size(rank)
-        self.bytes = {
-            chunk: sizes.micro_batch_bytes(rank, chunk, forward_only=timeline.forward_only)
-            for chunk in sizes.chunks(rank)
-        }
+        self.bytes = {chunk: sizes.micro_batch_bytes(rank, chunk) for chunk in sizes.chunks(rank)}
         self.changes: list[Change] = []
         self.received: dict[tuple[Kind, int | None, int | None], list[int]] = {}
         """Bytes of each piece that a computation consumes."""
@@ -91,20 +88,20 @@ class _Ledger:
             if action.kind in SENDS:
                 key = action.kind, action.chunk, action.micro_batch
                 self.sends_left[key] = self.sends_left.get(key, 0) + 1
-        gradients = 0
-        if not timeline.forward_only:
-            gradients = sum(
-                self._gradient_bytes(chunk)
-                for chunk in sizes.chunks(rank)
-                if chunk not in self.resharded
-            )
-        self.start = [0] * len(Category)
+        self.start = self._first_bytes()
+
+    def _first_bytes(self) -> list[int]:
+        """By category, before the list begins."""
+        chunks = self.sizes.chunks(self.rank)
+        gradients = sum(self._gradient_bytes(each) for each in chunks if each not in self.resharded)
         if self.starts_behind_norm:
             gradients += self._stepped_bytes()
-        self.start[Category.PARAMETERS] = self.residency.start_parameter_bytes
-        self.start[Category.GRADIENTS] = gradients
-        self.start[Category.OPTIMIZER_STATE] = self.residency.start_state_bytes
-        self.start[Category.FIXED] = timeline.fixed_bytes[rank]
+        found = [0] * len(Category)
+        found[Category.PARAMETERS] = self.residency.start_parameter_bytes
+        found[Category.GRADIENTS] = gradients
+        found[Category.OPTIMIZER_STATE] = self.residency.start_state_bytes
+        found[Category.FIXED] = self.timeline.fixed_bytes[self.rank]
+        return found
 
     def write(self) -> None:
         """Go through the list once."""
@@ -194,20 +191,14 @@ class _Ledger:
     def _forward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
         chunk, of_chunk = action.chunk, self.bytes[action.chunk]
-        start_s, end_s = self._run(position)
-        evaluating = self.timeline.forward_only
+        start_s, _ = self._run(position)
         key = Kind.RECEIVE_ACTIVATION, chunk, action.micro_batch
-        received = self._take(key, position)
-        self._note(end_s if evaluating else start_s, Category.BUFFERS, -received, position)
-        if evaluating:
-            self._for_a_while(position, Category.ACTIVATIONS, of_chunk.working)
-            self._for_a_while(position, Category.LOGITS, of_chunk.head)
-        else:
-            self._note(start_s, Category.ACTIVATIONS, of_chunk.kept, position)
-            self._note(start_s, Category.LOGITS, of_chunk.head, position)
-            if position in self.track.copies:
-                gone_s = self.end_s[self.track.left[position]]
-                self._note(gone_s, Category.ACTIVATIONS, -of_chunk.kept, position)
+        self._note(start_s, Category.BUFFERS, -self._take(key, position), position)
+        self._note(start_s, Category.ACTIVATIONS, of_chunk.kept, position)
+        self._note(start_s, Category.LOGITS, of_chunk.head, position)
+        if position in self.track.copies:
+            gone_s = self.end_s[self.track.left[position]]
+            self._note(gone_s, Category.ACTIVATIONS, -of_chunk.kept, position)
         if (Kind.SEND_ACTIVATION, chunk, action.micro_batch) in self.sends_left:
             self._note(start_s, Category.BUFFERS, of_chunk.held, position)
         elif self.sizes.is_local(chunk):

@@ -1,16 +1,17 @@
 """Bytes of a plan on each rank: where a shard becomes bytes, asked of the memory model once.
 
-Asked of the memory model once; the formulas are in `costs.stage_formulas`.
+The formulas are in `costs.stage_formulas`.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 
 from zorse_megatron.costs.interface import (
     WHOLE,
+    JobCosts,
     MemoryCost,
     ModelSection,
     RankPart,
@@ -34,11 +35,12 @@ from zorse_megatron.plan.plan import (
     holds_equal_parts,
     ranks_by_region,
 )
+from zorse_megatron.plan.tensor_parallel_rules import sets_of
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 from zorse_megatron.schedule.shards import RegionShards, intersection, regions_of
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
-from zorse_megatron.simulate.assumptions import RUNTIME, Framework
+from zorse_megatron.simulate.assumptions import RUNTIME, Framework, SimulationError
 from zorse_megatron.simulate.rank_parameters import (
     PartedChunk,
     PartedUnit,
@@ -61,12 +63,12 @@ class MicroBatchBytes:
     held: int
     """An activation between chunks."""
     kept: int
-    """From its forward to its backward; 0 in an evaluation."""
+    """From its forward to its backward."""
     head: int
     """Logits, where the chunk has the head."""
     working: int
-    """For a moment beyond what is kept: in a backward what is recomputed, so many layers at a time
-    as have one input."""
+    """In a backward beyond what is kept: what is recomputed, so many layers at a time as have one
+    input."""
     delayed: int
     """From a backward to the weight gradients, where these are computed apart."""
 
@@ -74,31 +76,14 @@ class MicroBatchBytes:
 class RankSizes:
     """Sizes of the plan's chunks, and of each rank's part of them."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        memory: MemoryCost,
-        framework: Framework = RUNTIME,
-        memories: Mapping[ComputeDtype, MemoryCost] | None = None,
-        recompute: JobRecompute | None = None,
-        *,
-        kinds: Sequence[str] | None = None,
-        sets: SetCosts | None = None,
-    ) -> None:
-        """`memories`: of groups with these compute types; of others `memory`.
-
-        `sets`: costs of tensor-parallel sets. Without them the first rank of each set stands for
-        all of it, and `memory` is that of one rank.
-
-        `recompute`: what is recomputed where the plan does not say; None: nothing. `kinds`: of the
-        GPU of each global rank; None: all run the attention that the memory model has.
-        """
-        self._sets = sets
-        self._parts: dict[int, RankPart] = {}
+    def __init__(self, plan: Plan, costs: JobCosts, framework: Framework = RUNTIME) -> None:
         self.plan = plan
+        self.costs = costs
         self.framework = framework
-        self.memory = memory
-        self.memories = memories or {}
+        self.memory = costs.memory
+        self.sets = _set_costs(plan, costs)
+        """Costs of the plan's tensor-parallel sets; None: it has none."""
+        self._parts: dict[int, RankPart] = {}
         self.group_and_replica: dict[int, tuple[int, int]] = {}
         """Rank -> number of its group and of its replica there."""
         for number, group in enumerate(plan.groups):
@@ -114,11 +99,9 @@ class RankSizes:
         """Chunk -> rank -> number of the parameters that it owns."""
         self._peers: dict[int, dict[int, tuple[int, ...]]] = {}
         self._region_shards: dict[tuple[int, tuple[int, ...]], tuple[RegionShards, ...]] = {}
-        self._kinds = kinds
         self.settings = settings_by_rank(plan)
         """Rank -> what it recomputes and offloads."""
-        self._job_recompute = recompute
-        found = {rank: each.recompute or recompute for rank, each in self.settings.items()}
+        found = {rank: each.recompute or costs.recompute for rank, each in self.settings.items()}
         distinct = list(dict.fromkeys(found.values()))
         self.recompute_numbers = {rank: distinct.index(each) for rank, each in found.items()}
         """Rank -> a number that is equal for ranks that recompute the same."""
@@ -128,8 +111,9 @@ class RankSizes:
 
     def memory_of(self, chunk: int) -> MemoryCost:
         """The memory model of the chunk's compute type, of a rank that is a set of its own."""
-        dtype = self.plan.groups[self.plan.chunks[chunk].group].compute_dtype
-        return self.memory if dtype is None else self.memories.get(dtype, self.memory)
+        dtype = self.group_of(chunk).compute_dtype
+        costs = self.costs.by_dtype.get(dtype) if dtype else None
+        return self.memory if costs is None else costs.memory
 
     def memory_at(self, rank: int, chunk: int) -> MemoryCost:
         """The same of this rank of a set."""
@@ -137,7 +121,7 @@ class RankSizes:
 
     def part(self, rank: int) -> RankPart:
         """Which part of each layer the rank has."""
-        if self._sets is None:
+        if self.sets is None:
             return WHOLE
         found = self._parts.get(rank)
         if found is None:
@@ -145,17 +129,9 @@ class RankSizes:
         return found
 
     def _memory(self, chunk: int, part: RankPart) -> MemoryCost:
-        if part == WHOLE or self._sets is None:
+        if part == WHOLE or self.sets is None:
             return self.memory_of(chunk)
-        dtype = self.plan.groups[self.plan.chunks[chunk].group].compute_dtype
-        return self._sets.of_rank(part, dtype).memory
-
-    def set_of(self, rank: int) -> tuple[int, ...]:
-        """The rank's tensor-parallel set, as far as its ranks are simulated."""
-        return self._simulated(self.replica(rank))
-
-    def _simulated(self, replica: Replica) -> tuple[int, ...]:
-        return replica.ranks if self._sets is not None else replica.ranks[:1]
+        return self.sets.of_rank(part, self.group_of(chunk).compute_dtype).memory
 
     def held(self, rank: int, chunk: int) -> int:
         """Parameters that a rank computes with."""
@@ -170,13 +146,13 @@ class RankSizes:
         whole = sum(unit.count * unit.whole for unit in self._units(chunk))
         if chunk > 0:
             return whole
-        assert self._sets is not None
-        cut = sum(self._sets.cut_parameters("embedding").values())
+        assert self.sets is not None
+        cut = sum(self.sets.cut_parameters("embedding").values())
         return whole - (self.memory.embedding_parameters() - cut)
 
     def peers(self, chunk: int) -> tuple[tuple[int, ...], ...]:
         """Ranks of the chunk's group that sum gradients among each other, once for each part."""
-        sets = [self._simulated(replica) for replica in self._replicas(chunk)]
+        sets = [replica.ranks for replica in self.group_of(chunk).replicas]
         if self.parted[chunk] is not None:
             return (tuple(rank for ranks in sets for rank in ranks),)
         return tuple(zip(*sets, strict=True))
@@ -187,9 +163,9 @@ class RankSizes:
             self._peers[chunk] = {each: ranks for ranks in self.peers(chunk) for each in ranks}
         return self._peers[chunk][rank]
 
-    def group(self, rank: int) -> Group:
-        """The rank's group."""
-        return self.plan.groups[self.group_and_replica[rank][0]]
+    def group_of(self, chunk: int) -> Group:
+        """The group that holds a chunk."""
+        return self.plan.groups[self.plan.chunks[chunk].group]
 
     def replica(self, rank: int) -> Replica:
         """The rank's replica."""
@@ -219,7 +195,7 @@ class RankSizes:
             return (tuple(self.shards[chunk][rank] for rank in ranks),)
         embedding, layer, head = self.sections(chunk, self.part(ranks[0]))
         sizes = [embedding, *[layer] * self.num_layers(chunk), head]
-        weights = [replica.shard_weight for replica in self._replicas(chunk)]
+        weights = [replica.shard_weight for replica in self.group_of(chunk).replicas]
         shards = {size: padded_shards(size, weights) for size in set(sizes) if size}
         return tuple(shards[size] for size in sizes if size)
 
@@ -231,8 +207,7 @@ class RankSizes:
         key = chunk, peers
         if key not in self._region_shards:
             order = sorted(range(len(peers)), key=peers.__getitem__)
-            group = self.plan.groups[self.plan.chunks[chunk].group]
-            regions = regions_of(ranks_by_region(group, sorted(peers)))
+            regions = regions_of(ranks_by_region(self.group_of(chunk), sorted(peers)))
             self._region_shards[key] = tuple(
                 RegionShards(
                     bounds=tuple(pairwise([0, *accumulate(counts[at] for at in order)])),
@@ -244,7 +219,7 @@ class RankSizes:
 
     def is_hierarchical(self, chunk: int) -> bool:
         """Whether sums and gathers of the chunk are made in regions first, then between them."""
-        return bool(self.plan.groups[self.plan.chunks[chunk].group].hierarchical)
+        return bool(self.group_of(chunk).hierarchical)
 
     @cached_property
     def tied_swaps(self) -> dict[int, tuple[tuple[int, int], ...]]:
@@ -257,13 +232,8 @@ class RankSizes:
         if first == last:
             return {}  # either there is one copy, or both owners are the same ranks
         total = self.memory.embedding_parameters()
-        sides = [self.plan.groups[number] for number in (first, last)]
         owners = [
-            owned_intervals(
-                total,
-                [replace(each, ranks=self._simulated(each)) for each in group.replicas],
-            )
-            for group in sides
+            owned_intervals(total, self.plan.groups[number].replicas) for number in (first, last)
         ]
         swaps: dict[int, list[tuple[int, int]]] = {}
         for one, other in product(*owners):
@@ -292,14 +262,14 @@ class RankSizes:
 
     def _units(self, chunk: int) -> tuple[PartedUnit, PartedUnit]:
         """A layer, and embedding and head together."""
-        assert self._sets is not None
+        assert self.sets is not None
         embedding, layer, head = self.sections(chunk, WHOLE)
-        in_layer, of_ends = self._sets.cut_parameters("layer"), Counter[UnitKind]()
+        in_layer, of_ends = self.sets.cut_parameters("layer"), Counter[UnitKind]()
         tables: list[ModelSection] = ["embedding"] if chunk == 0 else []
         if self.is_last(chunk) and not (self.tied and chunk == 0):
             tables.append("head")
         for table in tables:
-            of_ends.update(self._sets.cut_parameters(table))
+            of_ends.update(self.sets.cut_parameters(table))
         return (
             PartedUnit(
                 cut=in_layer, whole=layer - sum(in_layer.values()), count=self.num_layers(chunk)
@@ -308,28 +278,21 @@ class RankSizes:
         )
 
     def _parted(self, chunk: int) -> PartedChunk | None:
-        group = self.plan.groups[self.plan.chunks[chunk].group]
-        if self._sets is None or holds_equal_parts(group):
+        group = self.group_of(chunk)
+        if self.sets is None or holds_equal_parts(group):
             return None
         units = [unit for unit in self._units(chunk) if unit.whole or any(unit.cut.values())]
         return PartedChunk.of(units, group.replicas)
 
-    def _replicas(self, chunk: int) -> tuple[Replica, ...]:
-        return self.plan.groups[self.plan.chunks[chunk].group].replicas
-
     def _shards(self, chunk: int) -> dict[int, int]:
-        replicas = self._replicas(chunk)
-        held = {
-            rank: self.held(rank, chunk)
-            for replica in replicas
-            for rank in self._simulated(replica)
-        }
+        group = self.group_of(chunk)
+        held = {rank: self.held(rank, chunk) for rank in group.ranks}
         if self.framework.state == "replicated":
             return held
         parted = self.parted[chunk]
         if parted is not None:
             return dict(parted.owned)
-        weights = [replica.shard_weight for replica in replicas]
+        weights = [replica.shard_weight for replica in group.replicas]
         return {
             rank: size
             for ranks in self.peers(chunk)
@@ -359,7 +322,7 @@ class RankSizes:
         return setting.mode, min(layers, setting.num_layers or layers)
 
     def _recompute_setting(self, rank: int) -> Recompute | JobRecompute | None:
-        return self.settings[rank].recompute or self._job_recompute
+        return self.settings[rank].recompute or self.costs.recompute
 
     def _layers_at_once(self, rank: int, chunk: int) -> int:
         """How many recomputed layers have one input between them."""
@@ -374,7 +337,7 @@ class RankSizes:
 
     def boundary_bytes(self, num_samples: int, chunk: int) -> int:
         """One activation between two chunks, in the type of `chunk`."""
-        key = num_samples, self.plan.groups[self.plan.chunks[chunk].group].compute_dtype
+        key = num_samples, self.group_of(chunk).compute_dtype
         if key not in self._boundary:
             self._boundary[key] = self.memory_of(chunk).boundary_bytes(num_samples)
         return self._boundary[key]
@@ -382,7 +345,7 @@ class RankSizes:
     @property
     def splits_activations(self) -> bool:
         """Whether ranks of a set send parts of an activation."""
-        in_parts = self._sets is not None and self._sets.sequence_parallel
+        in_parts = self.sets is not None and self.sets.sequence_parallel
         return in_parts or self.framework.split_transfers
 
     def crossing_bytes(self, action: Action) -> int:
@@ -402,15 +365,9 @@ class RankSizes:
             return stop - start
         return found
 
-    def message_bytes(self, action: Action) -> int:
-        """What each rank sends in a transfer."""
-        splits = self.framework.split_transfers and self._sets is None
-        ranks = len(self.plan.groups[0].replicas[0].ranks) if splits else 1
-        return self.crossing_bytes(action) // ranks
-
     def reduces_in_low_precision(self, chunk: int) -> bool:
         """Whether the chunk's gradients are sent in 16 bits."""
-        return self.plan.groups[self.plan.chunks[chunk].group].gradient_wire is not None
+        return self.group_of(chunk).gradient_wire is not None
 
     def exchange_bytes(self, kind: Kind, rank: int, chunk: int) -> int:
         """What the rank has in messages at once in a REDUCE or a GATHER.
@@ -429,7 +386,7 @@ class RankSizes:
             return self._between_regions_bytes(kind, rank, chunk)
         if kind is not Kind.REDUCE:
             return 0
-        count = len(self._replicas(chunk))
+        count = len(self.group_of(chunk).replicas)
         if not self.reduces_in_low_precision(chunk) or count == 1:
             return 0
         own = self.shards[chunk][rank]
@@ -449,34 +406,20 @@ class RankSizes:
         """Whether a reduction needs memory of its own, in a chunk that stays unsharded."""
         return self.reduces_in_low_precision(chunk) or self.is_hierarchical(chunk)
 
-    def micro_batch_bytes(
-        self, rank: int, chunk: int, *, forward_only: bool = False
-    ) -> MicroBatchBytes:
+    def micro_batch_bytes(self, rank: int, chunk: int) -> MicroBatchBytes:
         """What the rank has of one of its micro-batches in the chunk, asked for once."""
-        size, kind = self.micro_batch_size(rank), self._kind(rank)
-        key = chunk, self.part(rank), size, kind, self.recompute_numbers[rank], forward_only
+        size, kind = self.micro_batch_size(rank), self.costs.kinds[rank]
+        key = chunk, self.part(rank), size, kind, self.recompute_numbers[rank]
         if key not in self._of_micro_batch:
-            find = self._of_evaluation if forward_only else self._of_training
-            self._of_micro_batch[key] = find(rank, chunk, size, kind)
+            self._of_micro_batch[key] = self._micro_batch_bytes(rank, chunk, size, kind)
         return self._of_micro_batch[key]
 
-    def _of_evaluation(self, rank: int, chunk: int, size: int, kind: str | None) -> MicroBatchBytes:
-        """It keeps nothing, and has a whole layer at most."""
-        memory = self.memory_at(rank, chunk)
-        return MicroBatchBytes(
-            held=memory.boundary_bytes(size),
-            kept=0,
-            head=memory.head_bytes(size) if self.is_last(chunk) else 0,
-            working=memory.activation_bytes(size, "none", kind),
-            delayed=0,
-        )
-
-    def _of_training(self, rank: int, chunk: int, size: int, kind: str | None) -> MicroBatchBytes:
+    def _micro_batch_bytes(self, rank: int, chunk: int, size: int, kind: str) -> MicroBatchBytes:
         memory, layers = self.memory_at(rank, chunk), self.num_layers(chunk)
         (mode, recomputed), at_once = self.recompute(rank, chunk), self._layers_at_once(rank, chunk)
         whole, kept = (memory.activation_bytes(size, each, kind) for each in ("none", mode))
         stage = layers, recomputed, whole, kept
-        splits = self.plan.groups[self.plan.chunks[chunk].group].split_backward
+        splits = self.group_of(chunk).split_backward
         left, held = memory.delayed_bytes(size) if splits else 0, memory.boundary_bytes(size)
         # Beside what it leaves for weight gradients there is the gradient that arrives.
         arriving = held if layers * left else 0
@@ -490,7 +433,7 @@ class RankSizes:
 
     def kept_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
         """The bytes of each tensor that layers keep of a micro-batch."""
-        size, kind = self.micro_batch_size(rank), self._kind(rank)
+        size, kind = self.micro_batch_size(rank), self.costs.kinds[rank]
         mode, recomputed = self.recompute(rank, chunk)
         memory = self.memory_at(rank, chunk)
         whole = self.num_layers(chunk) - recomputed
@@ -500,10 +443,16 @@ class RankSizes:
             found += inputs * memory.kept_tensor_bytes(size, mode, kind)
         return found
 
-    def _kind(self, rank: int) -> str | None:
-        return None if self._kinds is None else self._kinds[rank]
-
     @cached_property
     def _local(self) -> tuple[bool, ...]:
         groups = [chunk.group for chunk in self.plan.chunks]
         return (*(one == next_ for one, next_ in pairwise(groups)), False)
+
+
+def _set_costs(plan: Plan, costs: JobCosts) -> SetCosts | None:
+    """Those of the plan's tensor-parallel sets; None: it has none."""
+    if not list(sets_of(plan)):
+        return None
+    if costs.sets is None:
+        raise SimulationError("found a tensor-parallel set; expected the costs of sets with it")
+    return costs.sets

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
 
 from zorse_megatron.costs.process_memory import pinned_bytes, pinned_state_bytes
@@ -17,7 +16,7 @@ from zorse_megatron.simulate.memory_ledger import (
     peak_memory,
 )
 from zorse_megatron.simulate.tasks import NOTHING, Program, Role, Timeline, Track
-from zorse_megatron.trace import Span, Trace
+from zorse_megatron.trace import Span
 
 # How each rank spent its time.
 
@@ -37,12 +36,6 @@ class RankUsage:
     """Stopped for other ranks, or for copies to and from the host."""
     idle_s: float
     """After the end of its list."""
-
-    @property
-    def busy_fraction(self) -> float:
-        """Share of the iteration in which the rank computed."""
-        whole_s = self.busy_s + self.communication_s + self.wait_s + self.idle_s
-        return self.busy_s / whole_s if whole_s else 0.0
 
 
 def usage_of(timeline: Timeline, rank: int) -> RankUsage:
@@ -269,7 +262,7 @@ def transfers_of(timeline: Timeline) -> tuple[TransferSpan, ...]:
                     source=rank,
                     target=action.peer,
                     action=str(action),
-                    num_bytes=sizes.message_bytes(action),
+                    num_bytes=sizes.crossing_bytes(action),
                     start_s=times.start_s[task],
                     end_s=times.end_s[task],
                 )
@@ -350,15 +343,6 @@ class SimulationResult:
     def memory_over_time(self, rank: int) -> tuple[MemoryStep, ...]:
         """Bytes on the rank's GPU after each change, by category."""
         return memory_over_time(self.timeline, self.stands_in[rank])
-
-    def save_traces(self, directory: Path, ranks: Iterable[int] | None = None) -> list[Path]:
-        """Write `trace-rank<rank>.json` files as a training run does."""
-        paths = []
-        for rank in self.simulated_ranks if ranks is None else ranks:
-            trace = Trace()
-            trace.add(self.spans(rank))
-            paths.append(trace.save(directory, rank=rank))
-        return paths
 
     def _simulated(self, rank: int) -> int:
         if self.stands_in[rank] != rank:

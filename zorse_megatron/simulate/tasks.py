@@ -304,7 +304,6 @@ class Timeline:
     sizes: RankSizes
     fixed_bytes: Sequence[int]
     """Global rank -> bytes that are always taken."""
-    forward_only: bool
 
     @cached_property
     def end_s(self) -> float:

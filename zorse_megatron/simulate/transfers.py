@@ -68,7 +68,7 @@ class MatchedTransfers:
                 position=position,
                 after=after,
                 token=(MATCHING[kind], action.samples, action.positions),
-                num_bytes=self.sizes.message_bytes(action),
+                num_bytes=self.sizes.crossing_bytes(action),
                 gate=gate,
             )
             self._edge(rank, action.peer).sends.append(post)
@@ -162,7 +162,7 @@ class MatchedTransfers:
         Of a set, every rank its slice.
         """
         slices = {
-            rank: Fraction(self.sizes.micro_batch_size(rank), len(self.sizes.set_of(rank)))
+            rank: Fraction(self.sizes.micro_batch_size(rank), len(self.sizes.replica(rank).ranks))
             for rank in tracks
         }
         for consumer, (_, position) in self.consumers.items():

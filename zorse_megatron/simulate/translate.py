@@ -415,7 +415,7 @@ class PassTasks:
         self.costs = costs
         self.sets = sets
         self.pace = pace
-        self.set = costs.sizes.set_of(self.rank)
+        self.set = costs.sizes.replica(self.rank).ranks
         self.times_s: dict[tuple[int, Kind, GatherPart], Sequence[float]] = {}
         """(chunk, kind, part of it) -> what its phases take, without a perturbation."""
         actions = self.track.actions

@@ -4,6 +4,7 @@ Kinds of GPU may compute in different types and run different attention, so each
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -142,33 +143,23 @@ def _memory(
     precision = precision_of(dtype, gradient_bytes=2) if is_narrow else precision_of(dtype)
     by_kind = attention_by_kind(models.cluster.kinds, computing, dtype)
     usual: Attention = "flash" if "flash" in by_kind.values() else "unfused"
-    try:
-        if splits_sequence:
-            raise LookupError("profiles do not say what is kept of parts of sequences")
-        measured = memory_from_profile(
-            models.profile,
-            models.model,
-            dtype=dtype,
-            precision=precision,
-            tensor_parallel=ranks,
-            attention=usual,
-            attention_by_kind=by_kind,
-            computing=computing,
-        )
-    except LookupError:
-        formula = TransformerMemory(
-            model=models.model,
-            tensor_parallel=ranks,
-            sequence_parallel=splits_sequence,
-            dtype=dtype,
-            precision=precision,
-            attention=usual,
-            attention_by_kind=by_kind,
-            computing=computing,
-        )
-        said = attention_phrase(by_kind)
-        return formula, f"memory: computed tensor by tensor, with {said}{_dropout(computing)}"
-    return measured, "memory: measured activations of layers and head"
+    formula = TransformerMemory(
+        model=models.model,
+        tensor_parallel=ranks,
+        sequence_parallel=splits_sequence,
+        dtype=dtype,
+        precision=precision,
+        attention=usual,
+        attention_by_kind=by_kind,
+        computing=computing,
+    )
+    # Profiles do not say what is kept of parts of sequences.
+    if not splits_sequence:
+        with suppress(LookupError):
+            measured = memory_from_profile(models.profile, formula)
+            return measured, "memory: measured activations of layers and head"
+    said = attention_phrase(by_kind)
+    return formula, f"memory: computed tensor by tensor, with {said}{_dropout(computing)}"
 
 
 def _dropout(computing: Computing) -> str:

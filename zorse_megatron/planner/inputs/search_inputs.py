@@ -9,6 +9,7 @@ from zorse_megatron.costs.interface import (
     CommCost,
     ComputeCost,
     DtypeCosts,
+    JobCosts,
     MemoryCost,
     Provenance,
     SetCosts,
@@ -178,6 +179,20 @@ class Inputs:
     def world_size(self) -> int:
         """Number of GPUs."""
         return len(self.kinds)
+
+    @property
+    def costs(self) -> JobCosts:
+        """What a simulation of a plan of these GPUs asks."""
+        return JobCosts(
+            compute=self.compute,
+            memory=self.memory,
+            comm=self.comm,
+            kinds=self.kinds,
+            sequence_length=self.sequence_length,
+            by_dtype=self.by_dtype,
+            recompute=self.recompute,
+            sets=self.sets,
+        )
 
     @cached_property
     def units(self) -> Units:
