@@ -28,9 +28,9 @@ import yaml
 from scripts.bench_stock_tables import Row, draw, gain, tables, with_tables
 from scripts.validation.peaks import peaks_without
 from scripts.where_time_goes import ideal_s, lost_s
-from zorse_megatron.cli.gpu_selection import Selected, select_gpus
+from zorse_megatron.cli.gpu_selection import Found, find
 from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.cli.workload_costs import SetOptions, WorkloadCosts, costs_of_workload
+from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_of_workload
 from zorse_megatron.emulate.emulator import flags_of_grid
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.plan.plan import Plan
@@ -39,7 +39,7 @@ from zorse_megatron.planner.baselines.lower_bounds import link_bound
 from zorse_megatron.planner.baselines.stock_best import Stock, stock_at_best
 from zorse_megatron.planner.baselines.stock_search import framework_of
 from zorse_megatron.planner.describe_plan import describe_plan
-from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.simulate.assumptions import RUNTIME, Framework
 from zorse_megatron.simulate.memory_ledger import Category
@@ -92,7 +92,7 @@ class Case:
             workload=workload,
             profiles=[ROOT / self.profile] if self.profile else [],
             global_batch_size=self.train["global_batch_size"],
-            sets=SetOptions(),
+            space=SearchSpace(),
         )
         return costs_of(parse_cluster(self.cluster_file)), costs_of
 
@@ -154,7 +154,7 @@ def measured(case: Case, directory: Path) -> Row:
     costs, costs_of = case.costs()
     whole = costs.inputs
     started_s = _cpu_s()
-    ours = select_gpus(costs, costs_of, "zorse", None)
+    ours = find(costs, costs_of, "zorse", None, may_leave_out=True)
     planning_s = _cpu_s() - started_s
     stock = stock_at_best(whole)
     bound = link_bound(whole)
@@ -188,7 +188,7 @@ def _of_stock(whole: Inputs, stock: Stock) -> Row:
     }
 
 
-def _of_ours(whole: Inputs, found: Selected) -> Row:
+def _of_ours(whole: Inputs, found: Found) -> Row:
     inputs, plan = found.costs.inputs, found.outcome.plan
     said = describe_plan(plan, inputs.kinds)
     kinds = Counter(inputs.kinds)
@@ -196,7 +196,7 @@ def _of_ours(whole: Inputs, found: Selected) -> Row:
     return {
         "iteration_s": found.outcome.iteration_s,
         "layout": f"{gpus}: {said}",
-        "ranks": found.point.ranks,
+        "ranks": found.ranks,
         **_looked_at(whole, inputs, plan, RUNTIME),
     }
 

@@ -16,7 +16,7 @@ from zorse_megatron.errors import Problem, ZorseError
 PACKAGE = "zorse-megatron"
 MODULES: Mapping[str, tuple[str, ...]] = {
     "train": ("torch", "megatron"),
-    "plots": ("matplotlib", "jinja2"),
+    "plots": ("matplotlib",),
 }
 """Extra -> the top-level modules that it brings and that are imported by name."""
 TRAINS_FROM = (3, 12)

@@ -13,7 +13,7 @@ from tests.unit.cli_samples import runner_in
 from tests.unit.planner_cases import random_case
 from tests.unit.test_selection import random_nodes
 from tests.unit.test_stock_search import cluster_of
-from zorse_megatron.cli import plan_answer
+from zorse_megatron.cli import answer as plan_answer
 from zorse_megatron.cli.short_answer import MOST_LINES, WIDTH
 from zorse_megatron.errors import Problem
 from zorse_megatron.inputs.cluster_yaml import parse_cluster

@@ -4,13 +4,14 @@ import doctest
 import json
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from tests.unit.cli_samples import EXAMPLES, FLAGS, WORKLOAD, runner_in
-from zorse_megatron.cli.gpu_selection import Selected, spares
+from zorse_megatron.cli.gpu_selection import Found, spares
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.plan_options import tokens_named
 from zorse_megatron.cli.short_answer import MOST_LINES, WIDTH
@@ -20,7 +21,6 @@ from zorse_megatron.flags.model_in_flags import flags_of_shape, shape_from_flags
 from zorse_megatron.flags.torch_builds import short_build_note
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS
-from zorse_megatron.planner.gpu_selection import Point
 
 pytestmark = pytest.mark.usefixtures("few_layouts")  # what stock takes is another test's
 TWO_SITES = """\
@@ -235,17 +235,16 @@ def test_what_is_no_number_of_tokens_is_refused(text, run):
 
 def test_spares_are_named():
     cluster = parse_cluster(example("two-sites").encode())
-    point = Point(ranks=(0, 1, 2, 3, 5), iteration_s=1.0, tokens=1)
-    selected = Selected(
+    found = Found(
         costs=None,
         outcome=None,
         stock=None,
-        point=point,
-        points=(point,),
-        whole=cluster,
+        ranks=(0, 1, 2, 3, 5),
+        points=(),
+        whole=SimpleNamespace(cluster=cluster),
         cluster_text="",
     )
-    assert spares(selected) == "left out as spares: 1 L4 of node l4, 2 T4 of node t4"
+    assert spares(found) == "left out as spares: 1 L4 of node l4, 2 T4 of node t4"
 
 
 def test_which_build_of_torch_to_install_is_one_line():

@@ -39,79 +39,29 @@ class StockFound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selected:
-    """GPUs of a cluster, and the plan that was found for them."""
+class Found:
+    """A plan, the GPUs that it is for, and what it is compared with."""
 
     costs: WorkloadCosts
     """On these GPUs."""
     outcome: "Outcome"
     stock: StockFound | None
-    """Stock Megatron on the best GPUs of the whole cluster; None: there are too many."""
-    point: "Point"
+    """Stock Megatron on the best GPUs of the whole cluster; None: there are too many, or it is not
+    asked for."""
+    ranks: tuple[int, ...]
+    """Of the whole cluster, those that are used."""
     points: tuple["Point", ...]
-    """All selections that got a whole search, best first; that of all GPUs is one of them."""
-    whole: Cluster
+    """All selections that got a whole search, best first; that of all GPUs is one of them. Empty:
+    GPUs were not selected, all are used."""
+    whole: WorkloadCosts
+    """On all GPUs."""
     cluster_text: str | None
     """The cluster file of these GPUs; None where they are all."""
 
     @property
     def left_out(self) -> tuple[int, ...]:
         """Ranks of the whole cluster."""
-        return tuple(sorted(set(range(self.whole.world_size)) - set(self.point.ranks)))
-
-
-def select_gpus(
-    costs: WorkloadCosts,
-    costs_of: CostsOf,
-    strategy: "Strategy",
-    on_progress: OnProgress,
-    *,
-    with_stock: bool = True,
-) -> Selected:
-    """Search for the GPUs that train fastest, and for their plan. `costs`: on all of them.
-
-    `with_stock`: and for what stock Megatron takes, which the strategies zorse and stock need.
-    Raises NoPlanError where nothing fits, that of all GPUs.
-    """
-    from zorse_megatron.planner.gpu_selection import explore
-
-    searches = _Searches(costs, costs_of, strategy, on_progress, with_stock=with_stock)
-    if strategy == "stock":
-        return searches.selected(searches.points_of_stock())
-    points = explore(
-        costs.inputs,
-        searches.iteration_s,
-        part_of=searches.part_of,
-        short=None if strategy == "zorse" else searches.iteration_s,
-        stock_s=searches.stock_s() if strategy == "zorse" else None,
-        on_progress=on_progress,
-    )
-    if not points[0].fits:
-        assert searches.failure is not None, "each search found a plan or failed"
-        raise searches.failure
-    return searches.selected(points)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A plan, and what it is compared with."""
-
-    costs: WorkloadCosts
-    """On the GPUs that are used."""
-    outcome: "Outcome"
-    stock: StockFound | None = None
-    """Stock Megatron; None: there are too many GPUs, or it is not asked for."""
-    selected: Selected | None = None
-    """None: GPUs were not selected, all are used."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Of the whole cluster, those that are used."""
-        return (
-            self.selected.point.ranks
-            if self.selected
-            else tuple(range(self.outcome.plan.world_size))
-        )
+        return tuple(sorted(set(range(self.whole.cluster.world_size)) - set(self.ranks)))
 
 
 def find(
@@ -125,41 +75,28 @@ def find(
 ) -> Found:
     """Search for the plan of all GPUs, or of those that train fastest. `costs`: on all of them.
 
-    `with_stock`: and for what stock Megatron takes. Raises NoPlanError where nothing fits.
+    `with_stock`: and for what stock Megatron takes, which the strategies zorse and stock need.
+    Raises NoPlanError where nothing fits, that of all GPUs.
     """
-    from zorse_megatron.planner.find_plan import find_plan
+    from zorse_megatron.planner.gpu_selection import explore
 
-    if may_leave_out:
-        found = select_gpus(costs, costs_of, strategy, on_progress, with_stock=with_stock)
-        return Found(costs=found.costs, outcome=found.outcome, stock=found.stock, selected=found)
-    if not with_stock:
-        outcome = find_plan(costs.inputs, strategy=strategy, on_progress=on_progress)
-        return Found(costs=costs, outcome=outcome)
-    stock, layouts = _stock_on_all(costs, strategy)
-    outcome = find_plan(costs.inputs, strategy=strategy, stock=layouts, on_progress=on_progress)
-    return Found(costs=costs, outcome=outcome, stock=stock)
-
-
-def _stock_on_all(
-    costs: WorkloadCosts, strategy: "Strategy"
-) -> "tuple[StockFound | None, list[StockLayout]]":
-    """What stock takes on all GPUs, and its layouts there, fastest first."""
-    from zorse_megatron.planner.baselines.stock_best import (
-        MOST_GPUS,
-        StockSearches,
-        no_stock_layout,
+    searches = _Searches(
+        costs, costs_of, strategy, on_progress, may_leave_out=may_leave_out, with_stock=with_stock
     )
-
-    if strategy != "stock" and costs.inputs.world_size > MOST_GPUS:
-        return None, []
-    searches, layouts = StockSearches(costs.inputs), []
-    at_best = searches.on_all()
-    if (best := at_best.best.fitting) is not None:  # perhaps an even one
-        layouts = [best, *searches.on(searches.everything)]
-    if strategy == "stock" and not layouts:
-        raise no_stock_layout(at_best.best)
-    plan = layouts[0].plan_on(costs.inputs) if layouts else None
-    return StockFound(at_best=at_best, plan=plan, cluster_text=None), layouts
+    if strategy == "stock":
+        points = searches.points_of_stock()
+        return searches.found_on(points[0].ranks, points if may_leave_out else ())
+    if not may_leave_out:
+        return searches.found_on(tuple(range(costs.cluster.world_size)), ())
+    points = explore(
+        costs.inputs,
+        searches.iteration_s,
+        part_of=searches.part_of,
+        short=None if strategy == "zorse" else searches.iteration_s,
+        stock_s=searches.stock_s() if strategy == "zorse" else None,
+        on_progress=on_progress,
+    )
+    return searches.found_on(points[0].ranks, points)
 
 
 class _Searches:
@@ -172,17 +109,19 @@ class _Searches:
         strategy: "Strategy",
         on_progress: OnProgress,
         *,
+        may_leave_out: bool,
         with_stock: bool,
     ) -> None:
         self.costs, self.costs_of = costs, costs_of
-        self.strategy, self.on_progress, self.with_stock = strategy, on_progress, with_stock
-        self.found: dict[tuple[int, ...], tuple[WorkloadCosts, Outcome]] = {}
+        self.strategy, self.on_progress = strategy, on_progress
+        self.may_leave_out, self.with_stock = may_leave_out, with_stock
+        self.outcomes: dict[tuple[int, ...], tuple[WorkloadCosts, Outcome]] = {}
         self.failure: NoPlanError | None = None
         """The first one."""
 
     @cached_property
     def stock(self) -> "StockSearches | None":
-        """None: there are too many GPUs."""
+        """None: there are too many GPUs, or it is not asked for."""
         from zorse_megatron.planner.baselines.stock_best import MOST_GPUS, StockSearches
 
         is_large = self.costs.inputs.world_size > MOST_GPUS and self.strategy != "stock"
@@ -190,11 +129,15 @@ class _Searches:
             return None
         return StockSearches(self.costs.inputs, self.part_of)
 
+    def _at_best(self, stock: "StockSearches") -> "StockAtBest":
+        """Of all sets of GPUs that were searched by now."""
+        return stock.at_best() if self.may_leave_out else stock.on_all()
+
     def stock_s(self) -> dict[tuple[int, ...], float]:
         """What stock takes on the sets of GPUs that its layouts were searched on."""
         if self.stock is None:
             return {}
-        best = self.stock.at_best().best.fitting
+        best = self._at_best(self.stock).best.fitting
         found = {ranks: some[0].iteration_s for ranks, some in self.stock.found.items() if some}
         return found if best is None else found | {best.gpu_ranks: best.iteration_s}
 
@@ -205,47 +148,45 @@ class _Searches:
 
         if not (found := self.stock_s()):
             assert self.stock is not None, "its layouts are searched on any number of GPUs"
-            raise no_stock_layout(self.stock.at_best().best)
+            raise no_stock_layout(self._at_best(self.stock).best)
         tokens = self.costs.inputs.global_batch_size * self.costs.inputs.sequence_length
         points = [Point(ranks=ranks, iteration_s=s, tokens=tokens) for ranks, s in found.items()]
         return tuple(sorted(points, key=lambda each: (each.iteration_s, each.ranks)))
 
-    def selected(self, points: tuple["Point", ...]) -> Selected:
-        """The best of the points, whose plan is searched by then or is now."""
-        best = points[0]
-        self.iteration_s(best.ranks)
-        costs, outcome = self.found[best.ranks]
-        return Selected(
+    def found_on(self, ranks: tuple[int, ...], points: tuple["Point", ...]) -> Found:
+        """The plan of these GPUs, which is searched by then or is now.
+
+        Raises NoPlanError where there is none.
+        """
+        if not math.isfinite(self.iteration_s(ranks)):
+            assert self.failure is not None, "each search found a plan or failed"
+            raise self.failure
+        costs, outcome = self.outcomes[ranks]
+        return Found(
             costs=costs,
             outcome=outcome,
-            stock=self._stock_found(),
-            point=best,
+            stock=None if self.stock is None else self._stock_found(self.stock),
+            ranks=ranks,
             points=points,
-            whole=self.costs.cluster,
-            cluster_text=None if costs is self.costs else self.text_of(best.ranks),
+            whole=self.costs,
+            cluster_text=self._text_of(ranks),
         )
 
-    def _stock_found(self) -> StockFound | None:
-        if self.stock is None:
-            return None
-        at_best = self.stock.at_best()
+    def _stock_found(self, stock: "StockSearches") -> StockFound:
+        at_best = self._at_best(stock)
         if (best := at_best.best.fitting) is None:
             return StockFound(at_best=at_best, plan=None, cluster_text=None)
         ranks = best.gpu_ranks
-        is_all = len(ranks) == self.costs.cluster.world_size
-        return StockFound(
-            at_best=at_best,
-            plan=best.plan_on(self._costs_on(ranks).inputs),
-            cluster_text=None if is_all else self.text_of(ranks),
-        )
+        plan = best.plan_on(self._costs_on(ranks).inputs)
+        return StockFound(at_best=at_best, plan=plan, cluster_text=self._text_of(ranks))
 
     def _layouts_on(self, ranks: tuple[int, ...]) -> "list[StockLayout] | None":
-        """Stock's, fastest first, for the strategies that start from them."""
-        if self.strategy not in {"zorse", "stock"}:
+        """Stock's, fastest first, for the strategies that start from them; None: of themselves."""
+        if self.strategy not in {"zorse", "stock"} or not self.with_stock:
             return None
         if self.stock is None:
             return []
-        best = self.stock.at_best().best.fitting  # also if it is an even one
+        best = self._at_best(self.stock).best.fitting  # also if it is an even one
         found = [best] if best is not None and best.gpu_ranks == ranks else []
         return [*found, *self.stock.on(ranks)]
 
@@ -254,7 +195,7 @@ class _Searches:
         from zorse_megatron.planner.find_plan import find_plan
         from zorse_megatron.planner.outcome import NoPlanError
 
-        if ranks not in self.found:
+        if ranks not in self.outcomes:
             costs = self._costs_on(ranks)
             try:
                 outcome = find_plan(
@@ -266,8 +207,8 @@ class _Searches:
             except NoPlanError as error:
                 self.failure = self.failure or error
                 return math.inf
-            self.found[ranks] = costs, outcome
-        return self.found[ranks][1].iteration_s
+            self.outcomes[ranks] = costs, outcome
+        return self.outcomes[ranks][1].iteration_s
 
     def part_of(self, ranks: tuple[int, ...]) -> "Inputs":
         """What a lower bound and a short search need."""
@@ -279,8 +220,10 @@ class _Searches:
             return self._costs_on(ranks).inputs  # without the kinds that lack a better type
         return on_ranks(self.costs.inputs, ranks)
 
-    def text_of(self, ranks: tuple[int, ...]) -> str:
-        """The cluster file of these GPUs."""
+    def _text_of(self, ranks: tuple[int, ...]) -> str | None:
+        """The cluster file of these GPUs; None where they are all."""
+        if len(ranks) == self.costs.cluster.world_size:
+            return None
         header = f"{USED_GPUS}\nRanks before: {', '.join(map(str, ranks))}"
         return dump_cluster(with_gpus(self.costs.cluster, ranks), header)
 
@@ -301,14 +244,12 @@ def gpus_of(cluster: Cluster, ranks: Sequence[int]) -> str:
     return ", ".join(f"{number} {kind}" for kind, number in counts.items())
 
 
-def spares(selected: Selected) -> str:
+def spares(found: Found) -> str:
     """Say which GPUs are left out, of a few nodes."""
-    whole = selected.whole
+    whole = found.whole.cluster
     parts = [
         f"{gpus_of(whole, tuple(ranks))} of node {node}"
-        for node, ranks in groupby(
-            selected.left_out, key=lambda rank: whole.node_of_rank(rank).name
-        )
+        for node, ranks in groupby(found.left_out, key=lambda rank: whole.node_of_rank(rank).name)
     ]
     more = f" and of {len(parts) - _MAX_NODES} more nodes" if len(parts) > _MAX_NODES else ""
     return f"left out as spares: {', '.join(parts[:_MAX_NODES])}{more}"

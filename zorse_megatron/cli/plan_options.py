@@ -15,7 +15,6 @@ from zorse_megatron.cli.options import DEFAULT_MARGIN, AsJson, Margin, one_of
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import (
-    SetOptions,
     WorkloadCosts,
     costs_of_workload,
     costs_on,
@@ -298,20 +297,22 @@ class SearchOptions:
         self, cluster: Cluster, *, workload: Workload, profiles: Sequence[Path | Profile]
     ) -> WorkloadCosts:
         """Return what a workload costs where such plans are searched. Raises ZorseError."""
+        from zorse_megatron.planner.inputs.search_inputs import SearchSpace
+
         return costs_of_workload(
             cluster,
             workload,
             profiles,
             global_batch_size=needed_batch_size(workload),
             margin=self.margin,
-            sets=SetOptions(
-                most=self.max_tensor_parallel,
-                across_nodes=self.sets_across_nodes,
+            space=SearchSpace(
+                max_tensor_parallel=self.max_tensor_parallel,
+                sets_across_nodes=self.sets_across_nodes,
                 unequal_parts=not self.equal_parts,
+                gradient_comm_dtype=communication_dtype_named(self.comm_dtype),
+                split_backward=self.split_backward,
+                offload_activations=self.offload_activations,
             ),
-            gradient_comm_dtype=communication_dtype_named(self.comm_dtype),
-            split_backward=self.split_backward,
-            offload_activations=self.offload_activations,
         )
 
 

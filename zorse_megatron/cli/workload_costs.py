@@ -1,7 +1,7 @@
 """From a command's options to cluster, model and costs."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,10 @@ from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.inputs.profile import Profile, joined, load_profile
-from zorse_megatron.plan.plan import GradientCommDtype, ModelFingerprint, Plan
+from zorse_megatron.plan.plan import ModelFingerprint, Plan
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.inputs.search_inputs import Inputs
+    from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,48 +34,11 @@ class WorkloadCosts:
     inputs: "Inputs"
     notes: tuple[str, ...]
     """For people: what was chosen for them, and what the costs rest on."""
-    to_do: tuple[str, ...] = ()
+    to_do: tuple[str, ...]
     """Of the notes those that ask for another command or measurement."""
-    profile: Profile | None = None
-
-    def inputs_for(self, model: ModelShape, global_batch_size: int) -> "Inputs":
-        """The same for another model and batch."""
-        from zorse_megatron.planner.inputs.search_inputs import make_inputs
-
-        return make_inputs(
-            self.cluster,
-            model,
-            self.profile,
-            global_batch_size=global_batch_size,
-            dtype=self.dtype,
-            memory_margin=self.inputs.memory_margin,
-            space=self.inputs.space,
-            computing=self.workload.computing,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SetOptions:
-    """Which tensor-parallel sets a plan may have."""
-
-    most: int | None = None
-    """Ranks of one; None: as many as a node has."""
-    across_nodes: bool = False
-    unequal_parts: bool = True
-
-    is_asked: bool = True
-    """Whether what the training command asks for is searched in any case."""
-
-    def of_search(self, workload: Workload) -> dict[str, Any]:
-        """Fields of `SearchSpace`."""
-        is_asked = self.is_asked and not workload.barring_sets
-        return {
-            "max_tensor_parallel": 1 if workload.barring_sets else self.most,
-            "wished_tensor_parallel": workload.requested_tensor_parallel if is_asked else 1,
-            "barring_sets": workload.barring_sets,
-            "sets_across_nodes": self.across_nodes,
-            "unequal_parts": self.unequal_parts,
-        }
+    profile: Profile | None
+    inputs_for: "Callable[[ModelShape, int], Inputs]"
+    """The same for another model and global batch size."""
 
 
 def costs_of_workload(
@@ -85,58 +48,70 @@ def costs_of_workload(
     *,
     global_batch_size: int,
     margin: float = DEFAULT_MARGIN,
-    sets: SetOptions = SetOptions(is_asked=False),
-    gradient_comm_dtype: GradientCommDtype | None = None,
-    split_backward: bool = False,
-    offload_activations: bool = False,
+    space: "SearchSpace | None" = None,
 ) -> WorkloadCosts:
     """Return what a workload costs on a cluster. Raises a ZorseError with every problem.
 
-    `profiles`: files, or what has been read. `sets`: which a plan may have. The default is for a
-    plan that is there already: what the command asks for is in it or not, but explaining it may
-    search again.
+    `profiles`: files, or what has been read. `space`: which plans are searched, beside what the
+    command asks for. None: any, and a plan is there already: what the command asks for is in it or
+    not, but explaining it may search again.
     """
     # Here and not above: other commands start faster without these imports.
-    from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
+    from zorse_megatron.planner.inputs.search_inputs import make_inputs
 
     margin = checked_share(margin, "--margin")
     loaded = [each if isinstance(each, Profile) else load_profile(each) for each in profiles]
     profile = joined(loaded) if loaded else None
     dtype = workload.dtype or usual_dtype(cluster)
-    inputs = make_inputs(
-        cluster,
-        workload.model,
-        profile,
-        global_batch_size=global_batch_size,
-        dtype=dtype,
-        memory_margin=margin,
-        space=SearchSpace(
-            gradient_comm_dtype=gradient_comm_dtype,
-            split_backward=split_backward,
-            offload_activations=offload_activations,
-            **sets.of_search(workload),
-        ),
-        computing=workload.computing,
-    )
-    notes = [*inputs.notes, *workload.notes]
-    unlikely = () if profile is None else unlikely_times(profile, cluster.kinds)
-    to_do = [*inputs.to_do, *(f"unlikely: {each}" for each in unlikely)]
-    notes = list(dict.fromkeys([*notes, *to_do]))
-    if workload.dtype is None:
-        notes.insert(
-            0, f"compute dtype {dtype}, which every kind of GPU supports; change it with --dtype"
+    space = _space_of(space, workload)
+
+    def inputs_for(model: ModelShape, batch: int) -> "Inputs":
+        return make_inputs(
+            cluster,
+            model,
+            profile,
+            global_batch_size=batch,
+            dtype=dtype,
+            memory_margin=margin,
+            space=space,
+            computing=workload.computing,
         )
-    elif dtype == "auto":
-        notes.insert(0, "every group computes in its own compute_dtype")
+
+    inputs = inputs_for(workload.model, global_batch_size)
+    unlikely = () if profile is None else unlikely_times(profile, cluster.kinds)
+    to_do = (*inputs.to_do, *(f"unlikely: {each}" for each in unlikely))
     return WorkloadCosts(
         cluster=cluster,
         workload=workload,
         dtype=dtype,
         inputs=inputs,
-        notes=tuple(notes),
-        to_do=tuple(to_do),
+        notes=(
+            *_dtype_notes(workload, dtype),
+            *dict.fromkeys((*inputs.notes, *workload.notes, *to_do)),
+        ),
+        to_do=to_do,
         profile=profile,
+        inputs_for=inputs_for,
     )
+
+
+def _space_of(space: "SearchSpace | None", workload: Workload) -> "SearchSpace":
+    """Without the tensor-parallel sets that the training command bars, with those it asks for."""
+    from zorse_megatron.planner.inputs.search_inputs import SearchSpace
+
+    if workload.barring_sets:
+        barring = workload.barring_sets
+        return replace(space or SearchSpace(), max_tensor_parallel=1, barring_sets=barring)
+    if space is None:
+        return SearchSpace()
+    return replace(space, wished_tensor_parallel=workload.requested_tensor_parallel)
+
+
+def _dtype_notes(workload: Workload, dtype: DtypeChoice) -> Iterator[str]:
+    if workload.dtype is None:
+        yield f"compute dtype {dtype}, which every kind of GPU supports; change it with --dtype"
+    elif dtype == "auto":
+        yield "every group computes in its own compute_dtype"
 
 
 def costs_for_plan(

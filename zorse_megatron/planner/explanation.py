@@ -390,7 +390,12 @@ def _replanned(found: Explanation) -> Iterator[str]:
             f"A new search finds {duration(again_s)} on the same GPUs: "
             f"{percent(found.iteration_s / again_s - 1)} faster than this plan."
         )
-    for more in found.replans.one_more:
+    yield from one_more_sentences(found.replans)
+
+
+def one_more_sentences(replans: Replans) -> Iterator[str]:
+    """What one more GPU of each kind would bring."""
+    for more in replans.one_more:
         gain = f"{duration(more.iteration_s)}, {faster(more.speedup)}"
         brings = gain if more.speedup >= _FASTER else faster(more.speedup)
         yield f"With one more {more.kind} in node {more.node}: {brings}."

@@ -1,34 +1,21 @@
-"""One page about a plan that needs no other file: pictures are in it, nothing is loaded."""
+"""A page of an answer that needs no other file: pictures are in it, nothing is loaded."""
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.resources import files
+from html import escape
 
-from jinja2 import Environment, StrictUndefined
+from rich.table import Table
 
-
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """A number that is seen first."""
-
-    label: str
-    value: str
-    note: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyRow:
-    """Who takes how long; `reason`: why there is no number."""
-
-    name: str
-    layout: str
-    iteration: str = ""
-    tokens: str = ""
-    percent: float = 0.0
-    """Length of the bar."""
-    reason: str = ""
-    is_ours: bool = False
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; max-width: 1120px; margin: 0 auto; }
+body { padding: 32px 24px; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+p { margin: 4px 0; }
+table { border-collapse: collapse; width: 100%; margin: 16px 0; }
+th, td { text-align: left; vertical-align: top; padding: 6px 10px 6px 0; }
+th, td { border-bottom: 1px solid #e3e8ee; }
+img { width: 100%; }
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,47 +23,31 @@ class Picture:
     """A PNG with what it shows."""
 
     title: str
-    hint: str
     png: bytes
 
-    @property
-    def base64(self) -> str:
-        """As a data URI has it."""
-        return b64encode(self.png).decode()
+
+def html_page(title: str, shown: Iterable[str | Table | Picture]) -> str:
+    """Return the page: a paragraph for each line, tables and pictures; all texts are escaped."""
+    parts = "\n".join(map(_part, shown))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{escape(title)}</h1>\n{parts}\n</body>\n</html>\n"
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplanRow:
-    """What another search found."""
+def _part(shown: str | Table | Picture) -> str:
+    if isinstance(shown, str):
+        return f"<p>{escape(shown)}</p>"
+    if isinstance(shown, Picture):
+        data = b64encode(shown.png).decode()
+        title = escape(shown.title)
+        return f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{data}">'
+    head = _row("th", [column.header for column in shown.columns])
+    columns = [list(column.cells) for column in shown.columns]
+    rows = "\n".join(_row("td", cells) for cells in zip(*columns, strict=True))
+    return f"<table>\n{head}\n{rows}\n</table>"
 
-    what: str
-    iteration: str
-    gain: str
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlanPage:
-    """Everything on the page, as text."""
-
-    title: str
-    subtitle: str
-    cards: Sequence[Card]
-    contest: Sequence[StrategyRow]
-    plan_line: str
-    group_headings: Sequence[str]
-    groups: Sequence[Sequence[str]]
-    reasons: Sequence[str]
-    pictures: Sequence[Picture]
-    replans: Sequence[ReplanRow]
-    no_replans: str
-    """Why there are none."""
-    rejected: Sequence[tuple[str, str]]
-    considered: str
-    notes: Sequence[str]
-    footer: str
-
-    def html(self) -> str:
-        """Return the page; all texts are escaped."""
-        template = files("zorse_megatron.plots").joinpath("plan_page.html.j2").read_text("utf-8")
-        environment = Environment(autoescape=True, undefined=StrictUndefined)
-        return environment.from_string(template).render(page=self) + "\n"
+def _row(tag: str, cells: Iterable[object]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(str(cell))}</{tag}>' for cell in cells)}</tr>"

@@ -5,22 +5,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
+from zorse_megatron.cli.answer import Answer, answer_as_json, answer_of
 from zorse_megatron.cli.console import (
     Errors,
     failure_as_json,
-    print_json,
+    print_answer,
     print_plain,
     progress_bar,
     refusal,
     reported_errors,
 )
 from zorse_megatron.cli.gpu_selection import CostsOf, Found, find
+from zorse_megatron.cli.next_command import NextCommand, next_command
 from zorse_megatron.cli.options import ClusterFile, PlannedWorkload, with_bundles
-from zorse_megatron.cli.plan_answer import Answer, answer_as_json, answer_of, print_answer
+from zorse_megatron.cli.plan_files import PlanOutputs, page_of
 from zorse_megatron.cli.plan_options import (
     AnswerOptions,
     ObservedRun,
@@ -31,11 +33,9 @@ from zorse_megatron.cli.plan_options import (
     strategy_named,
     tokens_named,
 )
-from zorse_megatron.cli.plan_outputs import PlanOutputs
-from zorse_megatron.cli.short_answer import next_command
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
-from zorse_megatron.files.read_write import NotWritten
+from zorse_megatron.files.read_write import NotWritten, write_text
 from zorse_megatron.files.strict import read_file
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import (
@@ -83,13 +83,20 @@ def plan(
                 may_leave_out=search.may_leave_out,
                 with_stock=task.run is None,  # stock Megatron does not go on with a run
             )
-        answer, lost = _written(task, found, outputs, cluster)
-        if lost is None and task.run is None and not outputs.is_stream:
-            answer = _with_next_command(answer, given, outputs.plan, cluster)
-        move = None if task.run is None else task.run.move_to(answer.outcome, answer.written.plan)
-    _tell(answer, task.run, move, lost=lost, shown=shown)
+        answer, lost = _answered(task, found, outputs, given, cluster)
+        values = answer_as_json(answer) | failure_as_json(lost)
+    print_answer(values, answer.lines(is_verbose=shown.verbose), as_json=shown.as_json)
+    if lost is not None:
+        if not shown.as_json:
+            print_plain(str(lost), to_stderr=True)
+            if answer.written.plan is None:  # it took a search to find
+                print_plain(dump_plan(answer.outcome.plan).rstrip())
+        raise typer.Exit(1)
     with reported_errors():  # on stderr: the plan's JSON has been printed
-        outputs.draw(answer, is_silent=shown.as_json)
+        if outputs.page is not None:
+            write_text(outputs.page, page_of(answer, shows_progress=not shown.as_json))
+            if not shown.as_json:
+                print_plain(f"written: {outputs.page}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,32 +172,32 @@ def _left(cluster: Cluster, search: SearchOptions, source: str) -> NodesLeft:
     return nodes_left(cluster, {node.name for node in cluster.nodes} - set(lost))
 
 
-def _written(
-    task: _Task, found: Found, outputs: PlanOutputs, cluster: Path
+def _answered(
+    task: _Task, found: Found, outputs: PlanOutputs, given: PlannedWorkload, cluster: Path
 ) -> tuple[Answer, NotWritten | None]:
-    """Write the plan; also return why it could not be."""
+    """Write the plan, and say what is known of it; also return why it could not be written."""
     if task.run is not None:
         found = replace(found, outcome=task.run.named(found.outcome))
-    text = None if task.left is None else _text_of(task.costs.cluster, task.left)
+    left, text = task.left, None
+    if left is not None:
+        header = f"{USED_GPUS}\nWithout {', '.join((*left.lost, *left.cut_off))}."
+        text = dump_cluster(task.costs.cluster, header)
     written, lost = outputs.saved(found, cluster=cluster, left=text)
-    answer = answer_of(task.costs, found, tokens=task.tokens, written=written)
-    return replace(answer, left=task.left), lost
+    answer = answer_of(found, tokens=task.tokens, written=written, left=left, run=task.run)
+    if lost is not None or task.run is not None or outputs.is_stream:
+        return answer, lost
+    return replace(answer, next_command=_next_command(answer, given, outputs.plan, cluster)), None
 
 
-def _text_of(cluster: Cluster, left: NodesLeft) -> str:
-    """The cluster file of the nodes that are left."""
-    return dump_cluster(cluster, f"{USED_GPUS}\nWithout {', '.join((*left.lost, *left.cut_off))}.")
-
-
-def _with_next_command(
+def _next_command(
     answer: Answer, given: PlannedWorkload, out: Path | None, cluster: Path
-) -> Answer:
+) -> NextCommand:
     """Where stock Megatron is recommended, the command that starts its layout."""
     written = answer.written
     plan, there, by_stock = out, written.used_cluster, answer.is_stock
     if answer.recommends_stock and written.stock is not None:
         plan, there, by_stock = written.stock, written.stock_cluster, True
-    command = next_command(
+    return next_command(
         given,
         plan=plan,
         cluster=there or cluster,
@@ -198,32 +205,6 @@ def _with_next_command(
         can_be_trained=answer.cannot_train is None,
         is_stock=by_stock,
     )
-    return replace(answer, next_command=command)
-
-
-def _tell(
-    answer: Answer,
-    run: ObservedRun | None,
-    move: dict[str, Any] | None,
-    *,
-    lost: NotWritten | None,
-    shown: AnswerOptions,
-) -> None:
-    """Show the plan. Ends with status 1 where its file could not be written."""
-    if shown.as_json:
-        run_as_json = {} if move is None else {"run": move}
-        print_json(answer_as_json(answer) | run_as_json | failure_as_json(lost))
-    else:
-        print_answer(answer, verbose=shown.verbose)
-        for line in run.lines(move) if run is not None and move is not None else ():
-            print_plain(line)
-    if lost is None:
-        return
-    if not shown.as_json:
-        print_plain(str(lost), to_stderr=True)
-        if answer.written.plan is None:  # it took a search to find
-            print_plain(dump_plan(answer.outcome.plan).rstrip())
-    raise typer.Exit(1)
 
 
 @contextmanager

@@ -1,17 +1,19 @@
-"""The answer of `zorse plan`: what is told, and all of it as text and as JSON."""
+"""The answer of `zorse plan`: what is known of a plan, as lines and tables and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.console import gib, print_plain, print_table
-from zorse_megatron.cli.gpu_selection import Found, Selected, gpus_of, spares
-from zorse_megatron.cli.plan_options import Tokens
-from zorse_megatron.cli.short_answer import NextCommand, flag_lines, short_lines
+from zorse_megatron.cli.console import gib
+from zorse_megatron.cli.gpu_selection import Found, gpus_of, spares
+from zorse_megatron.cli.next_command import NextCommand
+from zorse_megatron.cli.plan_options import ObservedRun, Tokens
+from zorse_megatron.cli.short_answer import flag_lines, short_lines
 from zorse_megatron.cli.tables import plan_line, plan_table
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
@@ -56,28 +58,38 @@ class Written:
 class Answer:
     """A plan, and what is known of it."""
 
-    whole: WorkloadCosts
-    costs: WorkloadCosts
-    """On the GPUs that are used."""
-    outcome: "Outcome"
-    selected: Selected | None
-    """None: GPUs were not selected, all are used."""
+    found: Found
     explanation: "Explanation | None"
     """None: there are too many GPUs."""
     error_bar: "ErrorBar"
-    stock: "StockAtBest | None"
-    """Stock Megatron on the whole cluster; None: there are too many GPUs, or a run goes on."""
     tokens: Tokens | None
     """How many to train on, if that is asked."""
     written: Written
-    left: NodesLeft | None = None
+    left: NodesLeft | None
     """Nodes of the cluster file that are not lost; None: all of them."""
+    run: ObservedRun | None
+    """That the plan is to go on with."""
     next_command: NextCommand | None = None
+
+    @property
+    def outcome(self) -> "Outcome":
+        """The plan, as it was found."""
+        return self.found.outcome
+
+    @property
+    def costs(self) -> WorkloadCosts:
+        """On the GPUs that are used."""
+        return self.found.costs
+
+    @property
+    def stock(self) -> "StockAtBest | None":
+        """Stock Megatron on the whole cluster; None: there are too many GPUs, or a run goes on."""
+        return None if self.found.stock is None else self.found.stock.at_best
 
     @property
     def num_gpus(self) -> int:
         """Those of the whole cluster."""
-        return self.whole.cluster.world_size
+        return self.found.whole.cluster.world_size
 
     @property
     def best_stock(self) -> "StockLayout | None":
@@ -126,25 +138,48 @@ class Answer:
             return self.explanation.sentences
         return _prediction(self.costs, self.outcome)
 
+    @property
+    def notes(self) -> list[str]:
+        """What was chosen and assumed, each thing once."""
+        cannot = [self.cannot_train] if self.cannot_train else []
+        builds = build_notes(list(self.costs.cluster.kinds))
+        return list(dict.fromkeys((*cannot, *self.costs.notes, *self.outcome.notes, *builds)))
+
+    @cached_property
+    def move(self) -> dict[str, Any] | None:
+        """What the run gains by going on under the plan; None: there is no run."""
+        return None if self.run is None else self.run.move_to(self.outcome, self.written.plan)
+
+    def lines(self, *, is_verbose: bool) -> Iterator[str | Table]:
+        """In short; `is_verbose`: then the plan, its reasons, what was rejected, notes."""
+        yield from short_lines(self, is_all=is_verbose)
+        if is_verbose:
+            yield from _details(self)
+        if self.run is not None and self.move is not None:
+            yield from self.run.lines(self.move)
+
 
 def answer_of(
-    whole: WorkloadCosts, found: Found, *, tokens: Tokens | None, written: Written
+    found: Found,
+    *,
+    tokens: Tokens | None,
+    written: Written,
+    left: NodesLeft | None,
+    run: ObservedRun | None,
 ) -> Answer:
-    """Collect what is shown of a plan. `whole`: costs on all GPUs."""
+    """Explain what was found."""
     from zorse_megatron.planner.error_bar import error_bar
     from zorse_megatron.planner.explain import explain
 
     plan, inputs = found.outcome.plan, found.costs.inputs
     return Answer(
-        whole=whole,
-        costs=found.costs,
-        outcome=found.outcome,
-        selected=found.selected,
+        found=found,
         explanation=explain(inputs, plan) if plan.world_size <= MOST_EXPLAINED else None,
         error_bar=error_bar(inputs, num_groups=len(plan.groups)),
-        stock=None if found.stock is None else found.stock.at_best,
         tokens=tokens,
         written=written,
+        left=left,
+        run=run,
     )
 
 
@@ -160,32 +195,42 @@ def not_trainable_yet(found: Plan) -> str | None:
     return None
 
 
-def print_answer(answer: Answer, *, verbose: bool) -> None:
-    """Print it in short; `verbose`: then the plan, its reasons, what was rejected, notes."""
-    for line in short_lines(answer, is_all=verbose):
-        print_plain(line)
-    if verbose:
-        _print_details(answer)
-
-
-def _print_details(answer: Answer) -> None:
+def _details(answer: Answer) -> Iterator[str | Table]:
     outcome, counts = answer.outcome, answer.outcome.considered
-    print_plain(plan_line(outcome.plan))
-    print_table(plan_table(outcome.plan))
-    for line in [] if answer.is_stock else flag_lines(answer, is_one=True):
-        print_plain(line)
-    if answer.selected is not None:
-        _print_selection(answer.selected)
-    for sentence in answer.sentences:
-        print_plain(sentence)
-    print_plain(
+    yield plan_line(outcome.plan)
+    yield plan_table(outcome.plan)
+    if not answer.is_stock:
+        yield from flag_lines(answer, is_one=True)
+    yield from _selection(answer.found)
+    yield from answer.sentences
+    yield (
         f"Searched in {duration(outcome.plan_time_s)}: {number_of(counts.groupings, 'grouping')}, "
         f"{number_of(counts.estimated, 'candidate')} estimated, {counts.simulated} simulated"
     )
-    for each in outcome.rejected[:_MAX_REJECTED]:
-        print_plain(f"rejected: {each.what}: {each.why}")
-    for note in notes_on(answer.costs, outcome):
-        print_plain(f"note: {note}")
+    yield from (f"rejected: {each.what}: {each.why}" for each in outcome.rejected[:_MAX_REJECTED])
+    yield from (f"note: {note}" for note in answer.notes)
+
+
+def _selection(found: Found) -> Iterator[str | Table]:
+    """Which GPUs are left out, and the other selections that were searched."""
+    if not found.points:
+        return
+    if not found.left_out:
+        yield "uses all GPUs of the cluster"
+        return
+    number = found.whole.cluster.world_size
+    everything = next(point for point in found.points if len(point.ranks) == number)
+    takes = duration(everything.iteration_s) if everything.fits else "more memory than there is"
+    yield f"{spares(found)} (with all GPUs: {takes})"
+    table = Table("GPUs", "Iteration", "Tokens/s", "")
+    for point in [point for point in found.points if point.fits][:_MAX_SELECTIONS]:
+        table.add_row(
+            Text(gpus_of(found.whole.cluster, point.ranks)),
+            duration(point.iteration_s),
+            figure(point.tokens_per_s),
+            "chosen" if point.ranks == found.ranks else "",
+        )
+    yield table
 
 
 def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:
@@ -209,25 +254,10 @@ def _peaks(outcome: "Outcome") -> tuple[int, ...]:
     return outcome.simulation.peak_memory_bytes
 
 
-def notes_on(costs: WorkloadCosts, outcome: "Outcome") -> list[str]:
-    """What was chosen and assumed, each thing once."""
-    cannot = not_trainable_yet(outcome.plan)
-    notes = [
-        *([cannot] if cannot else []),
-        *costs.notes,
-        *outcome.notes,
-        *build_notes(list(costs.cluster.kinds)),
-    ]
-    return list(dict.fromkeys(notes))
-
-
 def answer_as_json(answer: Answer) -> dict[str, Any]:
     """Return the same as JSON values, in full precision."""
-    outcome, costs, bar = answer.outcome, answer.costs, answer.error_bar
-    selected = answer.selected
-    everything = {"used_ranks": list(range(costs.cluster.world_size)), "left_out_ranks": []}
+    found, outcome, costs, bar = answer.found, answer.outcome, answer.costs, answer.error_bar
     return {
-        "ok": True,
         "strategy": outcome.strategy,
         "iteration_s": answer.iteration_s,
         "iteration_between_s": list(bar.between(answer.iteration_s)),
@@ -250,7 +280,7 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
         "considered": plain(outcome.considered),
         "rejected": plain(outcome.rejected),
         "reasons": list(answer.sentences),
-        "notes": notes_on(costs, outcome),
+        "notes": answer.notes,
         "plan": plain(outcome.plan),
         "written": _text(answer.written.plan),
         "used_cluster": _text(answer.written.used_cluster),
@@ -258,8 +288,18 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
         "stock_cluster": _text(answer.written.stock_cluster),
         "next_command": None if answer.next_command is None else answer.next_command.text,
         **({} if answer.left is None else _left_as_json(answer.left)),
-        **(everything if selected is None else _selection_as_json(selected)),
+        "used_ranks": list(found.ranks),
+        "left_out_ranks": list(found.left_out),
+        **({"selections": list(_selections_as_json(found))} if found.points else {}),
+        **({} if answer.run is None else {"run": answer.move}),
     }
+
+
+def _selections_as_json(found: Found) -> Iterator[dict[str, Any]]:
+    for point in found.points:
+        if point.fits:
+            times = {"iteration_s": point.iteration_s, "tokens_per_s": point.tokens_per_s}
+            yield {"ranks": list(point.ranks), **times}
 
 
 def _left_as_json(left: NodesLeft) -> dict[str, Any]:
@@ -293,60 +333,12 @@ def _layout_as_json(answer: Answer, stock: "Stock") -> dict[str, Any]:
         "layout": layout.description,
         "ranks": list(layout.ranks),
         "flags": list(layout_flags(layout.grid)),
-        "hosts": plain(hosts_of(answer.whole.inputs, layout.ranks)),
+        "hosts": plain(hosts_of(answer.found.whole.inputs, layout.ranks)),
     }
 
 
 def _training_as_json(answer: Answer) -> dict[str, Any] | None:
     if answer.tokens is None:
         return None
-    between: Sequence[float] = [answer.days(each) for each in answer.error_bar.between(1.0)]
-    return {
-        "tokens": answer.tokens.count,
-        "days": answer.days(),
-        "days_between": list(between),
-    }
-
-
-def _print_selection(selected: Selected) -> None:
-    """Print which GPUs are left out, and the other selections that were searched."""
-    print_plain(_spares_sentence(selected))
-    if not selected.left_out:
-        return
-    table = Table("GPUs", "Iteration", "Tokens/s", "")
-    for point in [point for point in selected.points if point.fits][:_MAX_SELECTIONS]:
-        table.add_row(
-            Text(gpus_of(selected.whole, point.ranks)),
-            duration(point.iteration_s),
-            figure(point.tokens_per_s),
-            "chosen" if point.ranks == selected.point.ranks else "",
-        )
-    print_table(table)
-
-
-def _selection_as_json(selected: Selected) -> dict[str, Any]:
-    """The same as JSON values."""
-    return {
-        "used_ranks": list(selected.point.ranks),
-        "left_out_ranks": list(selected.left_out),
-        "selections": [
-            {
-                "ranks": list(point.ranks),
-                "iteration_s": point.iteration_s,
-                "tokens_per_s": point.tokens_per_s,
-            }
-            for point in selected.points
-            if point.fits
-        ],
-    }
-
-
-def _spares_sentence(selected: Selected) -> str:
-    """Which GPUs are spares, and what all of them would bring."""
-    if not selected.left_out:
-        return "uses all GPUs of the cluster"
-    whole = next(
-        point for point in selected.points if len(point.ranks) == selected.whole.world_size
-    )
-    all_take = duration(whole.iteration_s) if whole.fits else "more memory than there is"
-    return f"{spares(selected)} (with all GPUs: {all_take})"
+    between = [answer.days(each) for each in answer.error_bar.between(1.0)]
+    return {"tokens": answer.tokens.count, "days": answer.days(), "days_between": between}

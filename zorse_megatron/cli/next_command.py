@@ -1,0 +1,142 @@
+"""The command to type after `zorse plan`: start the plan, write it, or explain it."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zorse_megatron.cli.command_group import own_options
+from zorse_megatron.cli.options import WorkloadOptions
+from zorse_megatron.cli.workload_costs import WorkloadCosts
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.model_in_flags import flags_of_shape
+from zorse_megatron.flags.table import WITHOUT_DROPOUT
+from zorse_megatron.launch.stock_command import stripped_of_layout
+
+_OF_THIS_ANSWER = ("--json", "--verbose", "-v")
+_DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
+_CONTINUED = " \\"
+_INDENT = "  "
+_LACKING = "your data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextCommand:
+    """Words of a shell, and what is to be known of them."""
+
+    words: tuple[str, ...]
+    lacks_data: bool = False
+    """Whether it trains a model of which no training command was given."""
+
+    @property
+    def text(self) -> str:
+        """On one line."""
+        return shlex.join(self.words)
+
+    @property
+    def line(self) -> str:
+        """For people, on one line."""
+        return f"{self._start}{self.text}"
+
+    @property
+    def _start(self) -> str:
+        return f"next (add {_LACKING}): " if self.lacks_data else "next: "
+
+    def lines(self, width: int) -> list[str]:
+        """For people, on lines of a width that a shell joins; one that is longer stays as it is."""
+        return shell_lines(self._start, self.words, width)
+
+
+def shell_lines(start: str, words: Sequence[str], width: int) -> list[str]:
+    """Words on lines of a width that a shell joins; one that is longer stays as it is."""
+    lines = [start]
+    for piece in _pieces(words):
+        room = width - len(_CONTINUED)
+        if len(lines[-1]) + len(piece) > room and lines[-1].strip():
+            lines[-1] = lines[-1].rstrip() + _CONTINUED
+            lines.append(_INDENT)
+        lines[-1] += f"{piece} "
+    return [line.rstrip() for line in lines]
+
+
+def next_command(
+    given: WorkloadOptions,
+    *,
+    plan: Path | None,
+    cluster: Path,
+    costs: WorkloadCosts,
+    can_be_trained: bool,
+    is_stock: bool,
+) -> NextCommand:
+    """Write the plan, or start one that was written; explain one that this version cannot train.
+
+    `is_stock`: whether it is for unmodified Megatron. `plan`: its file; None: none was asked for.
+    `cluster`: of the GPUs that it uses. A model without a training
+    command is started with the flags of its shape.
+    """
+    flags, model, own = given.flags, given.model, own_options(given.context)
+    if plan is None:
+        kept = [word for word in own if word not in _OF_THIS_ANSWER]
+        after = () if flags is None else ("--", *flags)
+        return NextCommand(words=("zorse", "plan", *kept, "--out", "plan.json", *after))
+    files = (str(plan), "--cluster", str(cluster))
+    can_be_trained = can_be_trained or is_stock
+    if flags is None and model is not None and "--" in model:
+        flags = tuple(shlex.split(model))
+    stock = ("--stock",) if is_stock else ()
+    launch = ("zorse", "launch", files[0], *stock, *files[1:], "--torchrun", "--")
+    if can_be_trained and flags is not None:
+        return NextCommand(words=(*launch, *(_for_stock(flags) if is_stock else flags)))
+    made = _flags_of(costs) if can_be_trained else ()
+    if made:
+        words = (*launch, *(_for_stock(made) if is_stock else made))
+        return NextCommand(words=words, lacks_data=True)
+    what = ("--", *flags) if flags is not None else ("--model", model or "")
+    options = ("--profile", "--dtype", "--seq-length", "--margin")
+    kept = [
+        word for piece in _pieces_of(own) if piece[0].partition("=")[0] in options for word in piece
+    ]
+    return NextCommand(words=("zorse", "explain", *files, *kept, *what))
+
+
+def _for_stock(given: Sequence[str]) -> tuple[str, ...]:
+    """A script of Megatron's, which has no other entry, and no flags that the layout decides."""
+    script = () if read_command(given).script else ("pretrain_gpt.py",)
+    return (*script, *stripped_of_layout(given))
+
+
+def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
+    """Megatron's flags of a model and batch; empty where the shape does not say all of them."""
+    workload = costs.workload
+    shape = workload.file_flags
+    if shape:
+        positions = max(workload.model.max_positions, workload.model.seq_length)
+        shape = (*shape, "--seq-length", str(workload.model.seq_length))
+        shape = (*shape, "--max-position-embeddings", str(positions))  # the last one counts
+    elif shape is None:
+        shape = flags_of_shape(workload.model)
+    if not shape:
+        return ()
+    return (
+        *shape,
+        *("--global-batch-size", str(costs.inputs.global_batch_size)),
+        *_DTYPE_FLAGS.get(costs.dtype, ()),
+        *WITHOUT_DROPOUT,  # as these models are trained
+        *("--eval-interval", "1000"),  # without one Megatron ends
+    )
+
+
+def _pieces(words: Sequence[str]) -> Iterator[str]:
+    """Each option with its values, which stay on one line."""
+    return map(shlex.join, _pieces_of(words))
+
+
+def _pieces_of(words: Sequence[str]) -> Iterator[list[str]]:
+    piece: list[str] = []
+    for word in words:
+        if word.startswith("-") and piece:
+            yield piece
+            piece = []
+        piece.append(word)
+    if piece:
+        yield piece

@@ -1,0 +1,227 @@
+"""The files that `zorse plan` writes, its page among them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from zorse_megatron.cli.answer import Answer, Written
+from zorse_megatron.cli.console import CommandError, Errors, progress_bar
+from zorse_megatron.cli.gpu_selection import Found
+from zorse_megatron.cli.simulated import capacities_bytes, rank_table, simulated, types_of
+from zorse_megatron.cli.workload_costs import WorkloadCosts
+from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.extras import refuse_without
+from zorse_megatron.files.read_write import NotWritten, stream_of, write_text
+from zorse_megatron.files.writable import refuse_unwritable
+from zorse_megatron.inputs.cluster_yaml import USED_GPUS
+from zorse_megatron.inputs.rank_placement import stock_plan_file, used_cluster_file
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import load_plan, save_plan
+
+if TYPE_CHECKING:
+    from zorse_megatron.plots.report_page import Picture
+    from zorse_megatron.simulate.result import SimulationResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOutputs:
+    """Where to write what; None: do not."""
+
+    plan: Path | None
+    page: Path | None
+    """The report page."""
+    may_leave_out: bool
+    """Whether the plan may be for fewer GPUs than there are."""
+    is_part: bool
+    """Whether nodes of the cluster file are lost, so that the plan is for the others."""
+    with_stock: bool
+    """Whether stock's best layout goes beside the plan."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the plan goes to a stream: what is written there cannot be read again."""
+        return self.plan is not None and stream_of(self.plan) is not None
+
+    @property
+    def used_cluster(self) -> Path | None:
+        """Where the cluster file goes if GPUs are left out or lost."""
+        return used_cluster_file(self.plan) if self.plan and self._may_have_fewer else None
+
+    @property
+    def _may_have_fewer(self) -> bool:
+        return self.may_leave_out or self.is_part
+
+    @property
+    def stock(self) -> Path | None:
+        """Where stock's best layout goes; nowhere beside a stream."""
+        if self.plan is None or self.is_stream or not self.with_stock:
+            return None
+        return stock_plan_file(self.plan)
+
+    @property
+    def stock_cluster(self) -> Path | None:
+        """Where its cluster file goes if it leaves GPUs out."""
+        return used_cluster_file(self.stock) if self.stock and self._may_have_fewer else None
+
+    def refuse(self, inputs: list[Path | str | None]) -> None:
+        """Raise before the search, which takes a while, what would go wrong after it."""
+        errors = Errors()
+        with errors.collect():
+            self._refuse_unwritable(inputs)
+        with errors.collect():
+            self._refuse_foreign()
+        errors.raise_all()
+        if self.page is not None:
+            refuse_without("plots", what="zorse plan --html")
+
+    def _refuse_unwritable(self, inputs: list[Path | str | None]) -> None:
+        given = {"--out": self.plan, "--html": self.page}
+        refuse_unwritable(given, inputs=inputs)
+        if self.plan is not None and not self.is_stream:
+            start = f"--out {self.plan}: "
+            beside = {
+                f"{start}the cluster file beside it,": self.used_cluster,
+                f"{start}stock's best layout beside it,": self.stock,
+                f"{start}the cluster file of stock's best layout,": self.stock_cluster,
+            }
+            refuse_unwritable(beside | given, inputs=inputs)
+
+    def _refuse_foreign(self) -> None:
+        """Raise CommandError for files that would be replaced, and nobody would think of.
+
+        Also for a plan that is written to a stream: nothing can be beside it.
+        """
+        if self.plan is None:
+            return
+        where, problems = f"--out {self.plan}", []
+        if self.is_stream:
+            if self._may_have_fewer:
+                found = "a stream, beside which there is no place for the cluster file of its GPUs"
+                remedy = "Write a file." if self.is_part else "Write a file, or add --use-all."
+                problems.append(Problem(where=where, found=found, expected="a file", remedy=remedy))
+        else:
+            for path, what in (
+                (self.used_cluster, "the cluster file of a plan that leaves GPUs out"),
+                (self.stock, "stock Megatron's best layout"),
+                (self.stock_cluster, "the cluster file of stock's best layout"),
+            ):
+                if path is not None and _is_foreign(path):
+                    is_cluster = ", or add --use-all" if path != self.stock else ""
+                    problems.append(
+                        Problem(
+                            where=where,
+                            found=f"{path}, which zorse plan has not written",
+                            expected=f"a place for {what}",
+                            remedy=f"Choose another --out, or move that file{is_cluster}.",
+                        )
+                    )
+        if problems:
+            raise CommandError("the command cannot be run", problems)
+
+    def saved(
+        self, found: Found, *, cluster: Path, left: str | None
+    ) -> tuple[Written, NotWritten | None]:
+        """Write plans and cluster files; also return why one could not be.
+
+        The plan is shown in any case. `cluster`: the file that was read, which stays; `left`: the
+        text of one without the nodes that are lost.
+        """
+        stock, text = found.stock, found.cluster_text or left
+        stock_text = (stock and stock.cluster_text) or left
+        used = self.used_cluster if text else None
+        beside = self.stock if stock and stock.plan else None
+        stock_cluster = self.stock_cluster if beside and stock_text else None
+        try:
+            if used and text:
+                write_text(used, text)
+            if self.plan is not None:
+                save_plan(found.outcome.plan, self.plan)
+        except NotWritten as error:
+            return Written(plan=error.kept), error
+        written = Written(plan=self.plan, used_cluster=used)
+        try:
+            if stock_cluster and stock_text:
+                write_text(stock_cluster, stock_text)
+            if beside and stock and stock.plan:
+                save_plan(stock.plan, beside)
+        except NotWritten as error:
+            return written, error
+        self._remove_left_over({used, beside, stock_cluster}, keep=cluster)
+        return replace(written, stock=beside, stock_cluster=stock_cluster), None
+
+    def _remove_left_over(self, new: set[Path | None], *, keep: Path) -> None:
+        """Remove what an earlier plan of that name had beside it, and this one has not."""
+        if self.plan is None or self.is_stream:
+            return
+        stock = stock_plan_file(self.plan)
+        for path in {used_cluster_file(self.plan), stock, used_cluster_file(stock)} - new:
+            if path.is_file() and not path.samefile(keep) and not _is_foreign(path):
+                path.unlink(missing_ok=True)
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether there is a file that is none of ours."""
+    try:
+        if path.suffix == ".json":
+            return path.is_file() and not _is_plan(path)
+        with path.open("rb") as file:
+            return not file.read(len(USED_GPUS) + 2).endswith(USED_GPUS.encode())
+    except OSError:  # none, or one that the check of outputs refuses
+        return False
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        load_plan(path)
+    except ZorseError:
+        return False
+    return True
+
+
+def page_of(answer: Answer, *, shows_progress: bool) -> str:
+    """The answer, what each GPU does and holds, and what one more would bring, as HTML.
+
+    Searches once more for each kind of GPU, below 256 of them.
+    """
+    from zorse_megatron.planner.explanation import one_more_sentences
+    from zorse_megatron.planner.other_searches import MOST_GPUS, replan
+    from zorse_megatron.plots.report_page import html_page
+
+    costs, plan = answer.costs, answer.outcome.plan
+    with progress_bar(wanted=shows_progress, title="page") as on_progress:
+        more = replan(costs.inputs, found_s=answer.outcome.iteration_s, on_progress=on_progress)
+    result = simulated(plan, costs, source="the plan")
+    return html_page(
+        f"{costs.workload.model.name} on {costs.cluster.name or 'the cluster'}",
+        [
+            f"{costs.inputs.global_batch_size} samples of {costs.inputs.sequence_length:,} tokens "
+            f"an iteration, {types_of(plan, costs)}",
+            *answer.lines(is_verbose=True),
+            rank_table(plan, result, costs.cluster),
+            *(
+                one_more_sentences(more)
+                if more is not None
+                else [f"One more GPU: not searched for {MOST_GPUS} GPUs or more, it takes too long"]
+            ),
+            *_pictures(costs, plan, result),
+            "Predicted by zorse-megatron's simulator, which executes the ranks' own lists of "
+            "actions. Not measured.",
+        ],
+    )
+
+
+def _pictures(costs: WorkloadCosts, plan: Plan, result: "SimulationResult") -> Iterator["Picture"]:
+    from zorse_megatron.plots.figures import draw_memory
+    from zorse_megatron.plots.gantt import draw_timeline
+    from zorse_megatron.plots.report_page import Picture
+
+    with TemporaryDirectory(prefix="zorse-page-") as directory:
+        path = Path(directory) / "picture.png"
+        draw_timeline(path, plan=plan, result=result, title="")
+        yield Picture(title="One iteration: each GPU's timeline", png=path.read_bytes())
+        capacities = capacities_bytes(costs.cluster)
+        draw_memory(path, plan=plan, result=result, capacity_bytes=capacities, title="")
+        title = "Peak memory of each GPU, against its capacity"
+        yield Picture(title=title, png=path.read_bytes())
