@@ -1,6 +1,6 @@
 """Writes the tables of rebound names into docs/, from the records of the registry.
 
-Run it after a change of zorse_megatron/adapter/patches; tests/unit/test_patch_registry.py
+Run it after a change of zorse_megatron/adapter/patches; tests/unit/test_imports.py
 compares.
 """
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
-from tests.unit.chunked_plans import dealt_out, ministages, with_owners
 from tests.unit.fake_costs import FakeComm, FakeMemory
+from tests.unit.made_plans import dealt_out, even_plan, ministages, with_owners
 from tests.unit.simulation import run
-from tests.unit.test_schedules import even_plan
 from zorse_megatron.plan.plan import Offload, Plan, Schedule
 from zorse_megatron.schedule.actions import COMPUTE, TRANSFERS, Action, Kind
 from zorse_megatron.schedule.lower import lower_plan
@@ -49,27 +48,6 @@ def test_the_list_in_the_docs_is_current() -> None:
     assert f"```\n{lower_plan(ministages(1, 1, 2, 3))}\n```" in text
 
 
-def test_two_groups_pass_samples_on_chunk_by_chunk() -> None:
-    first, last = lower_plan(ministages(2, 1, 2, 3)).ranks
-    assert words(first) == (
-        "0GATHER 2GATHER 0F0 0F1 0RELEASE 4GATHER 2F0 2F1 4F0 4F1 4B0 4B1 "
-        "4REDUCE 4RELEASE 0GATHER 2B0 2B1 2REDUCE 2RELEASE 0B0 0B1 0REDUCE 0RELEASE "
-        "SCALE NORM 0STEP 2STEP 4STEP"
-    )
-    assert words(last) == (
-        "1GATHER 3GATHER 1F0 1F1 1RELEASE 5GATHER 3F0 3F1 5F0 5B0 5F1 5B1 "
-        "5REDUCE 5RELEASE 1GATHER 3B0 3B1 3REDUCE 3RELEASE 1B0 1B1 1REDUCE 1RELEASE "
-        "SCALE NORM 1STEP 3STEP 5STEP"
-    )
-
-
-def test_evaluation_is_the_first_half() -> None:
-    first, _ = lower_plan(ministages(2, 1, 2, 3), forward_only=True).ranks
-    assert words(first) == (
-        "0GATHER 2GATHER 0F0 0F1 0RELEASE 4GATHER 2F0 2F1 2RELEASE 4F0 4F1 4RELEASE"
-    )
-
-
 def test_resident_parameters_are_gathered_after_the_step() -> None:
     plan = ministages(2, 1, 1, 2, parameters=RESIDENT)
     first, _ = lower_plan(plan).ranks
@@ -101,41 +79,50 @@ def test_offloaded_shards_are_fetched_one_chunk_ahead_of_the_gather() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=examples(150))
-@given(plan=breadth_first_plans)
-def test_all_micro_batches_of_a_chunk_then_the_next_chunk(plan: Plan) -> None:
-    last = len(plan.chunks) - 1
-    for rank, actions in enumerate(lower_plan(plan).ranks):
-        group, replica = plan.replica_of_rank(rank)
-        count = plan.groups[group].replicas[replica].num_microbatches
-        chunks = plan.chunks_of_group(group)
-        expected = [f"{c}F{m}" for c in chunks if c < last for m in range(count)]
-        if last in chunks:
-            expected += [f"{last}{kind}{m}" for m in range(count) for kind in "FB"]
-        expected += [f"{c}B{m}" for c in reversed(chunks) if c < last for m in range(count)]
-        assert [str(a) for a in actions if a.kind in COMPUTE] == expected
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=examples(150))
+@settings(deadline=None, max_examples=examples(200))
 @given(plan=breadth_first_plans, forward_only=st.booleans())
-def test_at_most_two_chunks_are_unsharded_and_what_is_computed_is(
-    plan: Plan, forward_only: bool
-) -> None:
-    if parameters_setting(plan) == RESIDENT:
-        return
-    for actions in lower_plan(plan, forward_only=forward_only).ranks:
+def test_what_is_done_chunk_after_chunk(plan: Plan, forward_only: bool) -> None:
+    """All micro-batches of a chunk, then the next chunk; what is computed is unsharded, at most two
+    chunks are; gathers and reductions as the closed form has them, each reduction after its chunk's
+    last backward and before the next chunk's first."""
+    is_resident = parameters_setting(plan) == RESIDENT
+    for rank, actions in enumerate(lower_plan(plan, forward_only=forward_only).ranks):
+        computed = [str(action) for action in actions if action.kind in COMPUTE]
+        assert computed == order_of_chunks(plan, rank, forward_only=forward_only)
         unsharded: set[int | None] = set()
+        chunks = plan.chunks_of_group(plan.group_of_rank(rank))
+        to_reduce = [] if forward_only else list(reversed(chunks))
+        gathers: Counter[int] = Counter()
         for action in actions:
             if action.kind is Kind.GATHER:
-                assert action.chunk not in unsharded
+                gathers[action.chunk or 0] += 1
+                assert is_resident or action.chunk not in unsharded
                 unsharded.add(action.chunk)
             elif action.kind is Kind.RELEASE:
                 unsharded.remove(action.chunk)
             elif action.kind in COMPUTE:
-                assert action.chunk in unsharded
-            assert len(unsharded) <= 2
-        assert not unsharded
+                assert is_resident or action.chunk in unsharded
+                assert action.kind is Kind.FORWARD or action.chunk == to_reduce[0]
+            elif action.kind is Kind.REDUCE:
+                assert action.chunk == to_reduce.pop(0)
+            assert is_resident or len(unsharded) <= 2
+        assert not to_reduce and (is_resident or not unsharded)
+        assert gathers == expected_gathers(
+            plan, plan.group_of_rank(rank), forward_only=forward_only
+        )
+
+
+def order_of_chunks(plan: Plan, rank: int, *, forward_only: bool) -> list[str]:
+    """Forwards of all chunks; the last chunk of all by turns; backwards of all others."""
+    group, replica = plan.replica_of_rank(rank)
+    count = plan.groups[group].replicas[replica].num_microbatches
+    chunks, last = plan.chunks_of_group(group), len(plan.chunks) - 1
+    if forward_only:
+        return [f"{chunk}F{m}" for chunk in chunks for m in range(count)]
+    order = [f"{chunk}F{m}" for chunk in chunks if chunk < last for m in range(count)]
+    if last in chunks:
+        order += [f"{last}{kind}{m}" for m in range(count) for kind in "FB"]
+    return order + [f"{c}B{m}" for c in reversed(chunks) if c < last for m in range(count)]
 
 
 def expected_gathers(plan: Plan, group: int, *, forward_only: bool) -> Counter[int]:
@@ -155,41 +142,6 @@ def expected_gathers(plan: Plan, group: int, *, forward_only: bool) -> Counter[i
     if most == 1 and last in chunks and len(chunks) > 1 and not forward_only:
         gathers[chunks[-2]] -= 1  # the turn is one computation: there is no time to drop it
     return gathers
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=examples(150))
-@given(plan=breadth_first_plans, forward_only=st.booleans())
-def test_gathers_and_reductions_equal_the_closed_form(plan: Plan, forward_only: bool) -> None:
-    for rank, actions in enumerate(lower_plan(plan, forward_only=forward_only).ranks):
-        group = plan.group_of_rank(rank)
-        gathers = Counter(a.chunk for a in actions if a.kind is Kind.GATHER)
-        assert gathers == expected_gathers(plan, group, forward_only=forward_only)
-        reductions = [a.chunk for a in actions if a.kind is Kind.REDUCE]
-        chunks = plan.chunks_of_group(group)
-        assert reductions == ([] if forward_only else list(reversed(chunks)))
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=examples(100))
-@given(plan=breadth_first_plans)
-def test_gradients_are_reduced_after_their_last_backward_and_before_the_next_chunk(
-    plan: Plan,
-) -> None:
-    for actions in lower_plan(plan).ranks:
-        done: list[int | None] = []
-        for action in actions:
-            if action.kind is Kind.REDUCE:
-                done.append(action.chunk)
-            elif action.kind is Kind.BACKWARD:
-                assert action.chunk not in done
-                assert all(chunk in done for chunk in range_above(plan, actions, action))
-
-
-def range_above(plan: Plan, actions: tuple[Action, ...], action: Action) -> list[int]:
-    """The rank's chunks after that of the action."""
-    held = {a.chunk for a in actions if a.kind is Kind.REDUCE}
-    return [c for c in range(len(plan.chunks)) if c in held and c > (action.chunk or 0)]
 
 
 @pytest.mark.slow
@@ -273,11 +225,6 @@ def test_offloaded_shards_leave_two_unsharded_chunks() -> None:
     assert found[Category.PARAMETERS] == 2 * (2 * LAYER + LAYER // 4)
 
 
-def test_only_one_micro_batch_has_its_logits() -> None:
-    result = run(ministages(2, 1, 8, 2), memory=FakeMemory(head=50))
-    assert result.memory[1].by_category[Category.LOGITS].num_bytes == 50
-
-
 def test_gathers_overlap_with_the_chunk_before() -> None:
     """A chunk runs 4 s forward, 8 s backward; a gather takes 2 s and a reduction 4 s."""
     plan = ministages(1, 2, 4, 4)
@@ -309,9 +256,3 @@ def test_a_replica_without_micro_batches_takes_part() -> None:
     busy, idle = lower_plan(plan).ranks
     assert list(idle) == [a for a in busy if a.kind not in COMPUTE]
     run(plan)
-
-
-def test_no_chunk_steps_before_the_norm_is_known():
-    for rank in lower_plan(ministages(2, 1, 2, 2)).ranks:
-        kinds = [action.kind for action in rank]
-        assert Kind.STEP in kinds and Kind.STEP not in kinds[: kinds.index(Kind.NORM)]

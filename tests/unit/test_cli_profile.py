@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from scripts.import_profile import import_tables
-from tests.unit.test_profile_import import LAYERS
+from tests.unit.test_profile import LAYERS
 from zorse_megatron.cli.main import app
 from zorse_megatron.inputs.profile import save_profile
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
-from tests.unit.test_schedules import even_plan
-from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from tests.unit.made_plans import even_plan, plan_of, replica
+from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule import communicators
 from zorse_megatron.schedule.actions import SENDS
 from zorse_megatron.schedule.communicators import (
@@ -69,22 +69,8 @@ def test_all_kernels_fit_beside_the_computations(edges, num_sms):
 
 def one_to_many(num_peers: int, size: int) -> Plan:
     """A rank whose micro-batches of `size` samples go to the peers in turn, one sample to each."""
-    batch = 4 * num_peers
-    here = Replica(
-        ranks=(0,), micro_batch_size=size, num_microbatches=batch // size, shard_weight=1.0
-    )
-    there = (
-        Replica(ranks=(1 + n,), micro_batch_size=1, num_microbatches=4, shard_weight=1.0)
-        for n in range(num_peers)
-    )
-    return Plan(
-        schema_version=1,
-        global_batch_size=batch,
-        model=ModelFingerprint(num_layers=2),
-        groups=(Group(replicas=(here,)), Group(replicas=tuple(there))),
-        chunks=(Chunk(group=0, layers=(0, 1)), Chunk(group=1, layers=(1, 2))),
-        schedule=Schedule(name="1f1b"),
-    )
+    here = replica(0, size=size, count=4 * num_peers // size)
+    return plan_of([here], [replica(1 + n, count=4) for n in range(num_peers)])
 
 
 def test_only_kernels_that_can_wait_at_once_crowd_a_gpu():

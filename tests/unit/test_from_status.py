@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.cli_samples import EXAMPLES, FLAGS
+from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.plan_options import observed_run
 from zorse_megatron.cli.workload import workload_of
@@ -20,7 +21,7 @@ from zorse_megatron.inputs.status import RUNNING_PLAN_NAME, STATUS_NAME, dump_st
 from zorse_megatron.live.move import REQUEST_NAME
 from zorse_megatron.live.rebalance import with_counts
 from zorse_megatron.live.run_status import IterationTimes, RunStatus
-from zorse_megatron.plan.plan import Chunk, Group, Plan, Predictions, Replica, Schedule
+from zorse_megatron.plan.plan import Chunk, Plan, Predictions, Schedule
 from zorse_megatron.plan.plan_file import dump_plan, fingerprint, load_plan
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.simulate.assumptions import Perturbation
@@ -33,22 +34,13 @@ SLOW = (1.0, 1.0, 2.5)
 
 def present() -> Plan:
     """Two stages: two replicas, and a GPU that is as fast as either."""
-
-    def replica(rank: int, count: int) -> Replica:
-        return Replica(ranks=(rank,), micro_batch_size=2, num_microbatches=count, shard_weight=1.0)
-
-    return Plan(
-        schema_version=1,
-        global_batch_size=16,
-        model=WORKLOAD.model.fingerprint(),
-        groups=(
-            Group(replicas=(replica(0, 4), replica(1, 4))),
-            Group(replicas=(replica(2, 8),)),
-        ),
-        chunks=(Chunk(group=0, layers=(0, 5)), Chunk(group=1, layers=(5, 8))),
-        schedule=Schedule(name="1f1b"),
+    plan = plan_of(
+        [replica(rank, size=2, count=4) for rank in (0, 1)],
+        [replica(2, size=2, count=8)],
         cluster=parse_cluster(CLUSTER.encode()).fingerprint(),
     )
+    chunks = (Chunk(group=0, layers=(0, 5)), Chunk(group=1, layers=(5, 8)))
+    return replace(plan, model=WORKLOAD.model.fingerprint(), chunks=chunks)
 
 
 def costs_of(plan: Plan, *profiles: Profile) -> Any:

@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
+from tests.unit.made_plans import one_group, with_groups
 from tests.unit.simulation import run
-from tests.unit.test_simulate_memory import with_groups
-from tests.unit.test_simulate_times import one_group
 from zorse_megatron.costs.process_memory import pinned_bytes
 from zorse_megatron.plan.plan import Chunk, Offload, Schedule
 from zorse_megatron.schedule.actions import Kind

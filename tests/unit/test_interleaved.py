@@ -8,9 +8,8 @@ from hypothesis import given, settings
 
 from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
-from tests.unit.chunked_plans import dealt_out, with_owners
+from tests.unit.made_plans import dealt_out, even_plan, with_owners
 from tests.unit.simulation import run
-from tests.unit.test_schedules import even_plan
 from zorse_megatron.plan.plan import Plan, Schedule
 from zorse_megatron.schedule.actions import COMPUTE, ActionLists, Kind
 from zorse_megatron.schedule.lower import lower_plan

@@ -7,7 +7,7 @@ from scripts.launch_order.check import LIMITS, WAYS, Launched, random_plans
 from scripts.launch_order.happens_before import most_waiting_exactly
 from scripts.launch_order.hardware_queues import find_hang, most_seen
 from scripts.launch_order.launches import MAIN, Launch
-from tests.unit.test_schedules import even_plan
+from tests.unit.made_plans import even_plan
 from zorse_megatron.schedule import communicators
 from zorse_megatron.schedule.communicators import Communicator
 

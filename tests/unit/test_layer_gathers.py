@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
+from tests.unit.made_plans import even_plan, one_group
 from tests.unit.simulation import run
-from tests.unit.test_schedules import even_plan
-from tests.unit.test_simulate_times import one_group
 from zorse_megatron.plan.plan import Chunk, ModelFingerprint, Schedule
 
 RATE = 64.0

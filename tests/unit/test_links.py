@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.strategies import lowerable_plans
-from tests.unit.test_schedules import even_plan
+from tests.unit.made_plans import even_plan
 from zorse_megatron.runtime import transport
 from zorse_megatron.runtime.transport import connect, link_groups, nccl_options, world_options
 from zorse_megatron.schedule.actions import edges_of

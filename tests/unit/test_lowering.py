@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.strategies import lowerable_plans
+from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
 from zorse_megatron.plan.plan import Plan
@@ -28,14 +28,20 @@ from zorse_megatron.schedule.validate import ScheduleError, check_executable
 COLLECTIVES = {Kind.GATHER, Kind.REDUCE, Kind.SCALE, Kind.NORM, Kind.TIE}
 EVERY_SCHEDULE = ("breadth_first", "breadth_first", "interleaved")
 
-any_plan = lowerable_plans(schedule_names=EVERY_SCHEDULE)
+any_plan = st.one_of(plans(), lowerable_plans(schedule_names=EVERY_SCHEDULE))
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=examples(150))
-@given(plan=any_plan, forward_only=st.booleans())
-def test_each_computation_once_and_micro_batches_in_order(plan: Plan, forward_only: bool) -> None:
-    lists = lower_plan(plan, forward_only=forward_only)
+@settings(deadline=None, max_examples=examples(300))
+@given(plan=any_plan, forward_only=st.booleans(), tied=st.booleans())
+def test_what_holds_of_all_lists(plan: Plan, forward_only: bool, tied: bool) -> None:
+    """They can be executed even if all transfers and collectives block; each computation once and
+    micro-batches in order; collectives in one order on all ranks of a group."""
+    lists = lower_plan(plan, forward_only=forward_only, tied=tied)
+    check_executable(lists)
+    assert parse_action_lists(str(lists)) == lists
+    assert set(sent_in(lists).values()) <= {1}
+    assert set(sent_in(lists)) == crossing_of(plan, forward_only=forward_only)
     for rank, actions in enumerate(lists.ranks):
         count = len(replica_micro_batches(plan, rank))
         for chunk in plan.chunks_of_group(plan.group_of_rank(rank)):
@@ -43,21 +49,27 @@ def test_each_computation_once_and_micro_batches_in_order(plan: Plan, forward_on
                 found = [a.micro_batch for a in actions if a.kind is kind and a.chunk == chunk]
                 skipped = forward_only and kind is Kind.BACKWARD
                 assert found == ([] if skipped else list(range(count)))
+    for group in plan.groups:
+        orders = {
+            tuple(a for a in lists.ranks[rank] if a.kind in COLLECTIVES) for rank in group.ranks
+        }
+        assert len(orders) == 1
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=examples(150))
-@given(plan=any_plan, forward_only=st.booleans())
-def test_samples_cross_every_boundary_between_groups_once(plan: Plan, forward_only: bool) -> None:
-    lists = lower_plan(plan, forward_only=forward_only)
+def sent_in(lists: ActionLists) -> Counter[tuple[Kind, int, int]]:
+    """How often each sample of a chunk is sent and received."""
     sent: Counter[tuple[Kind, int, int]] = Counter()
     for rank, actions in enumerate(lists.ranks):
         for a in actions:
             if a.kind in SENDS | RECEIVES:
                 assert a.samples is not None and a.peer != rank
                 sent.update((a.kind, a.chunk, sample) for sample in range(*a.samples))
-    assert set(sent.values()) <= {1}
-    expected = {
+    return sent
+
+
+def crossing_of(plan: Plan, *, forward_only: bool) -> set[tuple[Kind, int, int]]:
+    """Samples that have to cross boundaries between groups, there and back."""
+    return {
         (kind, chunk, sample)
         for lower in range(len(plan.chunks) - 1)
         if plan.chunks[lower].group != plan.chunks[lower + 1].group
@@ -69,37 +81,6 @@ def test_samples_cross_every_boundary_between_groups_once(plan: Plan, forward_on
         )
         for sample in range(plan.global_batch_size)
     }
-    assert set(sent) == expected
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=examples(150))
-@given(plan=any_plan, forward_only=st.booleans())
-def test_lists_can_be_executed(plan: Plan, forward_only: bool) -> None:
-    """Even if all transfers and collectives block."""
-    check_executable(lower_plan(plan, forward_only=forward_only))
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=examples(100))
-@given(plan=any_plan, forward_only=st.booleans())
-def test_collectives_come_in_one_order_on_all_ranks_of_a_group(
-    plan: Plan, forward_only: bool
-) -> None:
-    lists = lower_plan(plan, forward_only=forward_only, tied=True)
-    for group in plan.groups:
-        orders = {
-            tuple(a for a in lists.ranks[rank] if a.kind in COLLECTIVES) for rank in group.ranks
-        }
-        assert len(orders) == 1
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=examples(50))
-@given(plan=any_plan, forward_only=st.booleans())
-def test_lists_print_and_parse_back(plan: Plan, forward_only: bool) -> None:
-    lists = lower_plan(plan, forward_only=forward_only)
-    assert parse_action_lists(str(lists)) == lists
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.test_schedules import even_plan
+from tests.unit.made_plans import even_plan
 from zorse_megatron import pretrain
 from zorse_megatron.errors import FlagError
 from zorse_megatron.launch.rank_environment import VARIABLE, queue_environment, queue_problems

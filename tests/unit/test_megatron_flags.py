@@ -1,11 +1,34 @@
+"""A training command: its words, flags, model, and what a CPU adds."""
+
+import argparse
+import doctest
 import importlib.util
 import re
 import shlex
 from pathlib import Path
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.flag_samples import all_words
+from zorse_megatron.errors import FlagError, ModelError
+from zorse_megatron.flags import command
 from zorse_megatron.flags import model_in_flags as megatron_flags
+from zorse_megatron.flags.command import (
+    find_flags,
+    last_values,
+    read_command,
+    split_ours,
+    split_rest,
+)
+from zorse_megatron.flags.installed_software import with_cpu_flags
 from zorse_megatron.flags.model_in_flags import dtype_from_flags, shape_from_flags
+from zorse_megatron.flags.table import flags
 from zorse_megatron.inputs.model import MODELS, ModelShape
+from zorse_megatron.launch.pretrain_command import split_command
+
+# The model.
 
 LLAMA = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
 --seq-length 2048 --max-position-embeddings 4096 --swiglu --normalization RMSNorm
@@ -87,3 +110,301 @@ def test_flags_exist_in_megatron():
     for flag in flags:
         name = flag.removeprefix("--").replace("-", "_")
         assert flag in sources or re.search(rf"\b{name}\b", sources), flag
+
+
+FLAGS = {
+    "--num-layers": "2",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "32",
+    "--max-position-embeddings": "32",
+    "--vocab-size": "1000",
+}
+
+
+def flag_problems(*words, without=()):
+    given = [word for flag, value in FLAGS.items() if flag not in without for word in (flag, value)]
+    try:
+        shape_from_flags([*given, *words])
+    except ModelError as error:
+        return error.problems
+    return ()
+
+
+FLAG_CASES = {
+    **{flag: ("", flag, "no value", "a positive integer") for flag in list(FLAGS)[:5]},
+    "--vocab-size": ("", "--vocab-size", "no such flag", "the number of tokens"),
+    "text": ("--num-layers two", "--num-layers", '"two"', "a positive integer"),
+    "zero": ("--hidden-size 0", "--hidden-size", '"0"', "a positive integer"),
+    "absurd": ("--num-layers 9999999999", "--num-layers", '"9999999999"', "a positive integer"),
+    "no value": ("--seq-length --bf16", "--seq-length", "no value", "a positive integer"),
+    "heads": ("--num-attention-heads 5", "num_attention_heads", "5 heads", "divides hidden_size"),
+    "groups": (
+        "--group-query-attention --num-query-groups 3",
+        "num_query_groups",
+        "3 with 4 query heads",
+        "a divisor",
+    ),
+    "norm": ("--normalization BatchNorm", "--normalization", '"BatchNorm"', "LayerNorm, RMSNorm"),
+    "relative positions": (
+        "--position-embedding-type relative",
+        "--position-embedding-type",
+        '"relative"',
+        "one of learned_absolute, rope",
+    ),
+    "experts": ("--num-experts 8", "--num-experts", "the flag", "a model without it"),
+    "latent attention": (
+        "--multi-latent-attention",
+        "--multi-latent-attention",
+        "the flag",
+        "a model without it",
+    ),
+    "short position table": (
+        "--max-position-embeddings 8",
+        "max_positions",
+        "8 with seq_length 32",
+        "at least seq_length",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FLAG_CASES)
+def test_flags(case):
+    words, where, found, expected = FLAG_CASES[case]
+    (problem,) = flag_problems(*shlex.split(words), without=(case,))
+    assert (problem.where, found in problem.found) == (where, True)
+    assert expected in problem.expected
+    assert problem.remedy
+
+
+def test_all_flag_problems_at_once():
+    found = flag_problems("--num-experts", "8", without=("--num-layers", "--vocab-size"))
+    assert [problem.where for problem in found] == [
+        "--num-layers",
+        "--vocab-size",
+        "--num-experts",
+    ]
+
+
+@given(st.lists(st.sampled_from([*FLAGS, "--swiglu", "5", "-1", "x", "--kv-channels=3", "="])))
+def test_any_flags_give_a_model_or_problems(words):
+    for problem in flag_problems(*words):
+        assert problem.found and problem.expected and problem.remedy
+
+
+# Words.
+
+
+class Refused(Exception):
+    """argparse does not take the words."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises instead of leaving the process."""
+
+    def error(self, message):
+        raise Refused(message)
+
+
+def reference():
+    """A parser with the table's flags: argparse decides what belongs to what."""
+    parser = Parser(allow_abbrev=False, add_help=False)
+    types = {"int": int, "float": float}
+    for flag in flags():
+        options = {"dest": flag.name, "default": flag.default}
+        if flag.kind == "boolean":
+            options["action"] = argparse.BooleanOptionalAction
+        elif flag.kind != "store":
+            options["action"] = f"store_{flag.kind}"
+        else:
+            options |= {"nargs": flag.nargs, "type": types.get(flag.type, str)}
+            options["choices"] = flag.choices
+        spellings = flag.spellings[:1] if flag.kind == "boolean" else flag.spellings
+        parser.add_argument(*spellings, **options)
+    return parser
+
+
+PARSER = reference()
+SAMPLES = all_words()
+ODD = ["", "-", "-5", "-1.5", "-x", "a b", "--seq-lenght", "--lr=1e-3", "--fp16=1", "7", "x"]
+
+
+@pytest.mark.slow
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(SAMPLES), st.sampled_from([[word] for word in ODD if word != "--"])
+        ),
+        max_size=6,
+    )
+)
+def test_words_are_read_as_by_argparse(parts):
+    words = [word for part in parts for word in part]
+    command = read_command(words)
+    try:
+        expected, unknown = PARSER.parse_known_args(words)
+    except Refused:
+        assert command.problems
+        return
+    if unknown:
+        assert command.problems or command.unknown
+    else:
+        assert not command.problems and not command.unknown
+    if not command.problems:
+        assert vars(command.args) == vars(expected)
+
+
+def test_every_problem_is_told_at_once():
+    command = read_command(["--lr", "fast", "--num-layers", "--optimizer", "lamb", "odd", "--nope"])
+    assert [problem.where for problem in command.problems] == [
+        "--lr",
+        "--num-layers",
+        "--optimizer",
+        "the training command",
+    ]
+    assert command.unknown == ("--nope",)
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt.py", "dir/train.py"])
+def test_script_and_flags_of_ours_are_set_apart(script):
+    words = [script, "--zorse-metrics", "m.jsonl", "--lr", "1", "--zorse-trace=t", "--bf16"]
+    command = read_command(words)
+    assert (command.script, command.args.lr, command.args.bf16) == (script, 1.0, True)
+    assert not command.problems and not command.unknown
+    assert command.given == {"lr", "bf16"}
+
+
+def test_flags_are_not_abbreviated():
+    assert read_command(["--global-batch", "8"]).unknown == ("--global-batch",)
+
+
+def test_the_update_of_shards_is_one_of_three():
+    plan = ["--zorse-plan", "plan.json"]
+    assert split_command(plan).update == "auto"
+    assert split_command([*plan, "--zorse-update", "fused"]).update == "fused"
+    with pytest.raises(FlagError, match="--zorse-update: found 'quick'"):
+        split_command([*plan, "--zorse-update", "quick"])
+
+
+# Ours among them.
+
+
+def test_examples():
+    assert doctest.testmod(command).failed == 0
+
+
+def test_what_is_left_keeps_its_order():
+    words = ["--a", "1", "--left-out", "x", "stray", "--b=2", "--left-out=y", "-3"]
+    found, rest = find_flags(words, {"--left-out": "?"})
+    assert [each.values for each in found] == [("x",), ("y",)]
+    assert rest == ("--a", "1", "stray", "--b=2", "-3")
+
+
+def test_a_flag_that_is_not_asked_for_is_no_value():
+    """argparse takes a word with a space for a value where it does not know the flag."""
+    words = ["--recompute-modules", "mlp", "--data-path=my corpus", "--save=my folder"]
+    found, rest = find_flags(words, {"--recompute-modules": "*", "--save": "?"})
+    assert [each.values for each in found] == [("mlp",), ("my folder",)]
+    assert rest == ("--data-path=my corpus",)
+
+
+def test_flags_of_ours_are_not_abbreviated():
+    assert last_values(["--sav", "x", "--save-interval", "2"], ["--save"]) == {}
+
+
+def test_negative_numbers_are_values():
+    assert last_values(["--seed", "-5", "--lr=-1e-3"], ["--seed", "--lr"]) == {
+        "--seed": "-5",
+        "--lr": "-1e-3",
+    }
+
+
+def test_misspelt_flags_of_ours_are_ours():
+    found, rest = split_ours(["--zorse-plna", "p.json", "--lr", "1"])
+    assert [each.flag for each in found] == ["--zorse-plna"] and rest == ("--lr", "1")
+
+
+def test_a_flag_of_ours_quoted_together_with_its_value_is_ours():
+    """So that its misspelling is told, instead of stock training without the plan."""
+    found, rest = split_ours(["--lr", "1", "--zorse-plan p.json", "--bf16"])
+    assert [each.flag for each in found] == ["--zorse-plan p.json"]
+    assert rest == ("--lr", "1", "--bf16")
+
+
+def test_a_switch_with_a_value_is_refused():
+    with pytest.raises(FlagError, match="--bf16"):
+        find_flags(["--bf16=1"], {"--bf16": 0})
+
+
+def test_values_of_flags_that_nobody_knows_are_no_strays():
+    assert split_rest(["a", "--nope", "b", "-5", "--more=1"]) == (["--nope", "--more"], ["a"])
+
+
+# Without a GPU.
+
+CPU_FLAGS = [
+    *("--transformer-impl", "local", "--distributed-backend", "gloo"),
+    *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm"),
+    *("--no-masked-softmax-fusion", "--no-rope-fusion"),
+]
+
+
+def test_adds_all_to_a_command_without_them() -> None:
+    assert with_cpu_flags(["--bf16"]) == ["--bf16", *CPU_FLAGS]
+
+
+def test_adds_nothing_twice() -> None:
+    once = with_cpu_flags(["--seed", "-1"])
+    assert with_cpu_flags(once) == once
+
+
+def test_adds_only_what_lacks() -> None:
+    given = ["--distributed-backend=gloo", "--no-rope-fusion", "--transformer-impl", "local"]
+    added = with_cpu_flags(given)[len(given) :]
+    assert set(added).isdisjoint({"--distributed-backend", "--no-rope-fusion", "local"})
+    assert "--no-persist-layer-norm" in added
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "found"),
+    [
+        (["--transformer-impl", "transformer_engine"], "--transformer-impl", "transformer_engine"),
+        (["--distributed-backend=nccl"], "--distributed-backend", "nccl"),
+        (["--attention-backend", "flash"], "--attention-backend", "flash"),
+        (["--fp8-format", "hybrid"], "--fp8-format", "hybrid"),
+        (["--context-parallel-size", "2"], "--context-parallel-size", "2"),
+        (["--sequence-parallel"], "--sequence-parallel", "the flag"),
+        (["--async-save", "--bf16"], "--async-save", "the flag"),
+        (
+            ["--cuda-graph-impl", "none", "--cuda-graph-impl", "local"],
+            "--cuda-graph-impl",
+            "local",
+        ),
+    ],
+)
+def test_names_the_flag_that_cannot_work(argv: list[str], flag: str, found: str) -> None:
+    with pytest.raises(FlagError) as raised:
+        with_cpu_flags(argv)
+    (problem,) = raised.value.problems
+    assert (problem.where, problem.found) == (flag, found)
+
+
+def test_names_all_of_them_at_once() -> None:
+    with pytest.raises(FlagError) as raised:
+        with_cpu_flags(["--distributed-backend", "nccl", "--sequence-parallel"])
+    assert {p.where for p in raised.value.problems} == {
+        "--distributed-backend",
+        "--sequence-parallel",
+    }
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--attention-backend", "auto"],
+        ["--context-parallel-size", "1"],
+        ["--cuda-graph-impl", "none"],
+    ],
+)
+def test_harmless_values_pass(argv: list[str]) -> None:
+    assert with_cpu_flags(argv) == [*argv, *CPU_FLAGS]

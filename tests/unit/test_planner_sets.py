@@ -7,12 +7,13 @@ import re
 
 import pytest
 
+from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.costs.interface import RankPart
 from zorse_megatron.emulate.compare import Planned, compared_systems
 from zorse_megatron.inputs import cluster_yaml
 from zorse_megatron.inputs.model import Computing, ModelShape
 from zorse_megatron.inputs.profile import Profile, ProfiledModel, Source, Times
-from zorse_megatron.plan.plan import Chunk, Group, Parts, Plan, Replica, Schedule
+from zorse_megatron.plan.plan import Chunk, Parts
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.explanation import set_sentences
@@ -100,52 +101,31 @@ def all_plans(inputs, batch):
             units = list(zip(sets, chosen, strict=True))
             for order in itertools.permutations(units):
                 for layers in compositions(MODEL.num_layers, len(units)):
-                    yield plan_of(inputs, batch, order, layers)
+                    yield plan_in_order(inputs, batch, order, layers)
             if len(units) > 1:
                 for counts in compositions(batch, len(units), 0):
-                    yield sharing_plan(inputs, batch, units, counts)
+                    yield sharing_plan(inputs, units, counts)
 
 
-def replica(unit, count):
+def unit_replica(unit, count):
     ranks, parts = unit
-    return Replica(
-        ranks=tuple(sorted(ranks)),
-        parts=parts,
-        micro_batch_size=1,
-        num_microbatches=count,
-        shard_weight=1.0,
-    )
+    return replica(*sorted(ranks), count=count, parts=parts)
 
 
-def plan_of(inputs, batch, order, layers):
+def plan_in_order(inputs, batch, order, layers):
     stops = list(itertools.accumulate(layers))
-    return made(
-        inputs,
-        batch,
-        groups=tuple(Group(replicas=(replica(unit, batch),)) for unit in order),
-        chunks=tuple(
-            Chunk(group=number, layers=(stop - count, stop))
-            for number, (count, stop) in enumerate(zip(layers, stops, strict=True))
-        ),
+    plan = plan_of(*([unit_replica(unit, batch)] for unit in order))
+    chunks = tuple(
+        Chunk(group=number, layers=(stop - count, stop))
+        for number, (count, stop) in enumerate(zip(layers, stops, strict=True))
     )
+    return dataclasses.replace(plan, model=inputs.model, chunks=chunks)
 
 
-def sharing_plan(inputs, batch, units, counts):
-    replicas = (replica(unit, count) for unit, count in zip(units, counts, strict=True))
-    group = Group(replicas=tuple(sorted(replicas, key=lambda each: each.ranks)))
-    chunks = (Chunk(group=0, layers=(0, MODEL.num_layers)),)
-    return made(inputs, batch, groups=(group,), chunks=chunks)
-
-
-def made(inputs, batch, *, groups, chunks):
-    return Plan(
-        schema_version=1,
-        global_batch_size=batch,
-        model=inputs.model,
-        groups=groups,
-        chunks=chunks,
-        schedule=Schedule(name="1f1b"),
-    )
+def sharing_plan(inputs, units, counts):
+    replicas = (unit_replica(unit, count) for unit, count in zip(units, counts, strict=True))
+    plan = plan_of(sorted(replicas, key=lambda each: each.ranks), layers=MODEL.num_layers)
+    return dataclasses.replace(plan, model=inputs.model)
 
 
 def degrees(plan):

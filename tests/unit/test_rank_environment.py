@@ -1,13 +1,32 @@
-"""Which rank a process is, from the environments that torchrun and srun make."""
+"""Processes of ranks: which rank they are, where, and how they end."""
 
+import dataclasses
+import os
+import re
+import signal
 import string
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.errors import LaunchError
-from zorse_megatron.launch.rank_environment import hosts_in, launched_rank
+from zorse_megatron import pretrain
+from zorse_megatron.emulate.rank_jobs import (
+    ForkClient,
+    ForkedEnd,
+    ForkedJob,
+    RankJob,
+    run_forked,
+    run_spawned,
+)
+from zorse_megatron.errors import LaunchError, RankFailure
+from zorse_megatron.launch.rank_environment import hosts_in, launched_rank, share_gpus
+from zorse_megatron.processes import num_processors
 
 TORCHRUN = {
     "RANK": "5",
@@ -115,3 +134,168 @@ def test_a_range_is_every_number_in_it(prefix: str, first: int, count: int) -> N
     last = first + count - 1
     expected = [f"{prefix}{number:02}-ib" for number in range(first, last + 1)]
     assert list(hosts_in(f"{prefix}[{first:02}-{last:02}]-ib")) == expected
+
+
+# Jobs.
+
+
+def waiting(directory, limit_s):
+    """Two servers, which would wait forever."""
+    return RankJob(name="x", entry="http.server", arguments=("0",), world_size=2,
+                   directory=directory, limit_s=limit_s)  # fmt: skip
+
+
+def test_what_is_over_its_time_is_ended(tmp_path):
+    started_s = time.monotonic()
+    with pytest.raises(RankFailure) as raised:
+        run_spawned(waiting(tmp_path, 1.0))
+    assert time.monotonic() - started_s < 30
+    found = [problem.found for problem in raised.value.problems]
+    assert len(found) == 2 and all(re.fullmatch(r"no end in \d+ s", each) for each in found)
+    assert ranks_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_rank_survives_who_started_it(number, status, tmp_path):
+    """SIGINT is Python's own."""
+    code = (
+        "from pathlib import Path\n"
+        "from tests.unit.test_rank_environment import waiting\n"
+        "from zorse_megatron.emulate.rank_jobs import exits_on_signals, run_spawned\n"
+        "with exits_on_signals():\n"
+        f"    run_spawned(waiting(Path({str(tmp_path)!r}), 60.0))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as starter:
+        until(lambda: len(ranks_in(tmp_path)) == 2)
+        starter.send_signal(number)
+        assert starter.wait(60) == status
+    try:
+        until(lambda: not ranks_in(tmp_path))
+    finally:
+        for pid in ranks_in(tmp_path):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def until(holds, limit_s=60.0):
+    until_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+
+
+def ranks_in(directory):
+    return [pid for pid in os.listdir("/proc") if pid.isdigit() and runs_in(pid, directory)]
+
+
+def runs_in(pid, directory):
+    try:
+        return os.readlink(f"/proc/{pid}/cwd") == str(directory)
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("ended", [(0, 1), (1,)])
+def test_forked_ranks_that_had_to_be_ended_have_failed(ended, tmp_path):
+    class Client:
+        def run(self, job):
+            for rank in range(2):
+                (tmp_path / f"rank_{rank}.txt").write_text("waits")
+            statuses = tuple(-9 if rank in ended else 0 for rank in range(2))
+            return ForkedEnd(statuses=statuses, had_to_be_ended=ended, timed_out=True, wall_s=3.0)
+
+    with pytest.raises(RankFailure) as raised:
+        run_forked(Client(), waiting(tmp_path, 3.0))
+    assert [problem.found for problem in raised.value.problems] == ["no end in 3 s"] * len(ended)
+
+
+def test_what_fails_says_its_last_lines(tmp_path):
+    job = dataclasses.replace(waiting(tmp_path, 20.0), entry="no_such_module", world_size=1)
+    with pytest.raises(RankFailure, match="No module named no_such_module"):
+        run_spawned(job)
+    run_spawned(dataclasses.replace(job, entry="this"))
+    assert "Beautiful is better than ugly" in (tmp_path / "rank_0.txt").read_text()
+
+
+def test_each_rank_that_shares_is_another_host_to_nccl():
+    environments = [{"RANK": str(rank), "ZORSE_SHARE_GPUS": "1"} for rank in range(3)]
+    for each in environments:
+        share_gpus(each)
+    assert len({each["NCCL_HOSTID"] for each in environments}) == 3
+    untouched = {"RANK": "1"}
+    share_gpus(untouched)
+    assert untouched == {"RANK": "1"}
+
+
+SPAWNED = """\
+import os, runpy, signal
+runpy.run_module("zorse_megatron.pretrain", run_name={name!r}, alter_sys=True)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def status_of(name: str) -> int:
+    """As `multiprocessing.spawn._fixup_main_from_name` runs the module of the parent's main."""
+    return subprocess.run([sys.executable, "-c", SPAWNED.format(name=name)], check=False).returncode
+
+
+@pytest.mark.slow
+def test_a_spawned_process_ignores_the_signal() -> None:
+    assert status_of("__mp_main__") == 0
+
+
+@pytest.mark.slow
+def test_whoever_imports_the_module_does_not() -> None:
+    assert status_of("zorse_megatron.pretrain") == -signal.SIGTERM
+
+
+def test_what_fails_lets_go_of_its_iterators(monkeypatch):
+    """Before Python waits for their workers: it keeps the error, and so its frames, until then."""
+    held = []
+
+    def run(argv, *, setup=None):
+        iterator = type("Iterator", (), {})()
+        held.append(weakref.ref(iterator))
+        raise ValueError(argv)
+
+    monkeypatch.setattr(pretrain, "run", run)
+    with pytest.raises(ValueError, match="flag") as kept:
+        pretrain.main(["flag"])
+    assert held[0]() is None, kept
+
+
+GONE_AT_ITS_FIRST_JOB = """
+import sys
+print("{}", flush=True)
+sys.stdin.readline()
+sys.exit("no memory left")
+"""
+
+
+def test_a_server_that_has_gone_is_told_for_every_job(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(GONE_AT_ITS_FIRST_JOB)
+    client = ForkClient("server", working_directory=tmp_path)
+    job = ForkedJob(
+        entry="any", argv=(), world_size=1, timeout_s=60.0, output_directory=str(tmp_path)
+    )
+    for _ in range(2):
+        with pytest.raises(RankFailure, match="found exit status 1") as failure:
+            client.run(job)
+        assert "no memory left" in str(failure.value)
+    client.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot restrict it")
+def test_only_those_that_this_process_may_use_count():
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert num_processors() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(("there", "expected"), [(6, 6), (None, 1)])
+def test_elsewhere_all_of_them_count(there, expected, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: there)
+    assert num_processors() == expected

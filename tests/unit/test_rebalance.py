@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.strategies import lowerable_plans
+from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.live.rebalance import (
     Balancer,
     Counts,
@@ -23,7 +24,7 @@ from zorse_megatron.live.rebalance import (
     workers_of,
 )
 from zorse_megatron.live.rebalance_lists import Preparation, Prepared, held
-from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan import Plan, Schedule
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.schedule.actions import Action, ActionLists, Kind, edges_of
 from zorse_megatron.schedule.lower import lower_plan
@@ -70,26 +71,8 @@ def test_a_slower_replica_gets_less() -> None:
 def _plan(*groups: tuple[tuple[int, int], ...]) -> Plan:
     """Groups of replicas of (size, count), one layer each."""
     ranks = itertools.count()
-    return Plan(
-        schema_version=1,
-        global_batch_size=sum(size * count for size, count in groups[0]),
-        model=ModelFingerprint(num_layers=len(groups)),
-        groups=tuple(
-            Group(
-                replicas=tuple(
-                    Replica(
-                        ranks=(next(ranks),),
-                        micro_batch_size=size,
-                        num_microbatches=count,
-                        shard_weight=1.0,
-                    )
-                    for size, count in group
-                )
-            )
-            for group in groups
-        ),
-        chunks=tuple(Chunk(group=n, layers=(n, n + 1)) for n in range(len(groups))),
-        schedule=Schedule(name="1f1b"),
+    return plan_of(
+        *([replica(next(ranks), size=s, count=count) for s, count in group] for group in groups)
     )
 
 

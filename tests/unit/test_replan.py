@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.cli_samples import FLAGS
 from tests.unit.test_fewer_gpus import WHOLE
-from tests.unit.test_migration_request import plan_of
+from tests.unit.test_move import weighted
 from zorse_megatron.errors import LaunchError
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.launch.elastic.replan import Replanner, nodes_left
@@ -105,7 +105,7 @@ def test_the_given_plan_is_that_for_all_nodes(tmp_path: Path) -> None:
 def test_damaged_files_are_made_anew(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = dump_plan(plan_of(1.0, 1.0))
+    made = dump_plan(weighted(1.0, 1.0))
     monkeypatch.setattr(
         Replanner, "_search", lambda self, cluster, plan, saved: plan.write_text(made)
     )

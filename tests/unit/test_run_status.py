@@ -7,36 +7,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.cli.main import app
 from zorse_megatron.inputs.status import STATUS_NAME, LinkStatus, Move, dump_status, load_status
 from zorse_megatron.live.run_status import IterationTimes, RunStatus
 from zorse_megatron.plan.plan import (
-    Chunk,
     ClusterFingerprint,
-    Group,
-    ModelFingerprint,
     Plan,
     Predictions,
-    Replica,
-    Schedule,
 )
 
 KINDS = ("A", "A", "B", "B")
 PLANNED_S = (0.1, 0.1, 0.2, 0.2)
-PLAN = Plan(
-    schema_version=1,
-    global_batch_size=64,
-    model=ModelFingerprint(num_layers=1),
-    groups=(
-        Group(
-            replicas=tuple(
-                Replica(ranks=(rank,), micro_batch_size=1, num_microbatches=16, shard_weight=1.0)
-                for rank in range(4)
-            )
-        ),
-    ),
-    chunks=(Chunk(group=0, layers=(0, 1)),),
-    schedule=Schedule(name="1f1b"),
+PLAN = plan_of(
+    [replica(rank, count=16) for rank in range(4)],
     cluster=ClusterFingerprint(gpu_kinds=KINDS),
     predictions=Predictions(iteration_s=4.0, micro_batch_s=PLANNED_S),
 )

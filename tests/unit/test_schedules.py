@@ -4,9 +4,10 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.strategies import plans
+from tests.unit.made_plans import even_plan
 from zorse_megatron.errors import PlanError
 from zorse_megatron.plan.plan import (
     Chunk,
@@ -31,32 +32,6 @@ from zorse_megatron.schedule.actions import (
 from zorse_megatron.schedule.lower import lower_plan, refuse_unsupported
 from zorse_megatron.schedule.samples import micro_batches, pieces, replica_micro_batches
 from zorse_megatron.schedule.validate import ScheduleError, check_executable
-
-
-def even_plan(stages: int, replicas: int, count: int, size: int = 1) -> Plan:
-    """A stock layout: PP=stages, DP=replicas."""
-    groups = tuple(
-        Group(
-            replicas=tuple(
-                Replica(
-                    ranks=(stage * replicas + r,),
-                    micro_batch_size=size,
-                    num_microbatches=count,
-                    shard_weight=1.0,
-                )
-                for r in range(replicas)
-            )
-        )
-        for stage in range(stages)
-    )
-    return Plan(
-        schema_version=1,
-        global_batch_size=replicas * count * size,
-        model=ModelFingerprint(num_layers=stages),
-        groups=groups,
-        chunks=tuple(Chunk(group=s, layers=(s, s + 1)) for s in range(stages)),
-        schedule=Schedule(name="1f1b"),
-    )
 
 
 def computations(lists: ActionLists, rank: int) -> list[str]:
@@ -128,68 +103,6 @@ def test_pieces_equal_brute_force(plan: Plan) -> None:
         assert found == expected
 
 
-@pytest.mark.slow
-@settings(deadline=None)
-@given(plan=plans())
-def test_lists_do_each_thing_once_and_can_be_executed(plan: Plan) -> None:
-    lists = lower_plan(plan)
-    check_executable(lists)
-    for rank, actions in enumerate(lists.ranks):
-        mine = replica_micro_batches(plan, rank)
-        words = Counter((a.kind, a.micro_batch) for a in actions)
-        for m in mine:
-            assert words[Kind.FORWARD, m.index] == words[Kind.BACKWARD, m.index] == 1
-        assert sum(a.kind in (Kind.FORWARD, Kind.BACKWARD) for a in actions) == 2 * len(mine)
-        order = [a.micro_batch for a in actions if a.kind is Kind.FORWARD]
-        assert order == sorted(order), "the data loader yields micro-batches in this order"
-        _check_coverage(plan, rank, actions)
-
-
-def _check_coverage(plan: Plan, rank: int, actions: tuple[Action, ...]) -> None:
-    """Each micro-batch's samples cross each boundary of its chunk exactly once."""
-    (chunk,) = plan.chunks_of_group(plan.group_of_rank(rank))
-    for m in replica_micro_batches(plan, rank):
-        for kind, crosses in (
-            (Kind.RECEIVE_ACTIVATION, chunk > 0),
-            (Kind.SEND_GRADIENT, chunk > 0),
-            (Kind.SEND_ACTIVATION, chunk < len(plan.chunks) - 1),
-            (Kind.RECEIVE_GRADIENT, chunk < len(plan.chunks) - 1),
-        ):
-            samples = [
-                s
-                for a in actions
-                if (a.kind, a.micro_batch) == (kind, m.index) and a.samples
-                for s in range(*a.samples)
-            ]
-            assert sorted(samples) == (list(range(m.start, m.stop)) if crosses else [])
-
-
-@pytest.mark.slow
-@settings(deadline=None)
-@given(plan=plans())
-def test_one_sequence_runs_even_if_every_transfer_blocks(plan: Plan) -> None:
-    """Lists run with unbuffered blocking sends and receives."""
-    check_executable(lower_plan(plan))
-
-
-@pytest.mark.slow
-@settings(deadline=None)
-@given(plan=plans())
-def test_evaluation_lists_can_be_executed(plan: Plan) -> None:
-    lists = lower_plan(plan, forward_only=True)
-    check_executable(lists)
-    kinds = {a.kind for actions in lists.ranks for a in actions}
-    assert kinds <= {Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION}
-
-
-@pytest.mark.slow
-@settings(deadline=None)
-@given(plan=plans())
-def test_lists_print_and_parse_back(plan: Plan) -> None:
-    lists = lower_plan(plan, tied=True)
-    assert parse_action_lists(str(lists)) == lists
-
-
 def test_every_action_prints_and_parses_back() -> None:
     for kind in Kind:
         if kind in SENDS | RECEIVES:
@@ -207,18 +120,6 @@ def test_every_action_prints_and_parses_back() -> None:
 def test_what_is_no_action_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match="expected an action"):
         parse_action(word)
-
-
-def test_in_flight_micro_batches_stay_bounded() -> None:
-    """Activation memory: no replica holds more than its limit, whatever the batch."""
-    plan = even_plan(4, 1, 64)
-    lists = lower_plan(plan)
-    for rank in range(4):
-        held = peak = 0
-        for word in computations(lists, rank):
-            held += 1 if word[0] == "F" else -1
-            peak = max(peak, held)
-        assert peak == 4 - rank
 
 
 def test_a_stuck_list_is_reported_with_every_rank() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.unit.test_attention_kinds import FOUR_KINDS, NOTHING, at, models
-from tests.unit.test_measure_profile import T4, one_pass, started
+from tests.unit.test_compute import FOUR_KINDS, NOTHING, at, models
+from tests.unit.test_profile import T4, one_pass, started
 from zorse_megatron.inputs.model import Computing
 from zorse_megatron.inputs.profile import ProfiledModel, Source, Times
 from zorse_megatron.measure.measured_profile import with_pass

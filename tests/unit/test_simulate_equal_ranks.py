@@ -9,19 +9,14 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.strategies import with_random_hops
-from tests.unit.chunked_plans import ministages, with_owners
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
+from tests.unit.made_plans import even_plan, ministages, one_group, plan_of, replica, with_owners
 from tests.unit.simulation import run
-from tests.unit.test_schedules import even_plan
-from tests.unit.test_simulate_times import one_group
 from zorse_megatron.plan.plan import (
-    Chunk,
-    Group,
     ModelFingerprint,
     Offload,
     Plan,
     Recompute,
-    Replica,
     Schedule,
 )
 from zorse_megatron.schedule.actions import from_norm
@@ -30,33 +25,25 @@ from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_sett
 from zorse_megatron.simulate.assumptions import RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED, Perturbation
 
 
-def plan_of(shapes: list[tuple[int, int]], batch: int, order=None, weights=(1.0,)) -> Plan:
+def shaped(shapes: list[tuple[int, int]], batch: int, order=None, weights=(1.0,)) -> Plan:
     """Groups of R replicas with micro-batches of m samples, as (R, m).
 
     Ranks in the given order; shard weights in turn.
     """
     ranks = iter(order or range(sum(count for count, _ in shapes)))
-    groups = tuple(
-        Group(
-            replicas=tuple(
-                Replica(
-                    ranks=(next(ranks),),
-                    micro_batch_size=size,
-                    num_microbatches=batch // (count * size),
-                    shard_weight=weights[index % len(weights)],
+    return plan_of(
+        *(
+            [
+                replica(
+                    next(ranks),
+                    size=size,
+                    count=batch // (count * size),
+                    weight=weights[index % len(weights)],
                 )
                 for index in range(count)
-            )
+            ]
+            for count, size in shapes
         )
-        for count, size in shapes
-    )
-    return Plan(
-        schema_version=1,
-        global_batch_size=batch,
-        model=ModelFingerprint(num_layers=len(shapes)),
-        groups=groups,
-        chunks=tuple(Chunk(group=g, layers=(g, g + 1)) for g in range(len(shapes))),
-        schedule=Schedule(name="1f1b"),
     )
 
 
@@ -154,7 +141,7 @@ def equal_plans(draw):
     world = sum(count for count, _ in shapes)
     order = draw(st.one_of(st.just(list(range(world))), st.permutations(range(world))))
     weights = draw(st.sampled_from([[1.0], [1.0], [1.0, 2.0]]))
-    plan = with_extras(draw, with_one_more(draw, plan_of(shapes, batch, order, weights)))
+    plan = with_extras(draw, with_one_more(draw, shaped(shapes, batch, order, weights)))
     kinds = [""] * world
     for number, group in enumerate(plan.groups):
         for index, rank in enumerate(group.ranks):
@@ -177,7 +164,7 @@ def stock_plans(draw):
     """Stock's layouts, and the kind of GPU of each rank."""
     stages, width, size = (draw(st.integers(low, 4)) for low in (2, 1, 1))
     batch = stages * width * size * draw(st.integers(1, 3))
-    plan = plan_of([(width, size)] * stages, batch, list(range(stages * width)), [1.0])
+    plan = shaped([(width, size)] * stages, batch, list(range(stages * width)), [1.0])
     virtual = draw(st.integers(1, 3))
     schedule = "1f1b" if virtual == 1 else "interleaved"
     plan = with_owners(plan, list(range(stages)) * virtual, schedule)
@@ -257,7 +244,7 @@ def merged_as_whole(case, framework, *, ranks_per_node, nic, spine):
 )
 def test_how_many_ranks_are_left(shapes, batch, simulated):
     memory = FakeMemory(layer_count=64 * 48)  # so that all shards are equal
-    result = run(plan_of(shapes, batch), memory=memory, merge_equal_ranks=True)
+    result = run(shaped(shapes, batch), memory=memory, merge_equal_ranks=True)
     assert len(result.simulated_ranks) == simulated
     assert set(result.stands_in) == set(result.simulated_ranks)
 
@@ -279,7 +266,7 @@ def test_how_many_ranks_are_left(shapes, batch, simulated):
 def test_replicas_with_more_micro_batches_than_others(schedule, shapes, counts, simulated):
     batch = sum(counts[0]) * shapes[0][1]
     shapes[1] = (shapes[1][0], batch // sum(counts[1]))
-    plan = plan_of(shapes, batch)
+    plan = shaped(shapes, batch)
     groups = tuple(
         dataclasses.replace(
             group,
@@ -304,7 +291,7 @@ def test_replicas_with_more_micro_batches_than_others(schedule, shapes, counts, 
 
 def test_a_shared_nic_counts_all_copies():
     """Four pipelines from one node to another through one NIC: a quarter for each."""
-    plan = plan_of([(4, 1), (4, 1)], 4)
+    plan = shaped([(4, 1), (4, 1)], 4)
     comm = FakeComm(bytes_per_s=8.0, links=node_links(4, 8.0))
     result = run(plan, memory=FakeMemory(boundary=8), comm=comm, merge_equal_ranks=True)
     assert result.simulated_ranks == (0, 4)

@@ -1,5 +1,7 @@
 """Sharing of links: closed forms, and the theorem that says what a max-min fair share is."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,40 +37,49 @@ def finish_times(capacities, flows):
     return [ends[number] for number in range(len(flows))]
 
 
-def test_alone_a_flow_has_its_limit():
-    assert finish_times([10.0], [(1.0, flow(20, [0], limit=5.0))]) == [5.0]
+def fair_rates(capacities, flows):
+    """Progressive filling: all rates rise together, each until its limit or a link is full."""
+    rates, rising = [0.0] * len(flows), set(range(len(flows)))
+    while rising:
+        room = {
+            link: capacity
+            - sum(rates[n] * dict(each.links).get(link, 0) for n, each in enumerate(flows))
+            for link, capacity in enumerate(capacities)
+        }
+        use = {link: sum(dict(flows[n].links).get(link, 0) for n in rising) for link in room}
+        step = min(
+            *(flows[n].limit_bytes_per_s - rates[n] for n in rising),
+            *(room[link] / use[link] for link in room if use[link]),
+        )
+        for n in rising:
+            rates[n] += step
+        full = {link for link in room if use[link] and room[link] - step * use[link] <= 1e-9}
+        rising = {
+            n
+            for n in rising
+            if rates[n] < flows[n].limit_bytes_per_s - 1e-9
+            and not full & {link for link, _ in flows[n].links}
+        }
+    return rates
 
 
-def test_two_flows_halve_a_link():
-    assert finish_times([10.0], [(0.0, flow(20, [0])), (0.0, flow(20, [0]))]) == [4.0, 4.0]
-
-
-def test_who_stays_speeds_up_when_the_other_ends():
-    # 10 bytes each at rate 5 until 2 s, then 20 bytes at rate 10.
-    assert finish_times([10.0], [(0.0, flow(10, [0])), (0.0, flow(30, [0]))]) == [2.0, 4.0]
-
-
-def test_who_was_first_slows_down_when_another_comes():
-    # Alone until 1 s (10 bytes), then rate 5 for both until the first is done at 3 s.
-    assert finish_times([10.0], [(0.0, flow(20, [0])), (1.0, flow(20, [0]))]) == [3.0, 4.0]
-
-
-def test_a_slow_flow_leaves_the_rest_to_the_other():
-    slow, fast = flow(2, [0], limit=1.0), flow(18, [0])
-    assert finish_times([10.0], [(0.0, slow), (0.0, fast)]) == [2.0, 2.0]
-
-
-def test_the_parking_lot():
-    """One flow over both links, one on each: 1/2 everywhere if the links are equal."""
-    both, first, second = flow(6, [0, 1]), flow(6, [0]), flow(18, [1])
-    # Link 1 is three times as wide: the long flow is held by link 0, the rest is the short one's.
-    assert finish_times([2.0, 6.0], [(0.0, both), (0.0, first), (0.0, second)]) == pytest.approx(
-        [6.0, 6.0, 18 / 5]
-    )
-
-
-def test_flows_that_stand_for_several_count_as_several():
-    assert finish_times([12.0], [(0.0, flow(8, [0], usage=3.0))]) == [2.0]
+def finish_times_by_filling(capacities, flows):
+    """From one start or end of a flow to the next, at the rates that all then have."""
+    left = [each.num_bytes for _, each in flows]
+    ends, now_s = [math.inf] * len(flows), 0.0
+    while math.inf in ends:
+        active = [n for n, (start, _) in enumerate(flows) if start <= now_s and ends[n] == math.inf]
+        rates = dict(
+            zip(active, fair_rates(capacities, [flows[n][1] for n in active]), strict=True)
+        )
+        starts = [start for start, _ in flows if start > now_s]
+        next_s = min([*starts, *(now_s + left[n] / rates[n] for n in active)])
+        for n in active:
+            left[n] -= rates[n] * (next_s - now_s)
+            if left[n] <= 1e-9:
+                ends[n] = next_s
+        now_s = next_s
+    return ends
 
 
 def test_links_that_are_not_full_do_not_tie_flows_together():
@@ -81,12 +92,6 @@ def test_links_that_are_not_full_do_not_tie_flows_together():
     # Flow 1, the second bundle, has link 0 in common with flow 0, but that link is not full.
     assert {bundle for _, bundle, _ in network.rebalance(1.0)} == {0, 2}
     assert network.rates() == pytest.approx({0: 10 / 3, 1: 10.0, 2: 10 / 3, 3: 10 / 3})
-
-
-def test_members_of_a_bundle_come_and_go():
-    """Rate 10 shared by those under way: 5, 5 until 3 s, 10 / 3 until 6 s, 5 until 8 s."""
-    flows = [(0.0, flow(25, [0])), (0.0, flow(35, [0])), (3.0, flow(20, [0]))]
-    assert finish_times([10.0], flows) == pytest.approx([6.0, 8.0, 8.0])
 
 
 flows_strategy = st.lists(
@@ -139,15 +144,15 @@ def test_rates_are_max_min_fair(capacities, flows, num_gone):
         assert rate == pytest.approx(limit, rel=1e-6) or bottlenecks
 
 
-@given(capacities=st.lists(st.floats(0.5, 20), min_size=5, max_size=5), flows=flows_strategy)
-def test_a_link_carries_all_bytes_and_no_faster_than_it_can(capacities, flows):
-    made = [(0.0, flow(b, links, limit)) for b, limit, links, _ in flows]
-    ends = finish_times(capacities, made)
-    for link, capacity in enumerate(capacities):
-        crossing = [n for n, (_, _, links, _) in enumerate(flows) if link in links]
-        total = sum(flows[n][0] for n in crossing)
-        if crossing:
-            assert max(ends[n] for n in crossing) >= total / capacity * (1 - 1e-9)
-    for (num_bytes, limit, links, _), end_s in zip(flows, ends, strict=True):
-        alone_s = num_bytes / min(limit, *(capacities[link] for link in links))
-        assert end_s >= alone_s * (1 - 1e-9)
+@given(
+    capacities=st.lists(st.floats(0.5, 20), min_size=5, max_size=5),
+    flows=flows_strategy,
+    starts=st.lists(st.floats(0, 20), min_size=8, max_size=8),
+    alike=st.integers(1, 3),
+)
+def test_flows_end_as_by_progressive_filling(capacities, flows, starts, alike):
+    """Some of them alike, which share a bundle, with starts of their own."""
+    made = [flow(num_bytes, links, limit, usage) for num_bytes, limit, links, usage in flows]
+    timed = [(starts[n], each) for n, each in enumerate([*made, *made[:1] * alike][:8])]
+    expected = finish_times_by_filling(capacities, timed)
+    assert finish_times(capacities, timed) == pytest.approx(expected, rel=1e-6, abs=1e-6)

@@ -5,9 +5,8 @@ from statistics import mean, stdev
 import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeMemory, node_links
+from tests.unit.made_plans import even_plan, one_group
 from tests.unit.simulation import run
-from tests.unit.test_schedules import even_plan
-from tests.unit.test_simulate_times import one_group
 from zorse_megatron.simulate.assumptions import Perturbation, SimulationError, SlowSpell
 
 

@@ -1,46 +1,37 @@
-"""Tensor-parallel sets of any degree, of which every rank is simulated."""
+"""Replicas of several ranks, each simulated or one for all; what other frameworks do."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
 
 from tests.examples import examples
 from tests.strategies import plans
-from tests.unit.fake_costs import FakeComm, node_links
+from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.fake_sets import FakeSets, RingComm
+from tests.unit.made_plans import even_plan, in_sets, plan_of, replica
 from tests.unit.simulation import costs_of, run
-from tests.unit.test_schedules import even_plan
 from zorse_megatron.costs.tensor_parallel_communication import SetCollectives
-from zorse_megatron.plan.plan import Chunk, Group, Parts, Plan, Replica
+from zorse_megatron.plan.plan import Group, Parts
 from zorse_megatron.schedule.actions import RECEIVES, SENDS
-from zorse_megatron.simulate.assumptions import Perturbation, SimulationError
+from zorse_megatron.simulate.assumptions import STOCK_1F1B, Framework, Perturbation, SimulationError
 from zorse_megatron.simulate.memory_ledger import Category, changes_of
 from zorse_megatron.simulate.rank_bytes import RankSizes
 
 
-def plan_of(*groups, counts=None, weights=None, size=2, layers=4):
+def sets_of(*groups, counts=None, weights=None, layers=4):
     """Groups are lists of sets of ranks, all with one micro-batch unless `counts` say otherwise."""
-    like = even_plan(stages=1, replicas=1, count=1)
-    made = []
-    for number, sets in enumerate(groups):
-        of_sets = counts[number] if counts else [1] * len(sets)
-        own = weights[number] if weights else [1.0] * len(sets)
-        made.append(
-            Group(
-                replicas=tuple(
-                    Replica(ranks=r, micro_batch_size=size, num_microbatches=n, shard_weight=w)
-                    for r, n, w in zip(sets, of_sets, own, strict=True)
-                )
-            )
-        )
-    bounds = [layers * n // len(groups) for n in range(len(groups) + 1)]
-    return dataclasses.replace(
-        like,
-        model=dataclasses.replace(like.model, num_layers=layers),
-        global_batch_size=size * sum(n for n in (counts[0] if counts else [1] * len(groups[0]))),
-        groups=tuple(made),
-        chunks=tuple(Chunk(group=n, layers=(bounds[n], bounds[n + 1])) for n in range(len(groups))),
+    counts, weights = (
+        counts or [[1] * len(g) for g in groups],
+        weights or [[1.0] * len(g) for g in groups],
+    )
+    return plan_of(
+        *(
+            [replica(*r, size=2, count=n, weight=w) for r, n, w in zip(*row, strict=True)]
+            for row in zip(groups, counts, weights, strict=True)
+        ),
+        layers=layers,
     )
 
 
@@ -53,7 +44,7 @@ def simulated(plan, sets, **options):
 def test_one_set_alone_takes_its_share_and_four_sums_a_layer(degree, sequence_parallel):
     """Layers of 3 s a sample; an activation of 2 samples is 64 bytes, a ring of sums 2 (d-1)/d."""
     sets = FakeSets(boundary=32, sequence_parallel=sequence_parallel, whole=0, cut=640)
-    plan = plan_of([tuple(range(degree))])
+    plan = sets_of([tuple(range(degree))])
     comm = RingComm(bytes_per_s=100.0)
     found = simulated(plan, sets, comm=comm)
     sum_s = 2 * (degree - 1) / degree * 64 / 100
@@ -83,14 +74,14 @@ def test_an_embedding_with_learned_positions_is_summed_whole(learns_positions):
     assert scatter_s < 0.6 * sum_s
     sets = FakeSets(boundary=32, sequence_parallel=True, learns_positions=learns_positions)
     plain = FakeSets(boundary=32, sequence_parallel=True)
-    plan = plan_of([(0, 1, 2, 3)])
+    plan = sets_of([(0, 1, 2, 3)])
     more_s = (simulated(plan, one, comm=comm).iteration_s for one in (sets, plain))
     assert next(more_s) - next(more_s) == pytest.approx(found.forward_s - scatter_s)
 
 
 def test_gradients_of_learned_positions_are_whole_on_every_rank():
     """Of norms and biases they are summed over the set, with sequence parallelism."""
-    comm, plan = RingComm(bytes_per_s=100.0), plan_of([(0, 1)])
+    comm, plan = RingComm(bytes_per_s=100.0), sets_of([(0, 1)])
     times_s = [
         simulated(plan, FakeSets(sequence_parallel=True, **sizes), comm=comm).iteration_s
         for sizes in ({}, {"positions": 1000}, {"whole": 140})
@@ -99,7 +90,7 @@ def test_gradients_of_learned_positions_are_whole_on_every_rank():
 
 
 def test_times_measured_in_a_set_have_its_collectives_in_them():
-    plan, comm = plan_of([(0, 1)]), RingComm(bytes_per_s=100.0)
+    plan, comm = sets_of([(0, 1)]), RingComm(bytes_per_s=100.0)
     sets = FakeSets(boundary=32, measured=True)
     assert simulated(plan, sets, comm=comm).iteration_s == pytest.approx(4 * 2 * 3.0 / 2)
 
@@ -116,7 +107,7 @@ def test_a_forward_in_parts_is_the_whole_forward():
             return costs
 
     sets = WithEnds(boundary=32, whole=2, cut=0, positions=2)
-    plan, comm = plan_of([(0, 1), (2, 3)]), RingComm(bytes_per_s=1e4)
+    plan, comm = sets_of([(0, 1), (2, 3)]), RingComm(bytes_per_s=1e4)
     whole = simulated(plan, sets, comm=comm)
     schedule = dataclasses.replace(plan.schedule, name="breadth_first")
     parts = simulated(dataclasses.replace(plan, schedule=schedule), sets, comm=comm)
@@ -126,18 +117,18 @@ def test_a_forward_in_parts_is_the_whole_forward():
 
 def test_a_set_is_as_fast_as_its_slowest_rank():
     sets = FakeSets(factors={"slow": 3.0})
-    found = simulated(plan_of([(0, 1)]), sets, kinds=["x", "slow"])
+    found = simulated(sets_of([(0, 1)]), sets, kinds=["x", "slow"])
     assert found.iteration_s == pytest.approx(3 * 4 * 2 * 3.0 / 2)
     slowed = Perturbation(rank_factors={0: 2.0})
-    found = simulated(plan_of([(0, 1)]), sets, perturbation=slowed)
+    found = simulated(sets_of([(0, 1)]), sets, perturbation=slowed)
     assert found.iteration_s == pytest.approx(2 * 4 * 2 * 3.0 / 2)
 
 
 def test_what_one_rank_saves_in_attention_does_not_make_up_for_its_mlp():
     """A sum is between the two: both ranks wait for the one that is slowest in each."""
-    (group,) = plan_of([(0, 1)]).groups
+    (group,) = sets_of([(0, 1)]).groups
     replica = dataclasses.replace(group.replicas[0], parts=Parts(mlp_columns=(3, 5)))
-    plan = dataclasses.replace(plan_of([(0, 1)]), groups=(Group(replicas=(replica,)),))
+    plan = dataclasses.replace(sets_of([(0, 1)]), groups=(Group(replicas=(replica,)),))
     for shares, slower in (({0: 0.25, 1: 0.25}, 1.0), ({0: 0.75, 1: 0.5}, 1.25)):
         found = simulated(plan, FakeSets(attention_shares=shares))
         assert found.iteration_s == pytest.approx(slower * 4 * 2 * 3.0 / 2)
@@ -151,7 +142,7 @@ def test_a_set_starts_when_all_its_ranks_have_their_parts():
             return num_bytes / (1.6 if 2 in (source, target) else 16.0)
 
     sets = FakeSets(boundary=16)
-    found = simulated(plan_of([(0,)], [(1, 2)]), sets, comm=Comm())
+    found = simulated(sets_of([(0,)], [(1, 2)]), sets, comm=Comm())
     moved = {(t.source, t.target): t.num_bytes for t in found.transfers()}
     assert moved == {(0, 1): 16, (0, 2): 16, (1, 0): 16, (2, 0): 16}
     starts = [next(s for s in found.spans(r) if s.action == "1F0").end_s for r in (1, 2)]
@@ -163,29 +154,11 @@ def test_a_set_starts_when_all_its_ranks_have_their_parts():
 @pytest.mark.parametrize(("lower", "upper"), [(1, 2), (2, 1), (2, 4), (3, 2), (2, 2)])
 def test_each_element_crosses_a_boundary_once(lower, upper):
     ranks = tuple(range(lower + upper))
-    found = simulated(plan_of([ranks[:lower]], [ranks[lower:]]), FakeSets(boundary=48))
+    found = simulated(sets_of([ranks[:lower]], [ranks[lower:]]), FakeSets(boundary=48))
     of_kind = {name: 0 for name in ("SA", "SG")}
     for transfer in found.transfers():
         of_kind["SA" if "SA" in transfer.action else "SG"] += transfer.num_bytes
     assert of_kind == {"SA": 2 * 48, "SG": 2 * 48}
-
-
-def in_sets(plan: Plan, size: int) -> Plan:
-    """The same plan with `size` ranks in the place of each."""
-    groups = tuple(
-        dataclasses.replace(
-            group,
-            replicas=tuple(
-                dataclasses.replace(
-                    replica,
-                    ranks=tuple(range(size * replica.ranks[0], size * (replica.ranks[0] + 1))),
-                )
-                for replica in group.replicas
-            ),
-        )
-        for group in plan.groups
-    )
-    return dataclasses.replace(plan, groups=groups)
 
 
 def test_equal_sets_are_those_that_one_rank_stands_for():
@@ -208,7 +181,7 @@ def test_unlike_replicas_sum_and_gather_overlaps():
     Weights 1 and 1: of each of 4 layers rank 0 owns half, rank 1 and 2 half of their halves, and of
     what is whole rank 1.
     """
-    plan, sets = plan_of([(0,), (1, 2)]), FakeSets(cut=512, whole=128)
+    plan, sets = sets_of([(0,), (1, 2)]), FakeSets(cut=512, whole=128)
     sizes = RankSizes(plan, costs_of(plan, memory=sets.memory(1), sets=sets))
     assert [sizes.held(rank, 0) for rank in range(3)] == [4 * 640, 4 * 384, 4 * 384]
     assert sizes.shards[0] == {0: 4 * 320, 1: 4 * (128 + 64), 2: 4 * 128}
@@ -224,7 +197,7 @@ def test_unlike_replicas_sum_and_gather_overlaps():
 
 
 def test_shared_links_carry_all_messages_of_an_exchange():
-    plan, sets = plan_of([(0,), (1, 2)]), FakeSets(cut=512, whole=0)
+    plan, sets = sets_of([(0,), (1, 2)]), FakeSets(cut=512, whole=0)
     fast = simulated(plan, sets, comm=FakeComm(bytes_per_s=1000.0))
     nics = node_links(1, 100.0)
     slow = simulated(plan, sets, comm=FakeComm(bytes_per_s=1000.0, links=nics))
@@ -266,7 +239,7 @@ def _in_ascending_order(plan):
 
 
 def test_memory_of_each_rank_is_that_of_its_degree():
-    plan = plan_of([(0,), (1, 2)], [(3, 4)], counts=[[1, 1], [2]])
+    plan = sets_of([(0,), (1, 2)], [(3, 4)], counts=[[1, 1], [2]])
     sets = FakeSets(cut=512, whole=128, boundary=32)
     found = simulated(plan, sets)
     kept = [each.by_category[Category.ACTIVATIONS].num_bytes for each in found.memory]
@@ -282,7 +255,7 @@ def test_memory_of_each_rank_is_that_of_its_degree():
 
 
 def test_sequence_parallel_sets_have_parts_of_what_they_receive():
-    plan = plan_of([(0,)], [(1, 2)])
+    plan = sets_of([(0,)], [(1, 2)])
     whole = simulated(plan, FakeSets(boundary=64))
     parts = simulated(plan, FakeSets(boundary=64, sequence_parallel=True))
     assert [len(each.transfers()) for each in (whole, parts)] == [4, 4]
@@ -295,7 +268,7 @@ def test_sequence_parallel_sets_have_parts_of_what_they_receive():
 
 def test_unequal_parts_are_held_and_owned():
     """Of 512 cut elements, rank 1 has three eighths and rank 2 five, and own half of that."""
-    plan, sets = plan_of([(0,), (1, 2)]), FakeSets(cut=512, whole=128)
+    plan, sets = sets_of([(0,), (1, 2)]), FakeSets(cut=512, whole=128)
     group = plan.groups[0]
     uneven = dataclasses.replace(group.replicas[1], parts=Parts(mlp_columns=(3, 5)))
     group = dataclasses.replace(group, replicas=(group.replicas[0], uneven))
@@ -307,4 +280,89 @@ def test_unequal_parts_are_held_and_owned():
 
 def test_sets_need_costs_of_sets():
     with pytest.raises(SimulationError, match="expected the costs of sets"):
-        run(plan_of([(0, 1)]))
+        run(sets_of([(0, 1)]))
+
+
+# Other frameworks.
+
+PLAIN = even_plan(stages=3, replicas=2, count=5)
+
+
+def test_replicated_state():
+    """All-reduce: as much as the scatter and the gather of gradients; no gather of parameters."""
+    plan = even_plan(stages=1, replicas=4, count=1)
+    comm = FakeComm(bytes_per_s=100.0)
+    compute = FakeCompute(step_per_parameter_s=1e-3)
+    parameters = 640 * plan.model.num_layers
+    sharded = run(plan, comm=comm, compute=compute)
+    whole = run(plan, comm=comm, compute=compute, framework=Framework(state="replicated"))
+    assert sharded.iteration_s == pytest.approx(
+        3.0 * plan.model.num_layers + 0.75 * (4 + 2) * parameters / 100 + 1e-3 * parameters / 4
+    )
+    assert whole.iteration_s == pytest.approx(
+        3.0 * plan.model.num_layers + 0.75 * 2 * 4 * parameters / 100 + 1e-3 * parameters
+    )
+    state = [each.memory[0].by_category[Category.OPTIMIZER_STATE] for each in (sharded, whole)]
+    assert [moment.num_bytes for moment in state] == [12 * parameters // 4, 12 * parameters]
+
+
+def test_blocking_transfers_and_rebuilds_stop_the_ranks():
+    """Two stages, one micro-batch: everything is in one row either way."""
+    plan = even_plan(stages=2, replicas=1, count=1)
+    costs = {"memory": FakeMemory(boundary=8), "comm": FakeComm(bytes_per_s=16.0)}
+    in_a_row_s = 3.0 * plan.model.num_layers + 2 * 0.5
+    assert run(plan, **costs).iteration_s == pytest.approx(in_a_row_s)
+    blocking = Framework(blocking_transfers=True, rebuild_bytes_per_s=32.0)
+    assert run(plan, framework=blocking, **costs).iteration_s == pytest.approx(
+        in_a_row_s + 2 * 0.25
+    )
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_blocking_transfers_are_not_hidden(stages):
+    """With transfers of half a forward, a middle stage stops for them at every micro-batch."""
+    plan = even_plan(stages=stages, replicas=1, count=20)
+    costs = {"memory": FakeMemory(boundary=8), "comm": FakeComm(bytes_per_s=16.0)}
+    hidden = run(plan, **costs).iteration_s
+    blocking = run(plan, framework=Framework(blocking_transfers=True), **costs).iteration_s
+    assert blocking >= hidden + 20 * 0.5
+
+
+def test_stock_starts_an_activation_and_a_gradient_together():
+    """Two stages in step: each micro-batch takes a forward, a backward and one transfer.
+
+    Stage 1 runs them one after the other, from the first arrival on; then the last gradient
+    travels and stage 0 runs its last backward. Started one after the other, there are two transfers
+    for each micro-batch.
+    """
+    count, transfer_s = 20, 0.5
+    plan = even_plan(stages=2, replicas=1, count=count)
+    costs = {"memory": FakeMemory(boundary=8), "comm": FakeComm(bytes_per_s=16.0)}
+    both_s = 3.0 * plan.model.num_layers / 2
+    paired = run(plan, framework=STOCK_1F1B, **costs).iteration_s
+    assert paired == pytest.approx((count + 1) * (both_s + transfer_s))
+    alone = run(plan, framework=Framework(blocking_transfers=True), **costs).iteration_s
+    assert alone >= paired + (count - 2) * transfer_s
+
+
+@dataclasses.dataclass(kw_only=True)
+class _CommByRanks(FakeComm):
+    sums_s: Mapping[tuple[int, ...], float]
+
+    def all_reduce_s(self, ranks, num_bytes):
+        return self.sums_s[tuple(ranks)]
+
+
+def test_stock_broadcasts_the_number_of_tokens_along_pipelines():
+    """Half a sum of the slower pipeline, a sum over the slower stage; the loss is one, too."""
+    plan = even_plan(stages=2, replicas=2, count=2)
+    pipelines, stages = {(0, 2): 2.0, (1, 3): 4.0}, {(0, 1): 1.0, (2, 3): 16.0}
+    comm = _CommByRanks(sums_s={(0, 1, 2, 3): 8.0, **pipelines, **stages})
+    free_s = run(plan, framework=STOCK_1F1B, comm=FakeComm()).iteration_s
+    found_s = run(plan, framework=STOCK_1F1B, comm=comm).iteration_s
+    assert found_s - free_s == pytest.approx(4.0 / 2 + 16.0 + (1 + 1 + 3) * 8.0 + 16.0)
+
+
+def test_merging_leaves_other_frameworks_alone():
+    blocking = Framework(blocking_transfers=True)
+    assert len(run(PLAIN, merge_equal_ranks=True, framework=blocking).simulated_ranks) == 6

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.made_plans import plan_of, replica
 from tests.unit.profile_samples import good
 from zorse_megatron.costs.interface import WHOLE, PassTimes, RankPart
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import Computing, ModelShape
 from zorse_megatron.inputs.profile import parse_profile
-from zorse_megatron.plan.plan import Chunk, Group, Parts, Plan, Replica, Schedule
+from zorse_megatron.plan.plan import Parts, Plan
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.planner.inputs.tensor_parallel_units import set_collectives, told_local_sizes
 from zorse_megatron.planner.simulate_plan import simulate_plan
@@ -49,21 +50,9 @@ def inputs_on(path: Path, gpus: str, **computing):
 
 
 def one_set(inputs, ranks: int, parts: Parts | None = None) -> Plan:
-    replica = Replica(
-        ranks=tuple(range(ranks)),
-        micro_batch_size=SIZE,
-        num_microbatches=BATCH // SIZE,
-        shard_weight=1.0,
-        parts=parts,
-    )
-    return Plan(
-        schema_version=1,
-        model=inputs.model,
-        global_batch_size=BATCH,
-        groups=(Group(replicas=(replica,)),),
-        chunks=(Chunk(group=0, layers=(0, MODEL.num_layers)),),
-        schedule=Schedule(name="1f1b"),
-    )
+    one = replica(*range(ranks), size=SIZE, count=BATCH // SIZE, parts=parts)
+    plan = plan_of([one], layers=MODEL.num_layers)
+    return replace(plan, model=inputs.model)
 
 
 @pytest.mark.parametrize("degree", [2, 4])

@@ -1,29 +1,30 @@
-"""The search of stock's layouts finds what trying all of them finds, and ours is never slower."""
+"""Stock Megatron's layouts: the search finds the best of all, on all GPUs and on some."""
 
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 
 from tests.topologies import node
 from tests.unit.fake_costs import FakeMemory
+from tests.unit.made_plans import plan_of, replica
 from tests.unit.planner_cases import CaseCompute
 from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.topology import Topology
-from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
 from zorse_megatron.inputs.model import MODELS
-from zorse_megatron.plan.plan import (
-    Chunk,
-    ClusterFingerprint,
-    Group,
-    ModelFingerprint,
-    Plan,
-    Recompute,
-    Replica,
-    Schedule,
+from zorse_megatron.plan.plan import Chunk, ClusterFingerprint, Group, ModelFingerprint, Recompute
+from zorse_megatron.planner.baselines.stock_best import (
+    stock_at_best,
+    stock_in_short,
+    stock_on_all,
+    stock_on_best,
 )
-from zorse_megatron.planner.baselines.stock_best import stock_at_best, stock_on_all
+from zorse_megatron.planner.baselines.stock_costs import grid_estimates
+from zorse_megatron.planner.baselines.stock_layouts import even_stages, grids, plan_of_grid, subsets
+from zorse_megatron.planner.baselines.stock_search import framework_of
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import (
     Inputs,
@@ -32,6 +33,7 @@ from zorse_megatron.planner.inputs.search_inputs import (
     make_inputs,
     on_nodes,
 )
+from zorse_megatron.planner.outcome import NoPlanError
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.simulate.assumptions import STOCK_1F1B, STOCK_INTERLEAVED
 
@@ -127,31 +129,25 @@ def every_layout(inputs):
 
 def _layout(inputs, split, stages, size, count, again):  # noqa: PLR0917
     width = inputs.world_size // stages
-    groups = tuple(
-        Group(
-            replicas=tuple(
-                Replica(
-                    ranks=(rank,), micro_batch_size=size, num_microbatches=count, shard_weight=1.0
-                )
-                for rank in range(stage * width, (stage + 1) * width)
-            ),
-            recompute=Recompute(mode="full", num_layers=again) if again else None,
-        )
-        for stage in range(stages)
-    )
     starts = [0, *itertools.accumulate(split)]
     is_interleaved = len(split) > stages
-    plan = Plan(
-        schema_version=1,
-        global_batch_size=inputs.global_batch_size,
-        model=inputs.model,
-        groups=groups,
-        chunks=tuple(
-            Chunk(group=at % stages, layers=span)
-            for at, span in enumerate(itertools.pairwise(starts))
+    plan = plan_of(
+        *(
+            Group(
+                replicas=tuple(
+                    replica(rank, size=size, count=count)
+                    for rank in range(stage * width, (stage + 1) * width)
+                ),
+                recompute=Recompute(mode="full", num_layers=again) if again else None,
+            )
+            for stage in range(stages)
         ),
-        schedule=Schedule(name="interleaved" if is_interleaved else "1f1b"),
+        schedule="interleaved" if is_interleaved else "1f1b",
     )
+    chunks = tuple(
+        Chunk(group=at % stages, layers=span) for at, span in enumerate(itertools.pairwise(starts))
+    )
+    plan = dataclasses.replace(plan, model=inputs.model, chunks=chunks)
     framework = STOCK_INTERLEAVED if is_interleaved else STOCK_1F1B
     return _least_s(inputs, split, stages, size, count, again), plan, framework
 
@@ -266,3 +262,117 @@ def test_the_best_layout_is_no_slower_than_even_ones():
     # The fast GPU is last, with most of the layers.
     assert best.inputs.kinds[-1] == "H100-80"
     assert best.grid.layers_of(best.grid.stages - 1) > max(map(best.grid.layers_of, range(3)))
+
+
+# Even layouts.
+
+TWO_NODES = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
+SMALL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)
+
+
+def make(cluster=TWO_NODES, batch=16, layers=8):
+    return make_inputs(
+        cluster,
+        dataclasses.replace(SMALL, num_layers=layers),
+        None,
+        global_batch_size=batch,
+        dtype="float16",
+        space=SearchSpace(offload=False),
+    )
+
+
+def without_sets(inputs):
+    space = dataclasses.replace(inputs.space, max_tensor_parallel=1)
+    return dataclasses.replace(inputs, space=space)
+
+
+def three_nodes(gpus):
+    text = "\n".join(f"  - {{name: n{n}, gpus: {g}, nics: 25 Gb/s}}" for n, g in enumerate(gpus))
+    return parse_cluster(f"nodes:\n{text}".encode())
+
+
+def test_stages_may_count_embedding_and_head_as_layers():
+    assert even_stages(8, 4) == ((2, 2, 2, 2), (False, False))
+    assert even_stages(26, 4) == ((6, 7, 7, 6), (True, True))
+    assert even_stages(7, 4) == ((2, 2, 2, 1), (False, True))
+    assert even_stages(26, 1) == ((26,), (False, False))
+    assert even_stages(26, 8) is None
+    assert even_stages(2, 4) is None  # the first stage would have none
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [8, 10])
+def test_the_best_layout_is_the_fastest_that_fits(layers):
+    inputs = make(layers=layers)
+    every = []
+    for grid in grids(inputs):
+        plan = plan_of_grid(inputs, grid)
+        costs_of_workload = simulate_plan(inputs, plan, framework=framework_of(grid))
+        peaks = zip(costs_of_workload.peak_memory_bytes, inputs.capacities_bytes, strict=True)
+        if all(peak <= capacity for peak, capacity in peaks):
+            every.append((costs_of_workload.iteration_s, grid))
+    best = stock_on_all(inputs).fitting
+    assert (best.iteration_s, best.grid) == min(every, key=lambda each: each[0])
+    assert len({grid.width for _, grid in every}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [8, 10])
+def test_in_short_stock_is_hardly_slower(layers):
+    inputs = make(layers=layers)
+    both = [stock_on_all(inputs).fitting, stock_on_best(inputs).fitting]
+    best_s = min(each.iteration_s for each in both)
+    assert best_s <= stock_in_short(inputs).fitting.iteration_s <= 1.04 * best_s
+
+
+def test_what_is_sent_decides_which_layout_is_simulated_first():
+    """Over a slow link, layouts that send much cost more than they compute."""
+    pair = "nodes: [{name: a, count: 2, gpus: 2 x A100-40, nics: NICS}]"
+    fast, slow = (
+        make(parse_cluster(pair.replace("NICS", nics).encode())) for nics in ("400 Gb/s", "1 Gb/s")
+    )
+    near, far = (
+        {each.grid: each.iteration_s for each in grid_estimates(inputs)} for inputs in (fast, slow)
+    )
+    across = [grid for grid in near if grid.stages > 1 or grid.width > 2]
+    assert all(far[grid] > 1.5 * near[grid] for grid in across)
+    first = stock_on_all(slow, most_computations=1).fitting
+    best_near = stock_on_all(fast, most_computations=1).fitting.grid
+    plan = plan_of_grid(slow, best_near)
+    result = simulate_plan(slow, plan, framework=framework_of(best_near))
+    assert first.iteration_s < 0.5 * result.iteration_s
+
+
+def test_memory_is_told_from_divisibility():
+    small = dataclasses.replace(make(), capacities_bytes=(2**30,) * 8)
+    found = stock_on_all(small)
+    assert found.fitting is None
+    assert found.layout.description.endswith("TP 4 PP 2 DP 1, micro-batches of 1, recompute full")
+    assert found.reason.startswith("memory: TP 4 PP 2 DP 1")
+    assert "of 1.0 GiB on rank " in found.reason
+    odd = stock_on_all(without_sets(make(batch=7, layers=9)))
+    assert odd.layout is None
+    assert odd.reason == (
+        "divisibility: 8 GPUs make 1, 2, 4 or 8 stages, of which 9 layers can be split evenly into "
+        "1 or 2; data parallelism would then be 8 (PP 1), 4 (PP 2), and none of these divides a "
+        "batch of 7"
+    )
+    with pytest.raises(NoPlanError, match="divisibility: 8 GPUs make"):
+        find_plan(without_sets(make(batch=7, layers=7)), strategy="stock")
+
+
+@pytest.mark.slow
+def test_subsets_of_the_gpus_are_tried():
+    seven = make(three_nodes(["2 x A100-40", "4 x A10G", "1 x T4"]))
+    tried = set(subsets(seven))
+    assert {(0, 1), (0, 1, 2, 3, 4, 5), (0, 1, 2, 3), (2, 3, 4, 5), (0, 1, 6)} <= tried
+    assert tuple(range(7)) not in tried
+    assert stock_on_all(make(three_nodes(["2 x A100-40", "4 x A10G", "1 x T4"]), batch=15)).reason
+    assert stock_on_best(seven).fitting is not None
+    # Two fast GPUs with a slow one far behind: stock is faster without it.
+    slow = make(three_nodes(["2 x A100-40", "2 x T4"]))
+    alone = stock_on_best(slow).fitting
+    assert alone.ranks == (0, 1)
+    assert alone.iteration_s < stock_on_all(slow).layout.iteration_s
+    only = make(three_nodes(["2 x A100-40"]))
+    assert alone.iteration_s == stock_on_all(only).layout.iteration_s

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.unit.test_simulate_sets import plan_of
+from tests.unit.test_simulate_sets import sets_of
 from zorse_megatron.emulate.tiny_model import TinyShape
 from zorse_megatron.inputs.model import MODELS
 from zorse_megatron.plan.plan import Parts
@@ -30,7 +30,7 @@ def divided(shape):
 
 
 def test_without_sets_it_is_always_the_same():
-    plan = plan_of([(0,), (1,)])
+    plan = sets_of([(0,), (1,)])
     shape = TinyShape.of(MODEL, [plan])
     assert shape == TinyShape()
     assert shape.flags() == []
@@ -38,7 +38,7 @@ def test_without_sets_it_is_always_the_same():
 
 
 def test_all_sets_of_all_plans_divide_it():
-    plans = [plan_of([(0, 1)], [(2, 3, 4, 5)]), plan_of([(0, 1)], [(2, 3, 4, 5, 6, 7, 8, 9)])]
+    plans = [sets_of([(0, 1)], [(2, 3, 4, 5)]), sets_of([(0, 1)], [(2, 3, 4, 5, 6, 7, 8, 9)])]
     shape = TinyShape.of(MODEL, plans)
     assert not [problem for plan in plans for problem in set_problems(plan, divided(shape))]
 
@@ -48,7 +48,7 @@ def test_all_sets_of_all_plans_divide_it():
 )
 def test_unequal_parts_keep_their_proportion(columns, proportion):
     parts = Parts(kv_groups=(7, 1), mlp_columns=columns, vocabulary_rows=(31999, 1))
-    plan = with_parts(plan_of([(0, 1)]), parts)
+    plan = with_parts(sets_of([(0, 1)]), parts)
     shape = TinyShape.of(MODEL, [plan])
     tiny = shape.plan(plan)
     assert not list(set_problems(tiny, divided(shape)))

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeCompute, FakeMemory
+from tests.unit.made_plans import dealt_out, even_plan, with_groups
 from tests.unit.simulation import run
 from zorse_megatron.costs.analytic_compute import AnalyticCompute, shares_of
 from zorse_megatron.costs.model_memory import TransformerMemory, delayed_elements, precision_of
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.model import MODELS, USUAL
-from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.actions import Kind, parse_action_lists
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.validate import ScheduleError, check_executable
@@ -23,28 +24,12 @@ from zorse_megatron.simulate.memory_ledger import Category
 def equal_stages(stages: int, count: int, *, turns: int = 1, name: str = "1f1b") -> Plan:
     """One rank per stage, `turns` layers dealt out to each, `count` micro-batches; all split."""
     parameters = {"parameters": "resident"} if name == "breadth_first" else {}
-    return Plan(
-        schema_version=1,
-        global_batch_size=count,
-        model=ModelFingerprint(num_layers=stages * turns),
-        groups=tuple(
-            Group(
-                replicas=(
-                    Replica(
-                        ranks=(rank,), micro_batch_size=1, num_microbatches=count, shard_weight=1.0
-                    ),
-                ),
-                split_backward=True,
-            )
-            for rank in range(stages)
-        ),
-        chunks=tuple(Chunk(group=at % stages, layers=(at, at + 1)) for at in range(stages * turns)),
-        schedule=Schedule(name=name, parameters=parameters),
-    )
+    plan = dealt_out(even_plan(stages, 1, count), turns, schedule=name, **parameters)
+    return with_groups(plan, split_backward=True)
 
 
 def unsplit(plan: Plan) -> Plan:
-    return replace(plan, groups=tuple(replace(group, split_backward=None) for group in plan.groups))
+    return with_groups(plan, split_backward=None)
 
 
 @pytest.mark.parametrize(("stages", "rounds"), [(1, 1), (2, 1), (2, 3), (3, 2), (4, 3), (5, 2)])

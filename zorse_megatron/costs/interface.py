@@ -263,7 +263,7 @@ Basis = Literal["measured", "scaled", "analytic"]
 _WORDS = {"measured": "measured", "scaled": "scaled", "analytic": "estimated"}
 # (basis, whether 16 bits) -> share that nine of ten of the public layer times (forward and
 # backward together) are off by at most: docs/simulator.md, from
-# tests/unit/test_compute_measured.py.
+# tests/unit/test_measured.py.
 _OFF = {
     ("scaled", True): 0.10,
     ("scaled", False): 0.28,

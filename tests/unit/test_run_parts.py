@@ -1,0 +1,302 @@
+"""Parts of a run on a rank: samples, spans, times of steps, the loss."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import plans
+from tests.unit.plan_samples import good, load
+from zorse_megatron.adapter.data_parallel.ddp_options import comm_dtype_of
+from zorse_megatron.adapter.loss import loss_divisor, tokens_as_power_of_two, with_token_counts
+from zorse_megatron.live.run_status import IterationTimes
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.runtime.batch_sampler import Course, PlanBatchSampler, batches_ahead
+from zorse_megatron.runtime.step_times import StepTimes
+from zorse_megatron.schedule.actions import Action, Kind
+from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
+from zorse_megatron.trace import Span, Trace, load_trace
+
+
+@pytest.mark.slow
+@given(plan=plans(max_world=6), epoch=st.integers(1, 40), size=st.integers(1, 5), data=st.data())
+def test_replicas_partition_each_global_batch(
+    plan: Plan, epoch: int, size: int, data: st.DataObject
+) -> None:
+    """Epochs need not be multiples of the global batch, nor the stock batches of anything."""
+    epochs = data.draw(st.integers(1, 4))
+    order = [list(range(epoch))[i : i + size] for i in range(0, epoch, size)]
+    stream = list(range(epoch)) * epochs
+    steps = len(stream) // plan.global_batch_size
+    for group in plan.groups:
+        read: dict[tuple[int, int], int] = {}
+        for rank in group.ranks:
+            mine = replica_micro_batches(plan, rank)
+            sampler = PlanBatchSampler(
+                order, global_batch_size=plan.global_batch_size, course=Course(mine)
+            )
+            batches = [batch for _ in range(epochs) for batch in sampler]
+            assert len(batches) == steps * len(mine)
+            for number, batch in enumerate(batches):
+                step, micro_batch = divmod(number, len(mine))
+                for offset, index in enumerate(batch):
+                    read[step, mine[micro_batch].start + offset] = index
+        expected = {
+            divmod(position, plan.global_batch_size): index
+            for position, index in enumerate(stream[: steps * plan.global_batch_size])
+        }
+        assert read == expected
+
+
+# Spans.
+
+
+class LateClock:
+    """Marks are numbered; when each was is known only when somebody asks."""
+
+    def __init__(self) -> None:
+        self.num_marks = self.num_read = 0
+        self.now = 100
+
+    def mark(self) -> int:
+        self.num_marks += 1
+        return self.num_marks
+
+    def has_come(self, mark: int) -> bool:
+        return mark <= self.now
+
+    def seconds(self, mark: int) -> float:
+        assert self.has_come(mark), "a test would wait forever"
+        self.num_read += 1
+        return 10.0 * mark
+
+
+def test_marks_are_read_when_spans_are_asked_for(tmp_path):
+    clock = LateClock()
+    trace = Trace(clock=clock)
+    with trace.record(0, "1F0"), trace.waiting():
+        pass
+    with trace.record(0, "1B0"):
+        pass
+    assert (clock.num_marks, clock.num_read) == (6, 0)
+    expected = [
+        Span(step=0, action="1F0", start_s=10.0, end_s=40.0, waited_s=10.0),
+        Span(step=0, action="1B0", start_s=50.0, end_s=60.0),
+    ]
+    assert trace.spans == expected
+    assert trace.spans == expected, "they are read once"
+    with trace.record(1, "STEP"):
+        pass
+    path = trace.save(tmp_path, rank=3)
+    assert load_trace(path) == (3, (*expected, Span(step=1, action="STEP", start_s=70, end_s=80)))
+    assert json.loads(path.read_text())["rank"] == 3
+
+
+def test_a_rank_that_fails_does_not_wait_for_its_device(tmp_path):
+    """It may wait for messages of ranks that wait for this one to end."""
+    clock = LateClock()
+    trace = Trace(clock=clock)
+    for action in ("1F0", "1B0", "STEP"):
+        with trace.record(0, action):
+            pass
+    clock.now = 3  # it has begun with the second
+    _, spans = load_trace(trace.save(tmp_path, rank=0, waits=False))
+    assert [span.action for span in spans] == ["1F0"]
+
+
+def test_nothing_is_marked_in_steps_that_nobody_asked_for():
+    clock = LateClock()
+    trace = Trace(first_step=1, num_steps=1, clock=clock)
+    for step in (0, 1, 2):
+        with trace.record(step, "1F0"), trace.waiting():
+            pass
+    assert clock.num_marks == 4
+    assert [span.step for span in trace.spans] == [1]
+
+
+def test_the_host_waits_in_its_own_time():
+    trace = Trace()
+    with trace.record(0, "1F0"), trace.waiting():
+        pass
+    (span,) = trace.spans
+    assert 0 <= span.waited_s <= span.end_s - span.start_s
+
+
+# Times.
+
+
+@dataclass
+class SetClock:
+    now_s: float = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def has_come(self, mark: float) -> bool:
+        return True
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+def _one_iteration(times: StepTimes, clock: SetClock, number: int) -> None:
+    """Two micro-batches through one chunk: 1 and 3 s forward, 2 and 6 s backward, 4 s of waits."""
+    times.begin(number)
+    for kind, index, own_s, waited_s in (
+        (Kind.FORWARD, 0, 1.0, 0.0),
+        (Kind.FORWARD, 1, 3.0, 0.5),
+        (Kind.BACKWARD, 0, 2.0, 3.0),
+        (Kind.BACKWARD, 1, 6.0, 0.0),
+    ):
+        with times.marking(Action(kind=kind, chunk=0, micro_batch=index)):
+            with times.waiting():
+                clock.now_s += waited_s
+            clock.now_s += own_s
+    with times.waiting():  # between two actions
+        clock.now_s += 0.5
+    for kind in (Kind.SCALE, Kind.STEP):
+        with times.marking(Action(kind=kind)):
+            clock.now_s += 1.0
+    times.end()
+
+
+def test_what_an_iteration_consists_of() -> None:
+    clock = SetClock()
+    times = StepTimes(clock)
+    assert times.read() is None
+    _one_iteration(times, clock, 7)
+    clock.now_s += 100  # between two iterations
+    assert times.read() == IterationTimes(
+        number=7,
+        micro_batch_s=2.0 + 4.0,
+        compute_s=12.0,
+        waited_s=4.0,
+        update_s=2.0,
+        iteration_s=18.0,
+    )
+    assert times.read() is None
+
+
+def test_a_device_that_is_behind_is_read_later() -> None:
+    clock = SetClock()
+    times = StepTimes(clock, behind=1)
+    _one_iteration(times, clock, 0)
+    assert times.read() is None
+    _one_iteration(times, clock, 1)
+    read = times.read()
+    assert read is not None and read.number == 0
+
+
+def test_what_comes_between_iterations_is_not_counted() -> None:
+    """Evaluations run lists of their own."""
+    clock = SetClock()
+    times = StepTimes(clock)
+    with times.marking(Action(kind=Kind.FORWARD, chunk=0, micro_batch=0)), times.waiting():
+        clock.now_s += 1
+    times.end()
+    assert times.read() is None
+
+
+def test_a_course_changes_between_global_batches() -> None:
+    first = (MicroBatch(replica=0, index=0, turn=0, start=0, stop=4),)
+    then = (MicroBatch(replica=0, index=0, turn=0, start=0, stop=2), *first)
+    course = Course(first)
+    assert course.cut(0) == course.cut(1) == first
+    course.change(2, then)
+    assert (course.at(1), course.at(2), course.at(9)) == (first, then, then)
+    course.change(5, first)
+    assert (course.at(2), course.at(4), course.at(5)) == (then, then, first)
+
+
+def test_how_far_a_loader_is_ahead() -> None:
+    """With 3 micro-batches each and 4 that are ready, it may have begun the second next batch."""
+    assert batches_ahead(num_prefetched=4, fewest=3) == 2
+    assert batches_ahead(num_prefetched=0, fewest=3) == 0
+    assert batches_ahead(num_prefetched=4, fewest=1) == 4
+
+
+# The loss.
+
+PLAN = load(good())
+TOKENS_EACH = 32
+NEAREST = 1024.0
+"""To 24 samples of 32 tokens: 768 is 1.5 times 512, and 1024 is 1.33 times 768."""
+
+
+@given(batch=st.integers(1, 2**20), sequence_length=st.integers(1, 2**20))
+def test_nearest_power_of_two(batch: int, sequence_length: int) -> None:
+    plan = dataclasses.replace(PLAN, global_batch_size=batch)
+    power = Fraction(tokens_as_power_of_two(plan, sequence_length=sequence_length))
+    assert power.denominator == 1
+    assert power.numerator.bit_count() == 1
+    assert Fraction(1, 2) <= (power / (batch * sequence_length)) ** 2 <= 2
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "is_sum", "expected"),
+    [
+        (("fp16",), False, NEAREST),
+        (("bf16", "fp16", "fp32"), False, NEAREST),
+        (("bf16", "fp32"), False, 1.0),
+        (("fp32",), False, 1.0),
+        (("fp16",), True, 1.0),
+    ],
+)
+def test_where_there_is_fp16_and_no_sum_is_asked_for(dtypes, is_sum, expected) -> None:
+    found = loss_divisor(PLAN, dtypes, sequence_length=TOKENS_EACH, is_sum=is_sum)
+    assert found == expected
+
+
+@given(data=st.data(), batch=st.integers(1, 64), sequence_length=st.integers(1, 512))
+def test_masked_tokens_make_gradients_smaller_than_stocks_never_larger(
+    data: st.DataObject, batch: int, sequence_length: int
+) -> None:
+    """Stock divides a micro-batch's loss by its tokens that count, and by the micro-batches.
+
+    Source: `forward_step_calc_loss` in megatron.core.pipeline_parallel.schedules.
+    """
+    size = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
+    count = data.draw(st.integers(1, size * sequence_length))
+    stock = Fraction(1, count) / (batch // size)
+    plan = dataclasses.replace(PLAN, global_batch_size=batch)
+    ours = 1 / Fraction(tokens_as_power_of_two(plan, sequence_length=sequence_length))
+    share = Fraction(count, size * sequence_length)
+    assert Fraction(1, 2) <= (ours / (stock * share)) ** 2 <= 2
+
+
+@pytest.mark.parametrize("divisor", [1.0, NEAREST])
+def test_fp16_messages_have_the_size_of_means(divisor: float) -> None:
+    assert factor(PLAN, "fp16", divisor) * torch.tensor(NEAREST) / divisor == 1.0
+    assert factor(PLAN, "bf16", divisor) == 1.0
+
+
+def factor(plan: Plan, comm_dtype: str, divisor: float) -> float:
+    groups = tuple(dataclasses.replace(group, gradient_wire=comm_dtype) for group in plan.groups)
+    planned = dataclasses.replace(plan, groups=groups)
+    found = comm_dtype_of(planned, 0, sequence_length=TOKENS_EACH, loss_divisor=divisor)
+    assert found is not None
+    return found.factor
+
+
+def test_the_report_is_of_the_loss_as_it_is() -> None:
+    weights = torch.ones(3, requires_grad=True)
+
+    def forward_step(*_: object) -> tuple:
+        def loss_of(output: torch.Tensor) -> tuple:
+            loss = output.sum()
+            return loss, torch.tensor(3), {"lm loss": torch.stack([loss, torch.tensor(3.0)])}
+
+        return 5 * weights, loss_of
+
+    output, loss_of = with_token_counts(forward_step, NEAREST)()
+    loss, num_tokens, report = loss_of(output)
+    assert (loss.item(), num_tokens.item()) == (15 / NEAREST, 3)
+    assert report["lm loss"].tolist() == [15.0, 3.0]
+    loss.backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [5 / NEAREST] * 3

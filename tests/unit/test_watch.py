@@ -1,0 +1,391 @@
+"""The watch of a job: who is blamed and when, who is slow, and how large it may be."""
+
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.unit.cli_samples import FLAGS, write_lab
+from zorse_megatron import pretrain
+from zorse_megatron.live import hub_address as exchange
+from zorse_megatron.live import start_watch, watcher
+from zorse_megatron.live.hub import Hub, LineSocket, Member
+from zorse_megatron.live.root_cause import (
+    FailureKind,
+    LastWord,
+    Limits,
+    Report,
+    RootCause,
+    report_of_end,
+    report_of_word,
+)
+from zorse_megatron.live.watched_rank import RankPage
+from zorse_megatron.live.watcher import last_line
+
+ALL = range(3)
+
+
+def root_cause(*found: tuple[int, FailureKind, float], ended: tuple[int, ...] = ()) -> RootCause:
+    new = RootCause(3, Limits())
+    for rank, kind, at_s in found:
+        new.note(Report(rank=rank, kind=kind, reason=kind.name), at_s)
+    new.ended.update(ended)
+    return new
+
+
+def blamed(given: RootCause, now_s: float, *, late: tuple[int, ...] = ()) -> int | None:
+    culprit = given.culprit(now_s, joined=ALL, late=late)
+    return None if culprit is None else culprit.rank
+
+
+@pytest.mark.parametrize(
+    ("found", "told_s", "rank"),
+    [
+        ([(0, FailureKind.LOST_CONTACT, 0.0), (2, FailureKind.KILLED, 0.1)], 0.4, 2),
+        ([(0, FailureKind.FAILED, 0.0), (2, FailureKind.KILLED, 0.1)], 0.4, 2),
+        ([(0, FailureKind.FAILED, 0.0), (2, FailureKind.FAILED, 0.1)], 0.5, 0),
+        ([(0, FailureKind.ABORTED, 0.0), (1, FailureKind.VANISHED, 1.0)], 1.3, 1),
+        ([(0, FailureKind.LOST_CONTACT, 0.0), (1, FailureKind.SILENT, 14.0)], 14.3, 1),
+        ([(0, FailureKind.LOST_CONTACT, 0.0), (1, FailureKind.LOST_CONTACT, 0.1)], 20.0, 0),
+        ([(1, FailureKind.EXITED, 0.0)], 10.0, 1),
+        ([(1, FailureKind.EXITED_WELL, 0.0)], 600.0, 1),
+        ([(1, FailureKind.EXITED_WELL, 0.0), (2, FailureKind.KILLED, 100.0)], 100.3, 2),
+        ([(1, FailureKind.EXITED_WELL, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 1.0, 1),
+        # Its own fault; and the watchdog's, which it was left to by the one that has exited.
+        ([(1, FailureKind.EXITED_WELL, 0.0), (0, FailureKind.ABORTED, 30.0)], 32.0, 0),
+        ([(1, FailureKind.EXITED_WELL, 0.0), (0, FailureKind.ABORTED, 500.0)], 502.0, 1),
+        ([(1, FailureKind.EXITED, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 1.0, 1),
+        ([(1, FailureKind.REFUSED, 0.0)], 20.0, 1),
+        ([(1, FailureKind.REFUSED_EARLY, 0.0)], 2.0, 1),
+        ([(1, FailureKind.REFUSED, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 1.0, 1),
+        ([(1, FailureKind.ASKED_TO_END, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 3.0, 1),
+    ],
+)
+def test_the_likeliest_cause_is_blamed_when_others_had_their_time(
+    found: list[tuple[int, FailureKind, float]], told_s: float, rank: int
+) -> None:
+    given = root_cause(*found)
+    assert blamed(given, told_s - 0.01) is None
+    assert blamed(given, told_s + 0.01) == rank
+
+
+def test_a_rank_that_is_overdue_may_be_the_reason() -> None:
+    given = root_cause((0, FailureKind.ABORTED, 0.0))
+    assert blamed(given, 5.0, late=(2,)) is None
+    assert blamed(root_cause((0, FailureKind.KILLED, 0.0)), 5.0, late=(2,)) == 0
+
+
+def test_ranks_that_have_not_joined_are_waited_for() -> None:
+    given = root_cause((1, FailureKind.KILLED, 0.0))
+    assert given.culprit(29.0, joined=(0, 1), late=()) is None
+    culprit = given.culprit(31.0, joined=(0, 1), late=())
+    assert culprit is not None and culprit.rank == 1
+
+
+def test_a_rank_that_joins_last_is_heard_before_any_is_blamed() -> None:
+    """A plan that is bad on every node, by a name of each node's own."""
+    given = root_cause((0, FailureKind.REFUSED_EARLY, 0.0), ended=(0, 1))
+    given.note(Report(rank=1, kind=FailureKind.REFUSED_EARLY, reason="another name"), 1.0)
+    given.met_s = 5.0
+    assert blamed(given, 6.9) is None
+    assert blamed(given, 7.1) == 0
+    given.note(Report(rank=2, kind=FailureKind.REFUSED_EARLY, reason="a third name"), 5.1)
+    given.ended.add(2)
+    assert blamed(given, 7.1) is None
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FailureKind.EXITED,
+        FailureKind.ASKED_TO_END,
+        FailureKind.REFUSED,
+        FailureKind.REFUSED_EARLY,
+        FailureKind.FAILED,
+    ],
+)
+def test_what_all_ranks_do_is_no_ranks_fault(kind: FailureKind) -> None:
+    found = [(rank, kind, 0.1 * rank) for rank in ALL]
+    assert blamed(root_cause(*found), 100.0) is None
+    assert blamed(root_cause(*found[:2]), 100.0) == 0
+
+
+def test_work_that_is_done_is_no_fault() -> None:
+    done = [(rank, FailureKind.DONE, 0.0) for rank in ALL]
+    assert blamed(root_cause(*done, ended=(0, 1, 2)), 100.0) is None
+    assert blamed(root_cause(*done[:2], (2, FailureKind.KILLED, 1.0)), 100.0) == 2
+
+
+def test_how_long_a_rank_has_suffered_counts_from_its_first_word() -> None:
+    given = root_cause((0, FailureKind.LOST_CONTACT, 0.0), (0, FailureKind.LOST_CONTACT, 15.0))
+    assert blamed(given, 20.1) == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "word", "kind", "reason"),
+    [
+        (
+            -9,
+            "",
+            FailureKind.KILLED,
+            "was killed by signal 9 (SIGKILL): its node had no memory left",
+        ),
+        (-11, "done:", FailureKind.KILLED, "was killed by signal 11 (SIGSEGV)"),
+        (-6, "", FailureKind.ABORTED, "was killed by signal 6 (SIGABRT)"),
+        (-15, "", FailureKind.ASKED_TO_END, "was ended by SIGTERM"),
+        (7, "", FailureKind.LEFT, "ended with status 7, without a word"),
+        (1, "failed:ValueError: x: y", FailureKind.FAILED, "failed (ValueError: x: y)"),
+        (0, "exits:0", FailureKind.EXITED_WELL, "has exited alone, with status 0,"),
+        (0, "done:", FailureKind.DONE, ""),
+        (1, "done:", FailureKind.LEFT, "ended with status 1, with all its work done,"),
+    ],
+)
+def test_how_a_process_ends_says_what_befell_it(
+    status: int, word: str, kind: FailureKind, reason: str
+) -> None:
+    report = report_of_end(1, status=status, word=word, phase="", memory_ran_out=True)
+    assert (report.kind, report.reason, report.status) == (kind, reason, status)
+
+
+def test_every_word_is_understood() -> None:
+    for word in LastWord:
+        assert report_of_word(0, word=f"{word}:why", phase="").rank == 0
+
+
+# By a clock that is set.
+
+WORLD_SIZE = 3
+STEP_S = 0.5
+
+
+class Job:
+    """The watchers of three ranks in one process, without ranks."""
+
+    def __init__(self) -> None:
+        self.hub = Hub(WORLD_SIZE, limits=Limits(), describe=str, host="here")
+        self.address = f"127.0.0.1 {self.hub.address}"
+        self.members = [Member(rank, limits=Limits(), host="here") for rank in (1, 2)]
+        self.late: set[int] = set()
+        """Ranks that have not found the hub's address so far."""
+        self.now_s = 0.0
+
+    def run(self, until_s: float) -> None:
+        """Let the watchers that are there work; who leaves closes its connections."""
+        while self.now_s < until_s:
+            self.now_s += STEP_S
+            for _ in range(2):  # what one has said the other one hears
+                if not self.hub.is_over:
+                    self.hub.work(self.address, self.now_s)
+                for member in self.members:
+                    address = "" if member.rank in self.late else self.address
+                    if not member.is_over:
+                        member.work(address, self.now_s)
+            if self.hub.is_over:
+                self.close()
+
+    def end(self, rank: int, kind: FailureKind) -> None:
+        report = Report(rank=rank, kind=kind, reason="came to its end")
+        post = self.members[rank - 1] if rank else self.hub
+        post.report(report, self.now_s, ended=True)
+
+    def close(self) -> None:
+        for connection in [self.hub.listener, *self.hub._members]:
+            connection.close()
+
+    @property
+    def lines(self) -> list[str]:
+        said = [last_line(post, lambda rank: f"rank {rank}") for post in (self.hub, *self.members)]
+        return [line for line in said if line]
+
+    @property
+    def are_over(self) -> list[bool]:
+        return [self.hub.is_over, *(member.is_over for member in self.members)]
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    found = Job()
+    yield found
+    found.close()
+    for member in found.members:
+        for line in member.sockets:
+            line.close()
+
+
+@pytest.mark.parametrize("kind", [FailureKind.DONE, FailureKind.EXITED_WELL])
+def test_who_uploads_for_minutes_has_its_time(kind: FailureKind, job: Job) -> None:
+    """All others have come to their end; their watchers wait, as srun would end the last one."""
+    job.run(5)
+    for rank in (0, 1):
+        job.end(rank, kind)
+    job.run(300)
+    assert job.hub.culprit is None
+    assert job.are_over == [False] * WORLD_SIZE
+    job.end(2, kind)
+    job.run(302)
+    assert job.are_over == [True] * WORLD_SIZE
+    assert not job.lines
+
+
+def test_nobody_is_waited_for_longer_than_in_a_collective(job: Job) -> None:
+    for rank in (0, 1):
+        job.end(rank, FailureKind.EXITED_WELL)
+    job.run(599)
+    assert job.hub.culprit is None
+    job.run(620)
+    assert job.hub.culprit is not None and job.hub.culprit.kind is FailureKind.EXITED_WELL
+    assert job.are_over[:2] == [True, True] and len(job.lines) == 1
+
+
+def test_who_comes_when_the_job_has_ended_gives_no_verdict_of_its_own(job: Job) -> None:
+    """A rank that still imports when others have failed would have blamed rank 0."""
+    job.late.add(2)
+    job.run(5)
+    job.end(1, FailureKind.FAILED)
+    job.run(34)
+    assert job.hub.culprit is None, "the late one may still come"
+    job.run(60)
+    assert job.hub.is_over
+    job.late.clear()
+    job.run(70)
+    late = job.members[-1]
+    assert late.stop is not None, "its rank is ended"
+    verdict, note = job.lines
+    assert verdict == "error: 1 came to its end; the job ends"
+    assert note.startswith("rank 2 comes too late: rank 0 is gone")
+    assert "error" not in note
+
+
+def test_one_that_has_come_in_time_says_that_rank_0_is_gone(job: Job) -> None:
+    job.run(5)
+    job.close()
+    job.hub.is_over = True
+    job.run(10)
+    (line,) = job.lines
+    assert line.startswith("error: rank 0 is gone, and so is the process that watched it")
+
+
+def test_the_time_is_that_of_megatrons_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the command, without Megatron."""
+    write_lab(tmp_path)
+    found: list[Limits] = []
+
+    def watched(_plan: object, limits: Limits, _node: str) -> None:
+        found.append(limits)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain, "_watched", watched)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for more in ([], ["--distributed-timeout-minutes", "3"]):
+        with pytest.raises(KeyboardInterrupt):
+            pretrain.run([*FLAGS, *more, "--zorse-plan", str(tmp_path / "plan.json")])
+    assert [limits.exit_s for limits in found] == [600, 180]
+
+
+# Large jobs.
+
+RANKS_PER_NODE = 8
+
+
+@pytest.fixture
+def file_limit() -> Iterator[int]:
+    """How many files this process may have if it asks for more."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+
+
+def test_a_rank_that_joins_costs_the_hub_the_same_however_many_have_joined() -> None:
+    """With all told of each join, 2,000 ranks took the hub 39 s: its own rank took it for dead."""
+    num_ranks = 12 * RANKS_PER_NODE
+    hub = Hub(num_ranks, limits=Limits(), describe=str, host="node 0")
+    port = hub.listener.getsockname()[1]
+    lines = {}
+    for rank in reversed(range(1, num_ranks)):  # each takes the word from the one before
+        lines[rank] = LineSocket(socket.create_connection(("127.0.0.1", port), timeout=5))
+        host = f"node {rank // RANKS_PER_NODE}"
+        lines[rank].send({"token": hub.token, "rank": rank, "host": host})
+    while len(hub.hosts) < num_ranks:
+        hub.work("", -1.0)
+    told = {
+        rank: [message["speaks"] for message in line.receive() if "speaks" in message]
+        for rank, line in lines.items()
+    }
+    speakers = {rank for rank, words in told.items() if words[-1]}
+    assert speakers == {1, *range(RANKS_PER_NODE, num_ranks, RANKS_PER_NODE)}
+    assert max(map(len, told.values())) <= 3
+    for line in [*lines.values(), hub.listener]:
+        line.close()
+
+
+def test_a_watcher_waits_for_more_files_than_select_knows(
+    file_limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did not wait, and kept a core busy for as long as the job ran."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(file_limit, 4096), file_limit))
+    ours, theirs = socket.socketpair()
+    beyond = socket.socket(fileno=os.dup2(ours.fileno(), 2000))
+    rank = os.posix_spawnp("sleep", ["sleep", "0.5"], os.environ)
+    page, looks = RankPage(), 0
+
+    class Post(Member):
+        @property
+        def is_joined(self) -> bool:
+            return True
+
+        def report(self, report: Report, now_s: float, *, ended: bool) -> None:
+            self.is_over = ended
+
+        @property
+        def sockets(self) -> list[Any]:
+            return [beyond]
+
+        def work(self, address: str, now_s: float) -> None:
+            nonlocal looks
+            looks += 1
+
+    page.word.write(f"{LastWord.DONE}:")
+    monkeypatch.setattr(watcher, "end_as", lambda status: None)
+    watcher.Watcher(
+        rank=1,
+        process=rank,
+        page=page,
+        post=Post(1, limits=Limits(), host="here"),
+        limits=Limits(),
+        describe=str,
+        find_hub=None,
+    ).run()
+    assert 1 <= looks <= 20
+    for each in (ours, theirs, beyond):
+        each.close()
+
+
+def test_a_watcher_may_have_as_many_files_as_the_system_lets_it(file_limit: int) -> None:
+    """With 1,024, the hub of a larger job left ranks waiting, and they took it for silent."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(file_limit, 1024), file_limit))
+    start_watch._allow_many_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (file_limit, file_limit)
+
+
+def test_ranks_that_are_started_again_wait_for_the_hub_of_this_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun keeps its store: ranks found the hub of before there, and ended the new job."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    monkeypatch.setenv("MASTER_ADDR", "node")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert exchange._exchanged(store, "1 a") == exchange._exchanged(store, "") == "node 1 a"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(dist.DistError):
+        exchange._exchanged(store, "")
+    assert exchange._exchanged(store, "2 b") == exchange._exchanged(store, "") == "node 2 b"
