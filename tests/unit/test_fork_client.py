@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.emulate.rank_jobs import ForkClient, ForkedJob
+from zorse_megatron.emulate.rank_jobs import ForkClient, RankJob
 from zorse_megatron.errors import RankFailure
 
 GONE_AT_ITS_FIRST_JOB = """
@@ -18,9 +18,7 @@ sys.exit("no memory left")
 def test_a_server_that_has_gone_is_told_for_every_job(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(GONE_AT_ITS_FIRST_JOB)
     client = ForkClient("server", working_directory=tmp_path)
-    job = ForkedJob(
-        entry="any", argv=(), world_size=1, timeout_s=60.0, output_directory=str(tmp_path)
-    )
+    job = RankJob(name="x", arguments=(), world_size=1, limit_s=60.0, directory=tmp_path)
     for _ in range(2):
         with pytest.raises(RankFailure, match="found exit status 1") as failure:
             client.run(job)

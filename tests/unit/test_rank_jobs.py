@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from zorse_megatron.emulate.rank_jobs import ForkedEnd, RankJob, run_forked, run_spawned
+from zorse_megatron.emulate.rank_jobs import RankJob, RanksEnd, run_spawned
 from zorse_megatron.errors import RankFailure
 from zorse_megatron.launch.rank_environment import share_gpus
 
@@ -70,18 +70,15 @@ def runs_in(pid, directory):
         return False
 
 
-@pytest.mark.parametrize("ended", [(0, 1), (1,)])
-def test_forked_ranks_that_had_to_be_ended_have_failed(ended, tmp_path):
-    class Client:
-        def run(self, job):
-            for rank in range(2):
-                (tmp_path / f"rank_{rank}.txt").write_text("waits")
-            statuses = tuple(-9 if rank in ended else 0 for rank in range(2))
-            return ForkedEnd(statuses=statuses, had_to_be_ended=ended, timed_out=True, wall_s=3.0)
-
+@pytest.mark.parametrize("statuses", [(None, None), (0, None)])
+def test_ranks_that_had_to_be_ended_have_failed(statuses, tmp_path):
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}.txt").write_text("waits")
+    end = RanksEnd(job=waiting(tmp_path, 3.0), statuses=statuses, wall_s=3.0)
     with pytest.raises(RankFailure) as raised:
-        run_forked(Client(), waiting(tmp_path, 3.0))
-    assert [problem.found for problem in raised.value.problems] == ["no end in 3 s"] * len(ended)
+        end.check()
+    ended = statuses.count(None)
+    assert [problem.found for problem in raised.value.problems] == ["no end in 3 s"] * ended
 
 
 def test_what_fails_says_its_last_lines(tmp_path):
