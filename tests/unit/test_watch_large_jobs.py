@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zorse_megatron.live import hub_address as exchange
 from zorse_megatron.live import start_watch, watcher
 from zorse_megatron.live.hub import Hub, LineSocket, Member
-from zorse_megatron.live.root_cause import LastWord, Limits, Report
+from zorse_megatron.live.root_cause import FailureKind, Limits, Report
 from zorse_megatron.live.watched_rank import RankPage
 
 RANKS_PER_NODE = 8
@@ -76,7 +76,7 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
             nonlocal looks
             looks += 1
 
-    page.word.write(f"{LastWord.DONE}:")
+    page.word.write(f"{FailureKind.DONE.name}:")
     monkeypatch.setattr(watcher, "end_as", lambda status: None)
     watcher.Watcher(
         rank=1,

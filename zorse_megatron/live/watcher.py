@@ -18,12 +18,10 @@ from typing import NoReturn
 from zorse_megatron.live.hub import Hub, Member, sentence
 from zorse_megatron.live.root_cause import (
     FailureKind,
-    LastWord,
     Limits,
     Report,
     report_of_end,
     report_of_word,
-    split_word,
 )
 from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK, RankPage
 
@@ -114,13 +112,14 @@ class Watcher:
         self._hear(now_s)
 
     def _hear(self, now_s: float) -> None:
-        text = self.page.word.read()
-        word, _ = split_word(text)
+        word = self.page.word.read()
+        if word == self._said:
+            return
+        self._said = word
+        report = report_of_word(self.rank, word=word, phase=self.page.phase.read())
         # That it is done counts when it has ended.
-        if word not in (None, LastWord.DONE) and text != self._said:
-            self._said = text
-            self.own_fault = word is not LastWord.LOST_CONTACT
-            report = report_of_word(self.rank, word=text, phase=self.page.phase.read())
+        if report is not None and report.kind is not FailureKind.DONE:
+            self.own_fault = report.kind is not FailureKind.LOST_CONTACT
             self.post.report(report, now_s, ended=False)
 
     def _take_end(self, status: int, now_s: float) -> None:
