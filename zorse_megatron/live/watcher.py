@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import NoReturn
 
@@ -38,35 +39,28 @@ _IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE)
 """A terminal sends these to the rank, too."""
 
 
+@dataclass(kw_only=True)
 class Watcher:
     """Watches one rank to its end."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        process: int,
-        page: RankPage,
-        post: Hub | Member,
-        limits: Limits,
-        describe: Callable[[int], str],
-        find_hub: Callable[[], int] | None,
-    ) -> None:
-        """`find_hub`: starts a process that does so in place of a rank that has ended too soon."""
-        self.rank = rank
-        self.process = process
-        self.page = page
-        self.post = post
-        self.limits = limits
-        self.describe = describe
-        self.find_hub = find_hub
-        self.status: int | None = None
-        self.own_fault = False
-        self._helper: int | None = None
-        self._stopped_s: float | None = None
-        self._said = ""
-        self._end_by_s: float | None = None
-        self._ended_s = 0.0
+    rank: int
+    process: int
+    page: RankPage
+    post: Hub | Member
+    limits: Limits
+    describe: Callable[[int], str]
+    find_hub: Callable[[], int] | None
+    """Starts a process that does so in place of a rank that has ended too soon."""
+    status: int | None = None
+    own_fault: bool = False
+    _helper: int | None = None
+    _stopped_s: float | None = None
+    _said: str = ""
+    _end_by_s: float | None = None
+    _ended_s: float = 0.0
+    _oom_kills: int = field(init=False)
+
+    def __post_init__(self) -> None:
         self._oom_kills = _oom_kills()
 
     def run(self) -> NoReturn:
