@@ -25,6 +25,7 @@ from scripts.long_run.next_plan import next_plan
 from scripts.long_run.parts import Part, all_losses, spans
 from scripts.long_run.picture import draw
 from zorse_megatron.emulate.emulator import System, emulator
+from zorse_megatron.emulate.rank_jobs import RankJob
 from zorse_megatron.emulate.tiny_model import TinyTraining, training_flags
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.simulate.assumptions import Perturbation, SlowSpell
@@ -169,16 +170,15 @@ def stock_losses(
     metrics = directory / "stock.jsonl"
     with emulator(machines.inputs, tiny(), tell=_tell) as made:
         flags = [*training_flags(tiny(), made.data), "--micro-batch-size", "1"]
-        ended = made.server.run(
-            [*flags, "--calculate-per-token-loss", "--zorse-metrics", str(metrics), *flags_beyond],
+        flags += ["--calculate-per-token-loss", "--zorse-metrics", str(metrics), *flags_beyond]
+        job = RankJob(
+            name="stock",
+            arguments=tuple(flags),
             world_size=ranks,
-            job_file=directory,
             directory=directory,
-            timeout_s=7200.0,
-            entry="zorse_megatron.pretrain",
+            limit_s=7200.0,
         )
-    if not ended.succeeded:
-        raise ended.failure()
+        made.server.run(job).check()
     return [json.loads(line)["lm loss"] for line in metrics.read_text().splitlines()]
 
 

@@ -8,22 +8,21 @@ A `MegatronServer` (see `server.py`) imports Megatron once and forks the ranks o
 """
 
 import atexit
+import dataclasses
 import functools
 import os
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGABRT
 
 from zorse_megatron.emulate.rank_jobs import (
-    GRACE_AFTER_FAILURE_S,
     ForkClient,
-    ForkedEnd,
-    ForkedJob,
     RankJob,
+    RanksEnd,
+    end_of_spawned,
     output_of,
-    spawned_statuses,
     tail_of,
 )
 from zorse_megatron.errors import Problem, RankFailure
@@ -32,6 +31,8 @@ from zorse_megatron.launch.rank_environment import SHARE_GPUS
 REPOSITORY = Path(__file__).parents[2]
 ON_GPU = os.environ.get("ZORSE_TEST_DEVICE", "cpu") == "cuda"
 """Whether ranks run on the machine's GPUs. Not verified: see docs/limits.md."""
+GRACE_AFTER_FAILURE_S = 5.0
+"""After one rank has failed the others wait for it in vain: they get this long to fail as well."""
 GPU_START_FACTOR = 4.0
 """Ranks that are not forked import everything themselves."""
 
@@ -91,31 +92,29 @@ class MegatronServer:
         Raises RankFailure when they have not all ended after `timeout_s`. When one rank fails the
         others are ended after `grace_after_failure_s`, and the result tells.
         """
-        if ON_GPU:
-            return _on_gpu(argv, world_size, entry, timeout_s, dict(env or {}))
         with tempfile.TemporaryDirectory(prefix="zorse-ranks-") as output_dir:
-            end = self.run_job(
-                ForkedJob(
-                    entry=entry,
-                    argv=[str(word) for word in argv],
-                    world_size=world_size,
-                    timeout_s=timeout_s,
-                    output_directory=output_dir,
-                    working_directory=str(directory),
-                    env=dict(env or {}),
-                    grace_after_failure_s=grace_after_failure_s,
-                )
+            job = RankJob(
+                name=entry,
+                entry=entry,
+                arguments=tuple(map(str, argv)),
+                world_size=world_size,
+                directory=Path(output_dir),
+                limit_s=timeout_s,
+                environment=dict(env or {}),
+                working_directory=directory,
+                grace_after_failure_s=grace_after_failure_s,
             )
+            end = end_of_spawned(_on_gpu(job)) if ON_GPU else self.run_job(job)
             result = RunResult(
-                returncodes=end.statuses,
-                outputs=tuple(output_of(output_dir, rank) for rank in range(world_size)),
+                returncodes=tuple(-SIGABRT if each is None else each for each in end.statuses),
+                outputs=tuple(output_of(job.directory, rank) for rank in range(world_size)),
                 wall_s=end.wall_s,
             )
-        if end.timed_out:
-            raise rank_failure(f"The ranks have not ended after {timeout_s} s", result)
+        if None in end.statuses and end.wall_s > end.job.limit_s:
+            raise rank_failure(f"The ranks have not ended after {end.job.limit_s} s", result)
         return result
 
-    def run_job(self, job: ForkedJob) -> ForkedEnd:
+    def run_job(self, job: RankJob) -> RanksEnd:
         """Run a job to its end."""
         return self._client.run(job)
 
@@ -124,27 +123,13 @@ class MegatronServer:
         self._client.close()
 
 
-def _on_gpu(
-    argv: Sequence[str], world_size: int, entry: str, timeout_s: float, env: dict[str, str]
-) -> RunResult:
+def _on_gpu(job: RankJob) -> RankJob:
     """Each rank a process of its own, as no fork survives with CUDA; ranks may share a GPU."""
-    started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="zorse-ranks-") as directory:
-        job = RankJob(
-            name=entry,
-            entry=entry,
-            arguments=tuple(map(str, argv)),
-            world_size=world_size,
-            directory=Path(directory),
-            limit_s=timeout_s * GPU_START_FACTOR,
-            environment={"PYTHONPATH": str(REPOSITORY), SHARE_GPUS: "1", **env},
-        )
-        statuses = spawned_statuses(job)
-        return RunResult(
-            returncodes=tuple(-9 if status is None else status for status in statuses),
-            outputs=tuple(output_of(directory, rank) for rank in range(world_size)),
-            wall_s=time.monotonic() - started_s,
-        )
+    return dataclasses.replace(
+        job,
+        limit_s=job.limit_s * GPU_START_FACTOR,
+        environment={"PYTHONPATH": str(REPOSITORY), SHARE_GPUS: "1", **job.environment},
+    )
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate import emulator as rank_server
 from zorse_megatron.emulate.emulator import System, emulator, flags_of_grid
 from zorse_megatron.emulate.on_ranks import server_main
+from zorse_megatron.emulate.rank_jobs import RankJob
 from zorse_megatron.emulate.tiny_model import VOCABULARY, TinyShape, TinyTraining
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import MODELS
@@ -87,7 +88,7 @@ ENDING_WITH_TWO = dataclasses.replace(
 
 
 def client_of_tests(module):
-    """In place of the process that `RankServer` starts: the one that forks the tests' ranks.
+    """In place of the process that `emulator` starts: the one that forks the tests' ranks.
 
     That one preloads as this one does.
     """
@@ -402,10 +403,10 @@ def test_ranks_start_fast(lab):
     """Forked ranks take Megatron's arguments from their parent, and fork what helps them save."""
     entry, directory = "tests.megatron.prepared_entry", lab.directory / "prepared"
     directory.mkdir()
-    ended = lab.server.run(
-        [], world_size=2, job_file=directory, directory=directory, timeout_s=60, entry=entry
+    job = RankJob(
+        name="x", entry=entry, arguments=(), world_size=2, directory=directory, limit_s=60
     )
-    assert ended.succeeded, ended.failure()
+    lab.server.run(job).check()
 
 
 LAB = """

@@ -18,10 +18,8 @@ from hypothesis import strategies as st
 from zorse_megatron import pretrain
 from zorse_megatron.emulate.rank_jobs import (
     ForkClient,
-    ForkedEnd,
-    ForkedJob,
     RankJob,
-    run_forked,
+    RanksEnd,
     run_spawned,
 )
 from zorse_megatron.errors import LaunchError, RankFailure
@@ -194,18 +192,15 @@ def runs_in(pid, directory):
         return False
 
 
-@pytest.mark.parametrize("ended", [(0, 1), (1,)])
-def test_forked_ranks_that_had_to_be_ended_have_failed(ended, tmp_path):
-    class Client:
-        def run(self, job):
-            for rank in range(2):
-                (tmp_path / f"rank_{rank}.txt").write_text("waits")
-            statuses = tuple(-9 if rank in ended else 0 for rank in range(2))
-            return ForkedEnd(statuses=statuses, had_to_be_ended=ended, timed_out=True, wall_s=3.0)
-
+@pytest.mark.parametrize("statuses", [(None, None), (0, None)])
+def test_ranks_that_had_to_be_ended_have_failed(statuses, tmp_path):
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}.txt").write_text("waits")
+    end = RanksEnd(job=waiting(tmp_path, 3.0), statuses=statuses, wall_s=3.0)
     with pytest.raises(RankFailure) as raised:
-        run_forked(Client(), waiting(tmp_path, 3.0))
-    assert [problem.found for problem in raised.value.problems] == ["no end in 3 s"] * len(ended)
+        end.check()
+    ended = statuses.count(None)
+    assert [problem.found for problem in raised.value.problems] == ["no end in 3 s"] * ended
 
 
 def test_what_fails_says_its_last_lines(tmp_path):
@@ -274,9 +269,7 @@ sys.exit("no memory left")
 def test_a_server_that_has_gone_is_told_for_every_job(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(GONE_AT_ITS_FIRST_JOB)
     client = ForkClient("server", working_directory=tmp_path)
-    job = ForkedJob(
-        entry="any", argv=(), world_size=1, timeout_s=60.0, output_directory=str(tmp_path)
-    )
+    job = RankJob(name="x", arguments=(), world_size=1, limit_s=60.0, directory=tmp_path)
     for _ in range(2):
         with pytest.raises(RankFailure, match="found exit status 1") as failure:
             client.run(job)

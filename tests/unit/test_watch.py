@@ -1,5 +1,6 @@
 """The watch of a job: who is blamed and when, who is slow, and how large it may be."""
 
+import contextlib
 import os
 import resource
 import socket
@@ -13,22 +14,22 @@ import torch.distributed as dist
 
 from tests.unit.cli_samples import FLAGS, write_lab
 from zorse_megatron import pretrain
+from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.live import hub_address as exchange
 from zorse_megatron.live import start_watch, watcher
 from zorse_megatron.live.hub import Hub, LineSocket, Member
 from zorse_megatron.live.root_cause import (
     FailureKind,
-    LastWord,
     Limits,
     Report,
     RootCause,
     report_of_end,
-    report_of_word,
 )
-from zorse_megatron.live.watched_rank import RankPage
+from zorse_megatron.live.watched_rank import RankPage, WatchedRank
 from zorse_megatron.live.watcher import last_line
 
 ALL = range(3)
+WRONG = PlanError("No", [Problem(where="plan.json", found="a", expected="b", remedy="c")])
 
 
 def root_cause(*found: tuple[int, FailureKind, float], ended: tuple[int, ...] = ()) -> RootCause:
@@ -136,14 +137,19 @@ def test_how_long_a_rank_has_suffered_counts_from_its_first_word() -> None:
             FailureKind.KILLED,
             "was killed by signal 9 (SIGKILL): its node had no memory left",
         ),
-        (-11, "done:", FailureKind.KILLED, "was killed by signal 11 (SIGSEGV)"),
+        (-11, "DONE:", FailureKind.KILLED, "was killed by signal 11 (SIGSEGV)"),
         (-6, "", FailureKind.ABORTED, "was killed by signal 6 (SIGABRT)"),
         (-15, "", FailureKind.ASKED_TO_END, "was ended by SIGTERM"),
         (7, "", FailureKind.LEFT, "ended with status 7, without a word"),
-        (1, "failed:ValueError: x: y", FailureKind.FAILED, "failed (ValueError: x: y)"),
-        (0, "exits:0", FailureKind.EXITED_WELL, "has exited alone, with status 0,"),
-        (0, "done:", FailureKind.DONE, ""),
-        (1, "done:", FailureKind.LEFT, "ended with status 1, with all its work done,"),
+        (1, "FAILED:failed (ValueError: x: y)", FailureKind.FAILED, "failed (ValueError: x: y)"),
+        (
+            0,
+            "EXITED_WELL:has exited alone, with status 0,",
+            FailureKind.EXITED_WELL,
+            "has exited alone, with status 0,",
+        ),
+        (0, "DONE:", FailureKind.DONE, ""),
+        (1, "DONE:", FailureKind.LEFT, "ended with status 1, with all its work done,"),
     ],
 )
 def test_how_a_process_ends_says_what_befell_it(
@@ -153,9 +159,26 @@ def test_how_a_process_ends_says_what_befell_it(
     assert (report.kind, report.reason, report.status) == (kind, reason, status)
 
 
-def test_every_word_is_understood() -> None:
-    for word in LastWord:
-        assert report_of_word(0, word=f"{word}:why", phase="").rank == 0
+@pytest.mark.parametrize(
+    ("error", "kind", "reason"),
+    [
+        (ValueError("x: y\nz"), FailureKind.FAILED, "failed (ValueError: x: y)"),
+        (SystemExit(), FailureKind.EXITED_WELL, "has exited alone, with status 0,"),
+        (SystemExit("no"), FailureKind.EXITED, "has exited alone, with status 1,"),
+        (WRONG, FailureKind.REFUSED, None),
+        (None, FailureKind.DONE, ""),
+    ],
+)
+def test_the_last_word_of_a_rank_is_understood(
+    error: BaseException | None, kind: FailureKind, reason: str | None
+) -> None:
+    page = RankPage()
+    with contextlib.suppress(BaseException), WatchedRank(page, Limits()).last_words():
+        if error is not None:
+            raise error
+    report = report_of_end(0, status=0, word=page.word.read(), phase="", memory_ran_out=False)
+    assert report.kind is kind
+    assert reason is None or report.reason == reason
 
 
 # By a clock that is set.
@@ -353,7 +376,7 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
             nonlocal looks
             looks += 1
 
-    page.word.write(f"{LastWord.DONE}:")
+    page.word.write(f"{FailureKind.DONE.name}:")
     monkeypatch.setattr(watcher, "end_as", lambda status: None)
     watcher.Watcher(
         rank=1,

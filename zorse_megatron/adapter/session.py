@@ -1,6 +1,7 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -141,14 +142,9 @@ class PlanSession:
         if not forward_only:
             self.runner = runner
         executor.during = _phase_of(forward_only=forward_only)
-        timers = inputs.config.timers  # as stock's schedules are timed
-        if timers is not None:
-            barrier = inputs.config.barrier_with_L1_time
-            timers("forward-backward", log_level=1).start(barrier=barrier)
         lists = at.evaluation if forward_only else self.lists
-        executor.run_until_step(lists.ranks[at.rank], runner)
-        if timers is not None:
-            timers("forward-backward").stop()
+        with _timed(inputs.config):
+            executor.run_until_step(lists.ranks[at.rank], runner)
         if at.num_chunks - 1 not in at.chunks or collect_non_loss_data:
             return runner.losses
         return self._reported(runner.losses, forward_only=forward_only)
@@ -277,6 +273,16 @@ def _reads_parameters_next(args: Any) -> bool:
     """Whether something other than a forward or a save may read parameters after this step."""
     is_last = args.curr_iteration + 1 >= args.train_iters
     return is_last or args.check_weight_hash_across_dp_replicas_interval is not None
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Time the block as stock's schedules are timed."""
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
 
 
 def _phase_of(*, forward_only: bool) -> str:

@@ -62,27 +62,19 @@ class _Candidate:
         return float(number if isinstance(self.made, Prepared) else -number)
 
 
+@dataclass(kw_only=True)
 class Switching:
     """One rank's part in the agreement."""
 
-    def __init__(
-        self,
-        *,
-        balancer: Balancer,
-        preparation: Preparation,
-        course: Course,
-        rank: int,
-        num_prefetched: int,
-    ) -> None:
-        """`num_prefetched`: micro-batches that a data loader has ready before they are wanted."""
-        self.balancer = balancer
-        self.preparation = preparation
-        self.course = course
-        self.rank = rank
-        self.num_prefetched = num_prefetched
-        self.is_off = False
-        self._candidate: _Candidate | None = None
-        self._agreed: tuple[int, Prepared] | None = None
+    balancer: Balancer
+    preparation: Preparation
+    course: Course
+    rank: int
+    num_prefetched: int
+    """Micro-batches that a data loader has ready before they are wanted."""
+    is_off: bool = False
+    _candidate: _Candidate | None = None
+    _agreed: tuple[int, Prepared] | None = None
 
     @property
     def code(self) -> float:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from zorse_megatron.costs.interface import WHOLE, DtypeCosts, ModelSection, RankPart, SetCosts
@@ -24,9 +23,8 @@ from zorse_megatron.emulate.emulated_job import (
     self_test_of,
 )
 from zorse_megatron.emulate.link_clock import LinkModel
-from zorse_megatron.emulate.rank_jobs import ForkClient, ForkedJob, output_of, tail_of
+from zorse_megatron.emulate.rank_jobs import SERVER, ForkClient, RankJob, RanksEnd
 from zorse_megatron.emulate.tiny_model import HIDDEN_SIZE, TinyTraining, training_flags
-from zorse_megatron.errors import Problem, RankFailure
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.plan import Plan, Replica, set_of_rank
 from zorse_megatron.plan.plan_file import save_plan
@@ -36,94 +34,10 @@ from zorse_megatron.planner.baselines.stock_plans import layout_flags
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.simulate.assumptions import NO_PERTURBATION, Perturbation
 
-# Runs the ranks of emulated jobs, in processes that are forked from one with Megatron imported.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How the ranks of a job ended."""
-
-    statuses: tuple[int | None, ...]
-    """Exit status of each rank; None: it had to be ended."""
-    wall_s: float
-    """On this machine."""
-    directory: Path
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether all ranks exited with status 0."""
-        return not any(status != 0 for status in self.statuses)
-
-    def tail(self, rank: int) -> str:
-        """The last lines that a rank printed."""
-        return tail_of(output_of(self.directory, rank))
-
-    def failure(self) -> RankFailure:
-        """The error that shows how each failed rank ended."""
-        return RankFailure(
-            "The emulated job failed",
-            [
-                Problem(
-                    where=f"rank {rank}",
-                    found="no end in time" if status is None else f"exit status {status}",
-                    expected="0",
-                    remedy="Its last lines:\n" + self.tail(rank),
-                )
-                for rank, status in enumerate(self.statuses)
-                if status != 0
-            ],
-        )
-
-
-class RankServer:
-    """Starts `emulate.on_ranks.server_main` once for several jobs. Not for use by two threads at
-    once.
-    """
-
-    def __init__(self) -> None:
-        self._client = ForkClient("zorse_megatron.emulate.on_ranks.server_main")
-
-    def __enter__(self) -> "RankServer":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._client.close()
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        world_size: int,
-        job_file: Path,
-        directory: Path,
-        timeout_s: float,
-        entry: str = "zorse_megatron.emulate.on_ranks.rank_main",
-    ) -> Ended:
-        """Run the ranks of a job to their end. `argv`: what the module `entry` is given."""
-        end = self._client.run(
-            ForkedJob(
-                entry=entry,
-                argv=argv,
-                world_size=world_size,
-                timeout_s=timeout_s,
-                output_directory=str(directory),
-                env={VARIABLE: str(job_file)},
-            )
-        )
-        statuses = (
-            None if rank in end.had_to_be_ended else status
-            for rank, status in enumerate(end.statuses)
-        )
-        return Ended(statuses=tuple(statuses), wall_s=end.wall_s, directory=directory)
-
-
 CORPUS_BYTES = 200_000
-_TEST_TIMEOUT_S = 120.0
+_CORPUS_LIMIT_S = 120.0
+# After one rank has failed the others wait for it in vain.
+_GRACE_AFTER_FAILURE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +93,7 @@ class Emulator:
     inputs: Inputs
     training: TinyTraining
     directory: Path
-    server: RankServer
+    server: ForkClient
     perturbation: Perturbation = NO_PERTURBATION
     dilation: float | None = None
     tell: Callable[[str], None] = lambda _phase: None
@@ -204,11 +118,11 @@ class Emulator:
             metrics = job.directory / "metrics.jsonl"
             flags = [*self._flags(system, job), "--zorse-metrics", str(metrics)]
             with _beside(ended_by, job.directory):
-                ended = self._start(job, flags)
+                ended = self._start(job, system.name, flags)
             reports = [_report(job, rank) for rank in range(len(system.gpus))]
             out_of_memory = next((r["out_of_memory"] for r in reports if r["out_of_memory"]), None)
-            if not ended.succeeded and out_of_memory is None and ended_by is None:
-                raise ended.failure()
+            if out_of_memory is None and ended_by is None:
+                ended.check()
             return EmulatedRun(
                 system=system,
                 self_test=test,
@@ -228,25 +142,24 @@ class Emulator:
         """
         system = System(name="self-test", gpus=tuple(gpus))
         with self._job(system, NO_PERTURBATION) as job:
-            ended = self._start(job, [], entry="zorse_megatron.emulate.on_ranks.self_test_main")
-            if not ended.succeeded:
-                raise ended.failure()
+            entry = "zorse_megatron.emulate.on_ranks.self_test_main"
+            self._start(job, "self-test", [], entry=entry).check()
             reports = [job.report(rank) for rank in range(len(gpus))]
             return self_test_of(self.inputs.comm, gpus, reports)
 
     def write_corpus(self) -> None:
         """Write the text that all jobs train on."""
         prefix = self.directory / "corpus" / "text"
-        ended = self.server.run(
-            [str(prefix), str(CORPUS_BYTES)],
-            world_size=1,
-            job_file=prefix,
-            directory=self.directory,
-            timeout_s=_TEST_TIMEOUT_S,
-            entry="zorse_megatron.emulate.on_ranks.corpus_main",
-        )
-        if not ended.succeeded:
-            raise ended.failure()
+        self.server.run(
+            RankJob(
+                name="corpus",
+                entry="zorse_megatron.emulate.on_ranks.corpus_main",
+                arguments=(str(prefix), str(CORPUS_BYTES)),
+                world_size=1,
+                directory=self.directory,
+                limit_s=_CORPUS_LIMIT_S,
+            )
+        ).check()
         self.data = json.loads(prefix.with_suffix(".json").read_text())
 
     def write_weights(self) -> None:
@@ -260,16 +173,15 @@ class Emulator:
         small = dataclasses.replace(self.training, iterations=1, global_batch_size=1)
         flags = [*training_flags(small, self.data), "--micro-batch-size", "1"]
         still = ["--lr", "0", "--min-lr", "0", "--weight-decay", "0"]
-        ended = self.server.run(
-            [*flags, *still, "--save", str(directory), "--save-interval", "1"],
-            world_size=1,
-            job_file=directory,
-            directory=directory,
-            timeout_s=self.timeout_s,
-            entry="zorse_megatron.pretrain",
-        )
-        if not ended.succeeded:
-            raise ended.failure()
+        self.server.run(
+            RankJob(
+                name="weights",
+                arguments=(*flags, *still, "--save", str(directory), "--save-interval", "1"),
+                world_size=1,
+                directory=directory,
+                limit_s=self.timeout_s,
+            )
+        ).check()
         load = ["--load", str(directory), "--finetune", "--no-load-optim", "--no-load-rng"]
         self.data = [*self.data, *load]
 
@@ -308,14 +220,25 @@ class Emulator:
             inputs.capacities_bytes[gpu] - beside for gpu, beside in zip(gpus, fixed, strict=True)
         )
 
-    def _start(self, job: EmulatedJob, argv: Sequence[str], **entry: str) -> Ended:
+    def _start(
+        self,
+        job: EmulatedJob,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        entry: str = "zorse_megatron.emulate.on_ranks.rank_main",
+    ) -> RanksEnd:
         return self.server.run(
-            argv,
-            world_size=len(job.gpus),
-            job_file=job.save(),
-            directory=job.directory,
-            timeout_s=self.timeout_s,
-            **entry,
+            RankJob(
+                name=name,
+                entry=entry,
+                arguments=tuple(arguments),
+                world_size=len(job.gpus),
+                directory=job.directory,
+                limit_s=self.timeout_s,
+                environment={VARIABLE: str(job.save())},
+                grace_after_failure_s=_GRACE_AFTER_FAILURE_S,
+            )
         )
 
     def _flags(self, system: System, job: EmulatedJob) -> list[str]:
@@ -353,7 +276,7 @@ def emulator(
     tell("importing Megatron")
     with (
         tempfile.TemporaryDirectory(prefix="zorse-emulate-") as directory,
-        RankServer() as server,
+        contextlib.closing(ForkClient(SERVER)) as server,
     ):
         made = Emulator(
             inputs=inputs,

@@ -54,13 +54,13 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             _become_rank(job, rank, port)
         pids.append(pid)
     ranks = _Ranks(pids)
-    in_time = ranks.wait(started_s + job["timeout_s"], grace_s=job["grace_after_failure_s"])
+    ranks.wait(started_s + job["limit_s"], grace_s=job["grace_after_failure_s"])
     had_to_be_ended = ranks.running
     ranks.end()
     return {
-        "statuses": [ranks.statuses[rank] for rank in range(len(pids))],
-        "had_to_be_ended": had_to_be_ended,
-        "timed_out": not in_time,
+        "statuses": [
+            None if rank in had_to_be_ended else ranks.statuses[rank] for rank in range(len(pids))
+        ],
         "wall_s": time.monotonic() - started_s,
     }
 
@@ -69,7 +69,7 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
     """Turn this forked child into a rank and run the entry module as `__main__`."""
     os.setpgid(0, 0)  # so that its own children (data loaders, checkpoint writers) end with it
     end_with_parent()
-    path = Path(job["output_directory"], f"rank_{rank}.txt")
+    path = Path(job["directory"], f"rank_{rank}.txt")
     output = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
@@ -77,12 +77,12 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(file=2)  # SIGABRT prints every thread's traceback
     os.environ.update(_rank_environment(rank, job["world_size"], port))
-    os.environ.update(job["env"])
-    os.chdir(job["working_directory"])
+    os.environ.update(job["environment"])
+    os.chdir(job["working_directory"] or job["directory"])
     import torch
 
     torch.set_num_threads(1)
-    sys.argv = [job["entry"], *job["argv"]]
+    sys.argv = [job["entry"], *job["arguments"]]
     leave(run_as_main(job["entry"]))
 
 
@@ -148,21 +148,18 @@ class _Ranks:
                 _kill_group(self.pids[rank])  # what a dead rank leaves behind
         return not self.running
 
-    def wait(self, until_s: float, *, grace_s: float) -> bool:
-        """Wait for all ranks; whether they ended by themselves before `until_s`.
+    def wait(self, until_s: float, *, grace_s: float) -> None:
+        """Wait for all ranks, until `until_s` at most.
 
         After the first failure the others wait in vain: they have `grace_s` to end as well.
         """
-        failed_at_s: float | None = None
         while not self.poll():
             now_s = time.monotonic()
-            if failed_at_s is None and any(self.statuses.values()):
-                failed_at_s = now_s
-            given_up = failed_at_s is not None and now_s > failed_at_s + grace_s
-            if given_up or now_s > until_s or _client_is_gone():
-                return given_up
+            if any(self.statuses.values()):
+                until_s = min(until_s, now_s + grace_s)
+            if now_s > until_s or _client_is_gone():
+                return
             time.sleep(_POLL_S)
-        return True
 
     def end(self) -> None:
         """End the ranks that are left, with their tracebacks in their output."""

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -19,45 +18,56 @@ from typing import Any, NoReturn
 from zorse_megatron.errors import Problem, RankFailure
 from zorse_megatron.processes import end_with_parent, free_port
 
-# Starts a server that forks ranks (`fork_server`), and gives it jobs.
-
-
 TAIL_LINES = 40
-# After one rank has failed the others wait for it in vain: they get this long to fail as well.
-GRACE_AFTER_FAILURE_S = 5.0
-_START_TIMEOUT_S = 180.0
-# What the server needs beyond a job's own timeout to end the ranks and answer.
-_ANSWER_MARGIN_S = 30.0
-# From the end of its output to the end of the server.
-_END_TIMEOUT_S = 5.0
+SERVER = "zorse_megatron.emulate.on_ranks.server_main"
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForkedJob:
-    """`python -m entry` with `argv`, as `world_size` ranks on this machine."""
+class RankJob:
+    """`python -m entry ARGUMENTS` as so many ranks on this machine."""
 
-    entry: str
-    argv: Sequence[str]
+    name: str
+    arguments: tuple[str, ...]
     world_size: int
-    timeout_s: float
-    output_directory: str
-    """Where the ranks' outputs go: see `output_of`."""
-    working_directory: str = field(default_factory=os.getcwd)
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Beside what torchrun sets."""
-    grace_after_failure_s: float = GRACE_AFTER_FAILURE_S
+    directory: Path
+    """Exists; what the ranks print is left there: see `output_of`."""
+    limit_s: float
+    entry: str = "zorse_megatron.pretrain"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of all ranks, beside what torchrun would set."""
+    working_directory: Path | None = None
+    """None: `directory`."""
+    grace_after_failure_s: float = 20.0
+    """How long the others have to end after one has failed; watched ones do so within seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForkedEnd:
+class RanksEnd:
     """How the ranks of a job ended."""
 
-    statuses: tuple[int, ...]
-    """Exit status of each rank; negative: the signal that ended it."""
-    had_to_be_ended: tuple[int, ...]
-    """Ranks that did not end by themselves."""
-    timed_out: bool
+    job: RankJob
+    statuses: tuple[int | None, ...]
+    """Exit status of each rank, negative for a signal; None: it had to be ended."""
     wall_s: float
+
+    def check(self) -> None:
+        """Raise RankFailure, which shows how each rank that failed has ended, if one has."""
+        job = self.job
+        problems = [
+            Problem(
+                where=f"rank {rank} ({job.directory}/rank_{rank}.txt)",
+                found=f"no end in {self.wall_s:.0f} s"
+                if status is None
+                else f"exit status {status} after {self.wall_s:.0f} s",
+                expected=f"0 within {job.limit_s:.0f} s",
+                remedy="Its last lines:\n" + tail_of(output_of(job.directory, rank)),
+            )
+            for rank, status in enumerate(self.statuses)
+            if status != 0
+        ]
+        if problems:
+            raise RankFailure(f"The job {job.name!r} failed", problems)
 
 
 def output_of(directory: Path | str, rank: int) -> str:
@@ -68,6 +78,16 @@ def output_of(directory: Path | str, rank: int) -> str:
 def tail_of(output: str) -> str:
     """Its last lines."""
     return "\n".join(output.splitlines()[-TAIL_LINES:])
+
+
+# Starts a server that forks ranks (`fork_server`), and gives it jobs.
+
+
+_START_TIMEOUT_S = 180.0
+# What the server needs beyond a job's own limit to end the ranks and answer.
+_ANSWER_MARGIN_S = 30.0
+# From the end of its output to the end of the server.
+_END_TIMEOUT_S = 5.0
 
 
 class ForkClient:
@@ -89,18 +109,13 @@ class ForkClient:
         )
         self._answer(_START_TIMEOUT_S)
 
-    def run(self, job: ForkedJob) -> ForkedEnd:
+    def run(self, job: RankJob) -> RanksEnd:
         """Run a job to its end. Raises RankFailure where the server has gone."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the lack of an answer tells why
-            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-        answer = self._answer(job.timeout_s + _ANSWER_MARGIN_S)
-        return ForkedEnd(
-            statuses=tuple(answer["statuses"]),
-            had_to_be_ended=tuple(answer["had_to_be_ended"]),
-            timed_out=answer["timed_out"],
-            wall_s=answer["wall_s"],
-        )
+            self._process.stdin.write(json.dumps(asdict(job), default=str) + "\n")
+        answer = self._answer(job.limit_s + _ANSWER_MARGIN_S)
+        return RanksEnd(job=job, statuses=tuple(answer["statuses"]), wall_s=answer["wall_s"])
 
     def close(self) -> None:
         """End the server, and with it whatever it still runs."""
@@ -152,27 +167,6 @@ def server_environment() -> dict[str, str]:
     }
 
 
-_SERVER = "zorse_megatron.emulate.on_ranks.server_main"
-_POLL_S = 0.05
-# After one rank has failed, the watched others end by themselves within seconds.
-_GRACE_S = 20.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankJob:
-    """`python -m entry ARGUMENTS` as so many ranks on this machine."""
-
-    name: str
-    arguments: tuple[str, ...]
-    world_size: int
-    directory: Path
-    """Exists; the ranks run there, and what they print is left there."""
-    limit_s: float
-    entry: str = "zorse_megatron.pretrain"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Of all ranks, beside what torchrun would set."""
-
-
 RunJob = Callable[[RankJob], None]
 """Runs a job to its end. Raises RankFailure unless all ranks end with status 0 in time."""
 
@@ -187,40 +181,22 @@ def runner_here(*, has_gpu: bool) -> Iterator[RunJob]:
     if has_gpu:
         yield run_spawned
         return
-    with contextlib.closing(ForkClient(_SERVER)) as client:
-        yield partial(run_forked, client)
+    with contextlib.closing(ForkClient(SERVER)) as client:
+        yield lambda job: client.run(job).check()
 
 
 def run_spawned(job: RankJob) -> None:
     """Run each rank as a process of its own. Raises RankFailure."""
-    started_s = time.monotonic()
-    _refuse_failed(job, spawned_statuses(job), time.monotonic() - started_s)
+    end_of_spawned(job).check()
 
 
-def run_forked(client: ForkClient, job: RankJob) -> None:
-    """Run the ranks as forks of the client's server. Raises RankFailure."""
-    end = client.run(
-        ForkedJob(
-            entry=job.entry,
-            argv=job.arguments,
-            world_size=job.world_size,
-            timeout_s=job.limit_s,
-            output_directory=str(job.directory),
-            working_directory=str(job.directory),
-            env=job.environment,
-        )
-    )
-    ended = end.had_to_be_ended
-    statuses = [None if rank in ended else status for rank, status in enumerate(end.statuses)]
-    _refuse_failed(job, statuses, end.wall_s)
-
-
-def spawned_statuses(job: RankJob) -> list[int | None]:
-    """Run each rank as a process; exit statuses, None of those that had to be ended."""
-    until_s, port = time.monotonic() + job.limit_s, free_port()
+def end_of_spawned(job: RankJob) -> RanksEnd:
+    """Run each rank as a process of its own, to the end of all."""
+    started_s, port = time.monotonic(), free_port()
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(_spawned(job, n, port)) for n in range(job.world_size)]
-        return _wait(ranks, until_s)
+        statuses = _wait(ranks, job, started_s + job.limit_s)
+    return RanksEnd(job=job, statuses=statuses, wall_s=time.monotonic() - started_s)
 
 
 @contextlib.contextmanager
@@ -232,7 +208,7 @@ def _spawned(job: RankJob, rank: int, port: int) -> Iterator[subprocess.Popen[by
     with (job.directory / f"rank_{rank}.txt").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", job.entry, *job.arguments],
-            cwd=job.directory,
+            cwd=job.working_directory or job.directory,
             env=_rank_environment(job, rank, port),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -265,33 +241,17 @@ def _rank_environment(job: RankJob, rank: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], until_s: float) -> list[int | None]:
+def _wait(
+    ranks: Sequence[subprocess.Popen[bytes]], job: RankJob, until_s: float
+) -> tuple[int | None, ...]:
     """Exit statuses; None: had to be ended, as the time was up or another rank had failed."""
     while True:
-        statuses = [process.poll() for process in ranks]
+        statuses = tuple(process.poll() for process in ranks)
         if None not in statuses or time.monotonic() > until_s:
             return statuses
         if any(statuses):
-            until_s = min(until_s, time.monotonic() + _GRACE_S)
+            until_s = min(until_s, time.monotonic() + job.grace_after_failure_s)
         time.sleep(_POLL_S)
-
-
-def _refuse_failed(job: RankJob, statuses: Sequence[int | None], duration_s: float) -> None:
-    """Raise RankFailure, which shows how each rank that failed has ended, if one has."""
-    problems = [
-        Problem(
-            where=f"rank {rank} ({job.directory}/rank_{rank}.txt)",
-            found=f"no end in {duration_s:.0f} s"
-            if status is None
-            else f"exit status {status} after {duration_s:.0f} s",
-            expected=f"0 within {job.limit_s:.0f} s",
-            remedy="Its last lines:\n" + tail_of(output_of(job.directory, rank)),
-        )
-        for rank, status in enumerate(statuses)
-        if status != 0
-    ]
-    if problems:
-        raise RankFailure(f"The job {job.name!r} failed", problems)
 
 
 @contextlib.contextmanager

@@ -11,20 +11,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 
-class LastWord(enum.StrEnum):
-    """How a rank says that it is about to end; a reason may follow."""
-
-    DONE = "done"
-    FAILED = "failed"
-    """By an error of its own."""
-    REFUSED = "refused"
-    """Input that every rank finds to be wrong."""
-    REFUSED_EARLY = "refused early"
-    """Input that was found to be wrong before this rank met the others."""
-    EXITS = "exits"
-    LOST_CONTACT = "lost contact"
-
-
 class FailureKind(enum.Enum):
     """What befell a rank, the likeliest cause first: (name, blame, seconds to wait)."""
 
@@ -35,10 +21,11 @@ class FailureKind(enum.Enum):
     LEFT = ("left", 2, 0.5)
     """It ended without a word, by a status of its own."""
     FAILED = ("failed", 2, 0.5)
+    """By an error of its own."""
     REFUSED_EARLY = ("refused early", 2, 2.0)
-    """Who has come further has found the input to be right: files may differ by node. A rank that
-    comes to the same error, of a file by another name, is known to by its status, once it has
-    ended."""
+    """Input that was found to be wrong before this rank met the others. Who has come further has
+    found the input to be right: files may differ by node. A rank that comes to the same error, of a
+    file by another name, is known to by its status, once it has ended."""
     ABORTED = ("aborted", 3, 2.0)
     """By SIGABRT, as NCCL's watchdog does to those that wait for a rank in vain."""
     EXITED = ("exited", 4, 10.0)
@@ -49,7 +36,7 @@ class FailureKind(enum.Enum):
     ASKED_TO_END = ("asked to end", 5, 3.0)
     """By SIGTERM and its like, as a rule together with all others."""
     REFUSED = ("refused", 6, 20.0)
-    """Every other rank comes to the same error, if it is given the time."""
+    """Input that is wrong: every other rank comes to the same error, if it is given the time."""
     LOST_CONTACT = ("lost contact", 7, 5.0)
     """To some other rank, whose fault may be seen later: see `Limits.silence_s`."""
     DONE = ("done", 8, float("inf"))
@@ -191,7 +178,7 @@ class RootCause:
 
 def report_of_end(rank: int, *, status: int, word: str, phase: str, memory_ran_out: bool) -> Report:
     """Report on a process that has ended; `status`: negative for a signal."""
-    said, _ = split_word(word)
+    said = report_of_word(rank, word=word, phase=phase, status=status)
     kind, why = FailureKind.LEFT, f"ended with status {status}, without a word"
     if status < 0:
         name = _signal_name(-status)
@@ -202,38 +189,19 @@ def report_of_end(rank: int, *, status: int, word: str, phase: str, memory_ran_o
             kind = FailureKind.ABORTED
         elif -status in _REQUESTS:
             kind, why = FailureKind.ASKED_TO_END, f"was ended by {name}"
+    elif said is not None and said.kind is FailureKind.DONE and status != 0:
+        why = f"ended with status {status}, with all its work done,"
     elif said is not None:
-        return report_of_word(rank, word=word, phase=phase, status=status)
+        return said
     return Report(rank=rank, kind=kind, reason=why, phase=phase, status=status)
 
 
-def report_of_word(rank: int, *, word: str, phase: str, status: int = 0) -> Report:
-    """Report on a rank that is about to end."""
-    said, reason = split_word(word)
-    assert said is not None
-    kind, why = {
-        LastWord.DONE: (FailureKind.DONE, ""),
-        LastWord.FAILED: (FailureKind.FAILED, f"failed ({reason})"),
-        LastWord.REFUSED: (FailureKind.REFUSED, f"failed ({reason})"),
-        LastWord.REFUSED_EARLY: (FailureKind.REFUSED_EARLY, f"failed ({reason})"),
-        LastWord.EXITS: (
-            FailureKind.EXITED_WELL if reason == "0" else FailureKind.EXITED,
-            f"has exited alone, with status {reason},",
-        ),
-        LastWord.LOST_CONTACT: (
-            FailureKind.LOST_CONTACT,
-            f"lost contact to another rank, though every process is alive ({reason})",
-        ),
-    }[said]
-    if said is LastWord.DONE and status != 0:
-        kind, why = FailureKind.LEFT, f"ended with status {status}, with all its work done,"
-    return Report(rank=rank, kind=kind, reason=why, phase=phase, status=status)
-
-
-def split_word(text: str) -> tuple[LastWord | None, str]:
-    """Split what a rank said into the word and the reason."""
-    word, _, reason = text.partition(":")
-    return (LastWord(word) if word in list(LastWord) else None), reason
+def report_of_word(rank: int, *, word: str, phase: str, status: int = 0) -> Report | None:
+    """Report on a rank that is about to end, in its own words; None if it has said nothing."""
+    kind, _, why = word.partition(":")
+    if not kind:
+        return None
+    return Report(rank=rank, kind=FailureKind[kind], reason=why, phase=phase, status=status)
 
 
 def _signal_name(number: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.live.root_cause import LastWord, Limits
+from zorse_megatron.live.root_cause import FailureKind, Limits
 from zorse_megatron.processes import end_with_parent
 
 # Memory that a rank and its watcher share, so that the rank's last words outlive it.
@@ -57,7 +57,7 @@ class RankPage:
         self.phase = SharedText()
         """By the rank: what it is doing."""
         self.word = SharedText()
-        """By the rank: how it is about to end, see `root_cause.LastWord`."""
+        """By the rank: how it is about to end, see `root_cause.report_of_word`."""
         self.address = SharedText()
         """By the rank: where the watcher of rank 0 listens."""
         self._flags = mmap.mmap(-1, 3)
@@ -117,10 +117,10 @@ class WatchedRank:
         if self.page is not None:
             self.page.address.write(address)
 
-    def say(self, word: LastWord, reason: str = "") -> None:
-        """Say how this rank is about to end."""
+    def say(self, kind: FailureKind, why: str = "") -> None:
+        """Say how this rank is about to end; `why`: what follows the rank's name in a sentence."""
         if self.page is not None:
-            self.page.word.write(f"{word}:{reason}")
+            self.page.word.write(f"{kind.name}:{why}")
 
     def wait_for_the_end(self) -> None:
         """Wait for the one at fault to be named; returns if it is this rank itself."""
@@ -139,26 +139,29 @@ class WatchedRank:
         try:
             yield
         except SystemExit as request:
-            status = 0 if request.code is None else request.code
-            self.say(LastWord.EXITS, str(status if isinstance(status, int) else 1))
+            code = 0 if request.code is None else request.code
+            status = code if isinstance(code, int) else 1
+            kind = FailureKind.EXITED if status else FailureKind.EXITED_WELL
+            self.say(kind, f"has exited alone, with status {status},")
             raise
         except KeyboardInterrupt as error:
-            self.say(LastWord.FAILED, in_one_line(error))
+            self.say(FailureKind.FAILED, _failed(error))
             raise
         except ZorseError as error:
             alone = error.is_of_one_rank or not all_refuse
-            refused = LastWord.REFUSED_EARLY if is_early else LastWord.REFUSED
-            self.say(LastWord.FAILED if alone else refused, in_one_line(error))
+            refused = FailureKind.REFUSED_EARLY if is_early else FailureKind.REFUSED
+            self.say(FailureKind.FAILED if alone else refused, _failed(error))
             raise
         except BaseException as error:
             if is_communication_error(error):
-                self.say(LastWord.LOST_CONTACT, in_one_line(error))
+                lost = "lost contact to another rank, though every process is alive"
+                self.say(FailureKind.LOST_CONTACT, f"{lost} ({in_one_line(error)})")
                 self.wait_for_the_end()
             else:
-                self.say(LastWord.FAILED, in_one_line(error))
+                self.say(FailureKind.FAILED, _failed(error))
             raise
         self.enter("at its end")
-        self.say(LastWord.DONE)
+        self.say(FailureKind.DONE)
 
 
 def watch_parent(page: RankPage, limits: Limits, parent: int) -> None:
@@ -201,6 +204,10 @@ def is_communication_error(error: BaseException) -> bool:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
+
+
+def _failed(error: BaseException) -> str:
+    return f"failed ({in_one_line(error)})"
 
 
 def in_one_line(error: BaseException) -> str:

@@ -12,18 +12,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import NoReturn
 
 from zorse_megatron.live.hub import Hub, Member, sentence
 from zorse_megatron.live.root_cause import (
     FailureKind,
-    LastWord,
     Limits,
     Report,
     report_of_end,
     report_of_word,
-    split_word,
 )
 from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK, RankPage
 
@@ -40,35 +39,28 @@ _IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE)
 """A terminal sends these to the rank, too."""
 
 
+@dataclass(kw_only=True)
 class Watcher:
     """Watches one rank to its end."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        process: int,
-        page: RankPage,
-        post: Hub | Member,
-        limits: Limits,
-        describe: Callable[[int], str],
-        find_hub: Callable[[], int] | None,
-    ) -> None:
-        """`find_hub`: starts a process that does so in place of a rank that has ended too soon."""
-        self.rank = rank
-        self.process = process
-        self.page = page
-        self.post = post
-        self.limits = limits
-        self.describe = describe
-        self.find_hub = find_hub
-        self.status: int | None = None
-        self.own_fault = False
-        self._helper: int | None = None
-        self._stopped_s: float | None = None
-        self._said = ""
-        self._end_by_s: float | None = None
-        self._ended_s = 0.0
+    rank: int
+    process: int
+    page: RankPage
+    post: Hub | Member
+    limits: Limits
+    describe: Callable[[int], str]
+    find_hub: Callable[[], int] | None
+    """Starts a process that does so in place of a rank that has ended too soon."""
+    status: int | None = None
+    own_fault: bool = False
+    _helper: int | None = None
+    _stopped_s: float | None = None
+    _said: str = ""
+    _end_by_s: float | None = None
+    _ended_s: float = 0.0
+    _oom_kills: int = field(init=False)
+
+    def __post_init__(self) -> None:
         self._oom_kills = _oom_kills()
 
     def run(self) -> NoReturn:
@@ -114,13 +106,14 @@ class Watcher:
         self._hear(now_s)
 
     def _hear(self, now_s: float) -> None:
-        text = self.page.word.read()
-        word, _ = split_word(text)
+        word = self.page.word.read()
+        if word == self._said:
+            return
+        self._said = word
+        report = report_of_word(self.rank, word=word, phase=self.page.phase.read())
         # That it is done counts when it has ended.
-        if word not in (None, LastWord.DONE) and text != self._said:
-            self._said = text
-            self.own_fault = word is not LastWord.LOST_CONTACT
-            report = report_of_word(self.rank, word=text, phase=self.page.phase.read())
+        if report is not None and report.kind is not FailureKind.DONE:
+            self.own_fault = report.kind is not FailureKind.LOST_CONTACT
             self.post.report(report, now_s, ended=False)
 
     def _take_end(self, status: int, now_s: float) -> None:

@@ -171,13 +171,12 @@ def choose_update(
     """Set how an `UnevenDistributedOptimizer` updates, and return which and why, for people.
 
     `auto`: fused where stock would use torch's Adam and the kernels run in Triton. Raises FlagError
-    for `fused` where Apex or Transformer Engine offer their own, or steps are counted on the GPU.
-    `streams`: gradients come from the host for the step, unscaled and clipped (see
-    `streamed_gradients`), which the one pass would do itself.
+    for `fused` where Apex or Transformer Engine offer their own. `streams`: gradients come from
+    the host for the step, unscaled and clipped (see `streamed_gradients`), which the one pass would
+    do itself.
     """
     inner = optimizer.optimizer
-    by_torch = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
-    can = by_torch and not any(group.get("capturable") for group in inner.param_groups)
+    can = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     if wanted == "fused" and (streams or not can):
         raise _not_ours(type(inner)) if not streams else _not_from_host()
     name = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
@@ -204,8 +203,7 @@ def _not_ours(found: type) -> FlagError:
             Problem(
                 where="--zorse-update",
                 found=f"fused, while the optimizer is {found.__module__}.{found.__name__}",
-                expected="fused only where Megatron would use torch's Adam, without "
-                "--optimizer-cuda-graph",
+                expected="fused only where Megatron would use torch's Adam",
                 remedy="Leave the flag out: that optimizer has a fused update of its own.",
             )
         ],

@@ -195,13 +195,7 @@ def answers_for(
     return [
         {
             "variables": {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(arrivals)),
-                "MASTER_ADDR": first.address,
-                "MASTER_PORT": str(first.free_port),
-                "TORCHELASTIC_USE_AGENT_STORE": "False",
-                # Each agent counts its own failures, so that they differ; the store is a new one.
-                "TORCHELASTIC_RESTART_COUNT": "0",
+                **_place_of(rank, len(arrivals), first),
                 OUTCOME: str(starts.outcome.absolute()),
             },
             "plan": str(files.plan),
@@ -211,6 +205,19 @@ def answers_for(
         }
         for rank in ranks
     ]
+
+
+def _place_of(rank: int, world_size: int, first: Arrival) -> dict[str, str]:
+    """What torch reads, in place of what torchrun has set; `first`: the process of rank 0."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": first.address,
+        "MASTER_PORT": str(first.free_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        # Each agent counts its own failures, so that they differ; the store is a new one.
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def _first_ranks(files: JobFiles) -> dict[str, int]:
