@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from tests.megatron.comparison import BASE_FLAGS, LAYOUTS
+from tests.megatron.comparison import BASE_FLAGS
 from tests.megatron.launch import default_server, run_ranks
+from tests.megatron.plans import LAYOUTS
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_checkpoints import MAX_DIFFERENCE
 from zorse_megatron.launch.elastic.replan import newest_saved

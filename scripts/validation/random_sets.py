@@ -17,11 +17,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.megatron.comparison import chunked_plan, plan_run
+from tests.megatron.comparison import (
+    MASKED,
+    SEQUENCE_PARALLEL,
+    UNTIED,
+    flags_for,
+    for_one_process,
+    largest_difference,
+    plan_run,
+    stock_run,
+)
 from tests.megatron.launch import run_ranks
-from tests.megatron.set_plans import largest_difference, set_of
-from tests.megatron.test_exactness import MASKED, UNTIED, flags_for
-from tests.megatron.test_tensor_parallel import SEQUENCE_PARALLEL, stock_of
+from tests.megatron.plans import chunked_plan, set_of
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.plan.plan import (
     Group,
@@ -135,10 +142,10 @@ def described(plan: Plan) -> str:
 def compared(plan: Plan, corpus: Path, more: tuple[str, ...]) -> tuple[float, float, float]:
     """Largest differences of losses, of gradient norms and of weights; the latter two relative."""
     flags = flags_for(corpus, *MASKED, "--clip-grad", "0.5", *more)
-    stock, run = stock_of(flags), plan_run(plan, flags)
+    stock, run = stock_run(for_one_process(flags)), plan_run(plan, flags)
     pairs = list(zip(run.losses, stock.losses, strict=True))
     norms = zip(run.grad_norms, stock.grad_norms, strict=True)
-    weights = largest_difference(plan, run, stock.final, is_gated="--swiglu" in more)
+    weights = largest_difference(run, run.of_ranks, stock.of_ranks[0])
     return (
         max(abs(mine - theirs) for mine, theirs in pairs),
         max(abs(mine - theirs) / theirs for mine, theirs in norms),

@@ -3,22 +3,23 @@
 The command is NVIDIA's own `pretrain_gpt.py` where that is there, else the built-in entry.
 """
 
-import dataclasses
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.megatron.launch import run_ranks
+from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.upstream import SCRIPT
 from tests.shared import once_per_run
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
-from zorse_megatron.gpus.gpu import ComputeDtype
-from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.plan.plan import Parts, Plan, Replica
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.schedule.actions import from_norm, parse_action
 from zorse_megatron.trace import Span
@@ -38,6 +39,43 @@ MODEL_FLAGS = (
     *("--distributed-timeout-minutes", "1", "--calculate-per-token-loss"),
 )
 BASE_FLAGS = (*MODEL_FLAGS, *WITHOUT_EVALUATION, *WITHOUT_WORKERS)
+UNTIED = ("--untie-embeddings-and-output-weights",)
+NO_CLIP = ("--clip-grad", "0")
+MASKED = ("--eod-mask-loss",)
+SEQUENCE_PARALLEL = ("--sequence-parallel",)
+DEGREE = ("--tensor-model-parallel-size", "2")
+LLAMA = (
+    *("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),
+    *("--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "2"),
+)
+FOR_SEVERAL = (
+    *("--overlap-grad-reduce", "--overlap-param-gather", "--use-distributed-optimizer"),
+    *SEQUENCE_PARALLEL,
+)
+"""What a single process cannot have."""
+
+MAX_LOSS_DIFFERENCE = 2e-5
+MAX_RELATIVE_GRAD_NORM_DIFFERENCE = 1e-4
+MAX_RELATIVE_WEIGHT_DIFFERENCE = 1e-4
+
+
+def flags_for(corpus: Path, *more: str, steps: int = STEPS) -> tuple[str, ...]:
+    """The command: text, and `more`."""
+    return (
+        *BASE_FLAGS,
+        *("--train-iters", str(steps), "--data-path", str(corpus), "--split", "90,5,5"),
+        *TOKENIZER_FLAGS,
+        *more,
+    )
+
+
+def for_one_process(flags: Sequence[str]) -> tuple[str, ...]:
+    """The command of the single process that does the same."""
+    without = [flag for flag in flags if flag not in FOR_SEVERAL]
+    if DEGREE[0] in without:
+        at = without.index(DEGREE[0])
+        del without[at : at + len(DEGREE)]
+    return tuple(without)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +85,12 @@ class Recorded:
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     steps: tuple[dict[str, Any], ...]
-    initial: dict[str, list[torch.Tensor]]
-    """Name in the whole model -> the copies that ranks hold."""
+    plan: Plan | None
+    flags: tuple[str, ...]
+    initial: tuple[dict[str, torch.Tensor], ...]
+    """Rank -> its own parameters before the first step, by their names in the whole model."""
     final: dict[str, list[torch.Tensor]]
+    """Name in the whole model -> the copies that ranks hold."""
     of_ranks: tuple[dict[str, torch.Tensor], ...]
     """Rank -> its own parameters after the last step."""
     outputs: tuple[str, ...]
@@ -63,6 +104,7 @@ def run_recorded(
     entry: str = "tests.megatron.recording_entry",
     script: Sequence[str] = SCRIPT,
     env: Mapping[str, str] | None = None,
+    plan: Plan | None = None,
 ) -> Recorded:
     """Run `zorse_megatron.pretrain` with `flags` and read what it recorded."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -79,19 +121,23 @@ def run_recorded(
             losses=tuple(step["loss"].get("lm loss", float("nan")) for step in steps),
             grad_norms=tuple(step["grad_norm"] for step in steps),
             steps=tuple(steps),
-            initial=_copies(record, "initial", world_size),
-            final=_copies(record, "weights", world_size),
-            of_ranks=tuple(
-                torch.load(record / f"weights-rank{rank}.pt") for rank in range(world_size)
-            ),
+            plan=plan,
+            flags=tuple(flags),
+            initial=_of_ranks(record, "initial", world_size),
+            final=_copies(of_ranks := _of_ranks(record, "weights", world_size)),
+            of_ranks=of_ranks,
             outputs=result.outputs,
         )
 
 
-def _copies(record: Path, kind: str, world_size: int) -> dict[str, list[torch.Tensor]]:
+def _of_ranks(record: Path, kind: str, world_size: int) -> tuple[dict[str, torch.Tensor], ...]:
+    return tuple(torch.load(record / f"{kind}-rank{rank}.pt") for rank in range(world_size))
+
+
+def _copies(of_ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
     copies: dict[str, list[torch.Tensor]] = {}
-    for rank in range(world_size):
-        for name, value in torch.load(record / f"{kind}-rank{rank}.pt").items():
+    for weights in of_ranks:
+        for name, value in weights.items():
             copies.setdefault(name, []).append(value)
     return copies
 
@@ -107,105 +153,114 @@ def plan_run(plan: Plan, flags: Sequence[str], **options: Any) -> Recorded:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "plan.json")
         save_plan(plan, path)
-        return run_recorded([*flags, "--zorse-plan", str(path)], plan.world_size, **options)
-
-
-def replica(rank: int, size: int, count: int, weight: float = 1.0) -> Replica:
-    return Replica(
-        ranks=(rank,), micro_batch_size=size, num_microbatches=count, shard_weight=weight
-    )
-
-
-def plan_of(*groups: tuple[tuple[Replica, ...], int]) -> Plan:
-    """A plan of (replicas, number of layers) in model order."""
-    chunks, first = [], 0
-    for number, (_, layers) in enumerate(groups):
-        chunks.append(Chunk(group=number, layers=(first, first + layers)))
-        first += layers
-    return Plan(
-        schema_version=1,
-        global_batch_size=groups[0][0][0].num_samples
-        + sum(r.num_samples for r in groups[0][0][1:]),
-        model=ModelFingerprint(num_layers=first),
-        groups=tuple(Group(replicas=replicas) for replicas, _ in groups),
-        chunks=tuple(chunks),
-        schedule=Schedule(name="1f1b"),
-    )
-
-
-def computing_in(plan: Plan, *dtypes: ComputeDtype | None) -> Plan:
-    """The plan, with a type for each group to compute in."""
-    groups = [
-        dataclasses.replace(group, compute_dtype=dtype)
-        for group, dtype in zip(plan.groups, dtypes, strict=True)
-    ]
-    return dataclasses.replace(plan, groups=tuple(groups))
-
-
-def chunked_plan(groups: Sequence[tuple[Replica, ...]], chunks: Sequence[tuple[int, int]]) -> Plan:
-    """A breadth-first plan of chunks (group, number of layers) in model order."""
-    plan = plan_of(*((replicas, 1) for replicas in groups))
-    listed, first = [], 0
-    for group, layers in chunks:
-        listed.append(Chunk(group=group, layers=(first, first + layers)))
-        first += layers
-    return dataclasses.replace(
-        plan,
-        model=ModelFingerprint(num_layers=first),
-        chunks=tuple(listed),
-        schedule=Schedule(name="breadth_first"),
-    )
-
-
-# Group sizes in model order; every layout has unequal micro-batches and shards where it can.
-LAYOUTS = {
-    "2|1": plan_of(((replica(0, 1, 6, 3.0), replica(1, 1, 2, 1.0)), 1), ((replica(2, 4, 2),), 3)),
-    "1|2": plan_of(((replica(1, 2, 4),), 3), ((replica(2, 3, 2, 0.2), replica(0, 2, 1, 0.8)), 1)),
-    "3|2": plan_of(
-        ((replica(0, 1, 3, 0.0), replica(4, 2, 2, 1.0), replica(2, 1, 1, 2.5)), 2),
-        ((replica(1, 1, 5, 1.0), replica(3, 3, 1, 1.0)), 2),
-    ),
-    "2|1|2": plan_of(
-        ((replica(0, 2, 3, 3.0), replica(1, 1, 2, 1.0)), 1),
-        ((replica(2, 4, 2),), 2),
-        ((replica(3, 1, 5, 1.0), replica(4, 3, 1, 0.3)), 1),
-    ),
-    "1|1|1|1": plan_of(
-        ((replica(3, 1, 8),), 1), ((replica(1, 8, 1),), 1),
-        ((replica(2, 2, 4),), 1), ((replica(0, 4, 2),), 1),
-    ),
-    "4": plan_of(
-        (
-            (replica(0, 1, 1, 1.0), replica(1, 3, 1, 0.0), replica(2, 1, 2, 4.0), replica(3, 2, 1)),
-            4,
-        ),
-    ),
-    "5, one idle": plan_of(
-        (
-            (
-                replica(0, 1, 2, 1.0),
-                replica(1, 2, 1, 2.0),
-                replica(2, 1, 0, 5.0),
-                replica(3, 3, 1, 1.0),
-                replica(4, 1, 1, 0.5),
-            ),
-            4,
-        ),
-    ),
-    # Neither rank 0 nor the last rank is where stock expects it: on an end of the pipeline.
-    "1|3|1, ends inside": plan_of(
-        ((replica(2, 4, 2),), 1),
-        ((replica(0, 1, 4, 3.0), replica(4, 2, 1, 1.1), replica(1, 2, 1, 0.7)), 2),
-        ((replica(3, 8, 1),), 1),
-    ),
-    "2|3, idle at the end": plan_of(
-        ((replica(0, 2, 2), replica(1, 4, 1)), 2),
-        ((replica(2, 4, 2, 0.5), replica(3, 1, 0, 2.0), replica(4, 1, 0, 0.0)), 2),
-    ),
-}  # fmt: skip
+        words = [*flags, "--zorse-plan", str(path)]
+        return run_recorded(words, plan.world_size, plan=plan, **options)
 
 
 def run_from_norm(spans: Sequence[Span], step: int) -> list[str]:
     """Actions that were run in a step, in the order in which the simulator has an iteration."""
     actions = [parse_action(span.action) for span in spans if span.step == step]
     return [str(action) for action in from_norm(actions)]
+
+
+def assert_follows(run: Recorded, stock: Recorded) -> None:
+    """Losses, norms, weights and their initial values are those of a stock single process."""
+    assert_equal_steps(run, stock)
+    (initial,) = stock.initial
+    assert largest_difference(run, run.initial, initial) == 0.0
+    (final,) = stock.of_ranks
+    assert largest_difference(run, run.of_ranks, final) <= MAX_RELATIVE_WEIGHT_DIFFERENCE
+
+
+def assert_equal_steps(run: Recorded, stock: Recorded) -> None:
+    assert len(run.losses) == len(stock.losses) > 0
+    for step, (mine, its) in enumerate(zip(run.losses, stock.losses, strict=True), start=1):
+        assert abs(mine - its) <= MAX_LOSS_DIFFERENCE, f"loss of step {step}: {mine} != {its}"
+    for step, (mine, its) in enumerate(zip(run.grad_norms, stock.grad_norms, strict=True), start=1):
+        assert abs(mine - its) <= MAX_RELATIVE_GRAD_NORM_DIFFERENCE * its, (
+            f"gradient norm of step {step}: {mine} != {its}"
+        )
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def largest_difference(
+    run: Recorded, of_ranks: Sequence[dict[str, torch.Tensor]], whole: Mapping[str, torch.Tensor]
+) -> float:
+    """Relative, of any rank's parameters from its parts of `whole`. A tied head is the embedding.
+
+    Also asserts that ranks hold all of the model, and that holders of one part have the same bits.
+    """
+    assert run.plan is not None
+    assert set(whole) <= {name for weights in of_ranks for name in weights}
+    worst, held = 0.0, dict[tuple[str, bytes], torch.Tensor]()
+    for rank, weights in enumerate(of_ranks):
+        group, number = run.plan.replica_of_rank(rank)
+        replica = run.plan.groups[group].replicas[number]
+        for name, found in weights.items():
+            source = name if name in whole else EMBEDDING
+            expected = expected_part(
+                source,
+                whole[source],
+                replica,
+                index=replica.ranks.index(rank),
+                is_gated="--swiglu" in run.flags,
+            )
+            assert found.shape == expected.shape, name
+            difference = (found.double() - expected.double()).norm()
+            worst = max(worst, float(difference / max(expected.double().norm(), 1e-30)))
+            assert difference.isfinite(), name
+            same = held.setdefault((source, expected.numpy().tobytes()), found)
+            assert torch.equal(same, found), f"copies of {name} differ"
+    return worst
+
+
+_ROWS = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")
+_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def cut(whole: torch.Tensor, counts: tuple[int, ...], index: int, dim: int = 0) -> torch.Tensor:
+    """The part of an axis in proportion to `counts`."""
+    length, total = whole.shape[dim], sum(counts)
+    return whole.narrow(dim, length * sum(counts[:index]) // total, length * counts[index] // total)
+
+
+def expected_part(
+    name: str, whole: torch.Tensor, replica: Replica, *, index: int, is_gated: bool
+) -> torch.Tensor:
+    """What rank `index` of a replica holds of a whole weight.
+
+    By hand, from how Megatron's layers are documented to divide their weights.
+    """
+    parts = replica.parts or Parts()
+    kind = parts.mlp_columns if "mlp." in name else parts.vocabulary_rows
+    counts = (parts.kv_groups if "self_attention." in name else kind) or (1,) * len(replica.ranks)
+    if is_gated and "linear_fc1." in name:
+        return torch.cat([cut(half, counts, index) for half in whole.chunk(2)])
+    if any(each in name for each in _ROWS):
+        return cut(whole, counts, index)
+    if name.endswith(_COLUMNS):
+        return cut(whole, counts, index, dim=1)
+    return whole
+
+
+def assert_same_bits(run: Recorded, other: Recorded) -> None:
+    """Steps and weights of two runs of the same ranks.
+
+    Norms to rounding, as they are sums by shard: where gradients are clipped, weights show them.
+    """
+    assert len(run.steps) == len(other.steps) > 0
+    for mine, its in zip(run.steps, other.steps, strict=True):
+        norm = its["grad_norm"]
+        assert mine["grad_norm"] == (norm if norm is None else pytest.approx(norm, rel=1e-6))
+        assert {**mine, "grad_norm": norm} == its
+    for mine, its in zip(run.of_ranks, other.of_ranks, strict=True):
+        assert mine.keys() == its.keys()
+        for name, weight in mine.items():
+            assert torch.equal(weight, its[name]), name
+
+
+def evaluations(run: Recorded) -> list[float]:
+    """The losses of all evaluations, as the job's last rank prints them."""
+    return [float(value) for value in re.findall(r"lm loss value: (\S+)", run.outputs[-1])]

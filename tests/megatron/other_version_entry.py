@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tests.megatron.comparison import LAYOUTS
+from tests.megatron.plans import LAYOUTS
 from zorse_megatron.adapter import start
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.pretrain import main

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any, NoReturn
 
 from tests.flag_samples import all_words
-from tests.megatron.comparison import LAYOUTS
+from tests.megatron.plans import LAYOUTS
 from zorse_megatron.adapter.stock_parser import as_json, flags_of_parser, stock_parser
 from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.flags.command import Command, read_command

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.comparison import LAYOUTS, plan_run
-from tests.megatron.ministages import (
+from tests.megatron.comparison import MASKED, NO_CLIP, UNTIED, assert_same_bits, flags_for, plan_run
+from tests.megatron.plans import (
     BOTH_ENDS,
     FIRST_LAYER,
+    LAYOUTS,
     NONE,
     SELECTIVE,
     TWO_BY_TWO,
+    split,
     with_settings,
 )
-from tests.megatron.test_exactness import MASKED, NO_CLIP, UNTIED, flags_for
 from tests.megatron.test_memory_ledger import (
     HIDDEN,
     MEMORY,
@@ -24,8 +25,6 @@ from tests.megatron.test_memory_ledger import (
     logits_bytes,
     most_activation_bytes,
 )
-from tests.megatron.test_ministages import assert_same_bits
-from tests.megatron.test_weight_gradients import split
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.costs.interface import JobCosts
 from zorse_megatron.plan.plan import Plan, Recompute, Schedule
@@ -85,7 +84,7 @@ def test_same_bits_in_the_memory_that_the_simulator_says(
     assert max(in_host) > 0
     limit = ("--zorse-host-memory-limit", str((sum(in_host) + 0.5) / 1e9))
     found = plan_run(away, [*flags, *limit, "--zorse-memory", str(tmp_path)])
-    assert_same_bits(found, here, name)
+    assert_same_bits(found, here)
     for rank in range(plan.world_size):
         peaks = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())["peaks"]
         held = peaks.get("activations in the host", {"num_bytes": 0})
@@ -112,4 +111,4 @@ def test_what_carries_no_gradient_leaves_and_comes_back(corpus: Path) -> None:
         plan_run(with_settings(LAYOUTS["2|1"], FIRST_LAYER, **offload), flags)
         for offload in ({}, {"activations": True})
     )
-    assert_same_bits(away, here, "dropout")
+    assert_same_bits(away, here)

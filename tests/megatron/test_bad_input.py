@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.comparison import BASE_FLAGS, LAYOUTS
+from tests.megatron.comparison import BASE_FLAGS
 from tests.megatron.launch import RunResult, run_ranks
+from tests.megatron.plans import LAYOUTS
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.live.watched_rank import BAD_INPUT
 from zorse_megatron.plan.plan_file import dump_plan
@@ -53,54 +54,22 @@ def first_replica(plan: dict[str, Any]) -> dict[str, Any]:
     return replica
 
 
-BAD_PLANS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "gap in the layers": (
-        edit(lambda p: p["chunks"][1].update(layers=[2, 4])),
-        ("layer 1", "chunks"),
-    ),
-    "overlap in the layers": (
-        edit(lambda p: p["chunks"][1].update(layers=[0, 4])),
-        ("layer 0", "chunks"),
-    ),
-    "too few layers": (
-        edit(lambda p: p["chunks"][1].update(layers=[1, 3])),
-        ("layer 3", "chunks"),
-    ),
-    "batch that does not add up": (
-        edit(lambda p: first_replica(p).update(num_microbatches=5)),
-        ("groups[0]", "7", "8"),
-    ),
-    "duplicate rank": (
-        edit(lambda p: first_replica(p).update(ranks=[1])),
-        ("rank 1", "rank 0"),
-    ),
-    "unknown key": (
-        edit(lambda p: first_replica(p).update(micro_batchsize=5)),
-        ('groups[0].replicas[0]: found unknown key "micro_batchsize"', '"micro_batch_size"?'),
-    ),
-    "wrong type": (
-        edit(lambda p: first_replica(p).update(micro_batch_size="1")),
-        ('groups[0].replicas[0].micro_batch_size: found "1"', "integer"),
-    ),
-    "truncated JSON": (
-        dump_plan(LAYOUTS["2|1"])[:200],
-        ("line",),
-    ),
-    "several at once": (
-        edit(lambda p: (p["chunks"][1].update(layers=[2, 4]), p.update(global_batch_size=9))),
-        ("layer 1", "groups[0]", "groups[1]"),
-    ),
-    "not executed yet": (
-        edit(lambda p: p["groups"][0].update(offload={"parameters": True})),
-        ("groups[0].offload.parameters", "breadth_first"),
-    ),
-}
+GAP = edit(lambda p: p["chunks"][1].update(layers=[2, 4]))
 
 
-@pytest.mark.parametrize("case", BAD_PLANS)
-def test_bad_plan(case: str, tmp_path: Path) -> None:
-    text, facts = BAD_PLANS[case]
-    assert_refused(run_plan(text, tmp_path), "plan.json", *facts)
+def test_all_that_is_wrong_with_a_plan_is_told_at_once(tmp_path: Path) -> None:
+    """Each rule alone is in `tests/unit/bad_input.txt`: `zorse check` asks the same function."""
+    plan = good_plan()
+    plan["chunks"][1].update(layers=[2, 4])
+    plan["global_batch_size"] = 9
+    result = run_plan(json.dumps(plan), tmp_path)
+    assert_refused(result, "plan.json", "layer 1", "groups[0]", "groups[1]")
+
+
+def test_a_plan_that_cannot_be_executed(tmp_path: Path) -> None:
+    plan = edit(lambda p: p["groups"][0].update(offload={"parameters": True}))
+    result = run_plan(plan, tmp_path)
+    assert_refused(result, "plan.json", "groups[0].offload.parameters", "breadth_first")
 
 
 def test_plan_for_another_world_size(tmp_path: Path) -> None:
@@ -108,25 +77,14 @@ def test_plan_for_another_world_size(tmp_path: Path) -> None:
     assert_refused(result, "WORLD_SIZE", "found 2", "expected 3")
 
 
-def test_missing_plan(tmp_path: Path) -> None:
-    result = run_ranks([*FLAGS, "--zorse-plan", str(tmp_path / "no.json")], 3, timeout_s=60)
-    assert_refused(result, "no.json")
-
-
-BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "several flags at once": (
-        ("--num-layers", "6", "--context-parallel-size", "2", "--dataloader-type", "external"),
-        ("--num-layers", "--context-parallel-size", "--dataloader-type"),
-    ),
-    "unknown flag of ours": (("--zorse-plam", "x"), ("--zorse-plam", "--zorse-plan")),
-    "removed flag": (("--zorse-mirror", "1"), ("--zorse-mirror: found", "--save-interval")),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FLAGS)
-def test_flags_that_do_not_fit(case: str, tmp_path: Path) -> None:
-    flags, facts = BAD_FLAGS[case]
-    assert_refused(run_plan(json.dumps(good_plan()), tmp_path, *flags), *facts)
+def test_flags_that_do_not_fit(tmp_path: Path) -> None:
+    """Each flag alone is in `tests/unit/test_flag_rows.py` and `tests/unit/test_removed.py`."""
+    flags = ("--num-layers", "6", "--context-parallel-size", "2", "--dataloader-type", "external")
+    result = run_plan(json.dumps(good_plan()), tmp_path, *flags)
+    assert_refused(result, "--num-layers", "--context-parallel-size", "--dataloader-type")
+    flags = ("--zorse-plam", "x", "--zorse-mirror", "1")
+    result = run_plan(json.dumps(good_plan()), tmp_path, *flags)
+    assert_refused(result, "--zorse-plan", "--zorse-mirror: found", "--save-interval")
 
 
 SCRIPT = """
@@ -227,7 +185,7 @@ def test_a_plan_that_is_bad_on_some_nodes(bad: tuple[int, ...], tmp_path: Path) 
     """Each rank is a node. The others would wait for a rank that has not come so far as to meet
     them, as nothing but torchrun or srun knows of its end; and not every launcher tells."""
     for rank in range(3):
-        text = BAD_PLANS["gap in the layers"][0] if rank in bad else json.dumps(good_plan())
+        text = GAP if rank in bad else json.dumps(good_plan())
         (tmp_path / f"plan-{rank}.json").write_text(text)
     result = run_ranks(
         [*FLAGS, "--zorse-plan", str(tmp_path / "plan-RANK.json")],

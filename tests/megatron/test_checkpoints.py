@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.comparison import (
-    BASE_FLAGS,
+from tests.megatron.comparison import BASE_FLAGS, Recorded, plan_run, run_recorded
+from tests.megatron.plans import (
+    BOTH_ENDS,
     LAYOUTS,
-    Recorded,
+    TWO_BY_TWO,
+    in_the_host,
     plan_of,
-    plan_run,
     replica,
-    run_recorded,
+    set_of,
 )
-from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host
-from tests.megatron.set_plans import set_of
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.shared import directory_of, name_of
 from zorse_megatron.plan.plan import Parts, Plan

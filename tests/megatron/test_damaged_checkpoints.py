@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.comparison import BASE_FLAGS, LAYOUTS, Recorded, plan_run, stock_run
+from tests.megatron.comparison import BASE_FLAGS, Recorded, plan_run, stock_run
 from tests.megatron.launch import RunResult, run_ranks
+from tests.megatron.plans import LAYOUTS
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.live.checkpoint_check import State, look_at
 from zorse_megatron.live.checkpoint_files import (

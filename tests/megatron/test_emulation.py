@@ -14,10 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from scripts.validation.peaks import peaks_without
-from tests.megatron.comparison import chunked_plan, computing_in, plan_of, replica
 from tests.megatron.launch import default_server
-from tests.megatron.set_plans import set_of
-from tests.megatron.test_weight_gradients import split
+from tests.megatron.plans import chunked_plan, computing_in, plan_of, replica, set_of, split
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes

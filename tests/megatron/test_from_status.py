@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.megatron.comparison import NUM_LAYERS, plan_of, plan_run, replica, stock_run
+from tests.megatron.comparison import NUM_LAYERS, assert_follows, flags_for, plan_run, stock_run
 from tests.megatron.launch import REPOSITORY
+from tests.megatron.plans import plan_of, replica
 from tests.megatron.slow_rank_entry import AHEAD_S, LATE_S, LAYER_S, SLOW, WAITS_AFTER
-from tests.megatron.test_exactness import assert_equal_runs, flags_for
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.profile import Profile, ProfiledModel, Source, Times, save_profile
@@ -111,7 +111,7 @@ def test_a_run_moves_to_the_plan_for_its_speeds_and_stays_exact(
             timeout_s=300,
         )
         factors = beside.result()["run"]["factors"]
-    assert_equal_runs(run, stock_run(flags))
+    assert_follows(run, stock_run(flags))
     assert factors[SLOW] > 1.5 * max(factors[:SLOW])
     found, plan = load_status(status), load_plan(tmp_path / "next.json")
     (move,) = found.moves

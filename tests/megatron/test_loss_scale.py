@@ -5,24 +5,14 @@ and as many of them as a power of two, 16-bit gradients are stock's but for the 
 same steps are skipped, and losses agree within one rounding to the type.
 """
 
-import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.comparison import (
-    BASE_FLAGS,
-    LAYOUTS,
-    Recorded,
-    computing_in,
-    plan_run,
-    run_recorded,
-    stock_run,
-)
-from tests.megatron.ministages import TWO_BY_TWO, with_settings
+from tests.megatron.comparison import BASE_FLAGS, Recorded, plan_run, run_recorded, stock_run
+from tests.megatron.plans import LAYOUTS, TWO_BY_TWO, computing_in, sending_in, with_settings
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from zorse_megatron.plan.plan import Plan, Schedule
+from zorse_megatron.plan.plan import Schedule
 
 SAVED, STEPS = 4, 6
 PER_TOKEN = "--calculate-per-token-loss"
@@ -85,19 +75,11 @@ def test_a_constant_scale_trains_from_the_first_step(corpus_prefix: Path) -> Non
 def test_groups_of_several_types_with_the_scale_of_fp16(corpus_prefix: Path) -> None:
     """At 4,096 gradients of sums over 256 tokens would overflow in the groups that send fp16."""
     plan = computing_in(LAYOUTS["2|1|2"], "bf16", "fp16", "fp32")
-    plan = sending_in(plan, ("fp16", None, "bf16"))
+    plan = sending_in(plan, "fp16", None, "bf16")
     run = plan_run(plan, flags(corpus_prefix, "--bf16", "--loss-scale", "4096", steps=4))
     assert not any(step["skipped"] for step in run.steps)
     stock = stock_run(flags(corpus_prefix, "--bf16", steps=4))
     assert run.losses == pytest.approx(stock.losses, rel=BF16_ROUNDING)
-
-
-def sending_in(plan: Plan, comm_dtypes: Sequence[str | None]) -> Plan:
-    groups = [
-        dataclasses.replace(group, gradient_wire=comm_dtype)
-        for group, comm_dtype in zip(plan.groups, comm_dtypes, strict=True)
-    ]
-    return dataclasses.replace(plan, groups=tuple(groups))
 
 
 def test_a_scale_goes_on_in_stock_and_back(corpus_prefix: Path, tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.megatron import small_pieces
-from tests.megatron.comparison import chunked_plan, replica
+from tests.megatron.comparison import UNTIED, flags_for
 from tests.megatron.launch import run_ranks
-from tests.megatron.ministages import breadth_first, with_settings
-from tests.megatron.test_exactness import UNTIED, flags_for
+from tests.megatron.plans import breadth_first, chunked_plan, replica, with_settings
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import save_plan
 

@@ -10,17 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron.comparison import (
-    BASE_FLAGS,
-    Recorded,
-    chunked_plan,
-    replica,
-    run_recorded,
-)
+from tests.megatron.comparison import BASE_FLAGS, UNTIED, Recorded, run_recorded
 from tests.megatron.launch import RunResult, run_ranks
-from tests.megatron.ministages import BOTH_ENDS, in_the_host
+from tests.megatron.plans import BOTH_ENDS, chunked_plan, in_the_host, replica
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from tests.megatron.test_exactness import UNTIED
 from tests.megatron.whole_checkpoint import assert_latest
 from zorse_megatron.live.watched_rank import LOST_RANK
 from zorse_megatron.plan.plan import Plan

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.comparison import LAYOUTS
+from tests.megatron.comparison import UNTIED, flags_for
 from tests.megatron.launch import RunResult, run_ranks
-from tests.megatron.ministages import (
+from tests.megatron.plans import (
     BOTH_ENDS,
     LAYERED,
+    LAYOUTS,
     NEIGHBOURS,
     TWO_BY_TWO,
+    hierarchical,
     in_the_host,
+    set_of,
+    split,
     with_settings,
 )
-from tests.megatron.set_plans import set_of
-from tests.megatron.test_exactness import UNTIED, flags_for
-from tests.megatron.test_hierarchical import hierarchical
-from tests.megatron.test_weight_gradients import split
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.fake_sets import SplitCompute
 from zorse_megatron.costs.interface import JobCosts, RankPart, SetRankCosts

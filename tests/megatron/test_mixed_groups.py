@@ -1,6 +1,5 @@
 """Groups that compute in different types: one loss scale, one set of fp32 main parameters."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,11 @@ import torch
 from tests.megatron.comparison import (
     BASE_FLAGS,
     GLOBAL_BATCH_SIZE,
-    LAYOUTS,
-    computing_in,
-    plan_of,
     plan_run,
-    replica,
     run_from_norm,
     run_recorded,
 )
+from tests.megatron.plans import LAYOUTS, computing_in, plan_of, replica, sending_in
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_mixed_precision import SINGLE_SAMPLES, flags
 from tests.unit.planner_cases import simulated
@@ -41,21 +37,13 @@ IN_A_ROW = computing_in(
 OTHERWISE = computing_in(LAYOUTS["1|2"], "fp32", "bf16")
 
 
-def sending_in_16_bits(plan: Plan) -> Plan:
-    groups = [
-        dataclasses.replace(group, gradient_wire=comm_dtype)
-        for group, comm_dtype in zip(plan.groups, ("bf16", None, "fp16"), strict=True)
-    ]
-    return dataclasses.replace(plan, groups=tuple(groups))
-
-
 def test_an_overflow_in_one_group_skips_the_step_in_all_and_runs_repeat_bit_for_bit(
     corpus: Path,
 ) -> None:
     """At this scale fp16 overflows; bf16 and fp32 would not."""
     scale = ("--bf16", "--initial-loss-scale", "4096", "--hysteresis", "1")
     command = flags(corpus, scale, 1, 6, "--clip-grad", "0")
-    plan = sending_in_16_bits(computing_in(SINGLE_SAMPLES["2|1|2"], *THREE_TYPES))
+    plan = sending_in(computing_in(SINGLE_SAMPLES["2|1|2"], *THREE_TYPES), "bf16", None, "fp16")
     run = plan_run(plan, command)
     # The second time shards are updated in one pass each, which changes no bit on a CPU where
     # nothing is clipped; only the norm is summed otherwise.

@@ -13,16 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron.comparison import (
-    BASE_FLAGS,
-    LAYOUTS,
-    Recorded,
-    plan_of,
-    plan_run,
-    replica,
-    stock_run,
-)
-from tests.megatron.set_plans import set_of
+from tests.megatron.comparison import BASE_FLAGS, Recorded, plan_run, stock_run
+from tests.megatron.plans import LAYOUTS, plan_of, replica, set_of
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.plan.plan import Parts
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 
 from tests.megatron.checkpoint_jobs import read_checkpoint
-from tests.megatron.comparison import Recorded, chunked_plan, plan_of, plan_run, replica
-from tests.megatron.ministages import TWO_BY_TWO, in_the_host
+from tests.megatron.comparison import Recorded, plan_run
+from tests.megatron.plans import TWO_BY_TWO, chunked_plan, in_the_host, plan_of, replica, set_of
 from tests.megatron.preloaded import run_megatron_ranks
-from tests.megatron.set_plans import set_of
 from tests.megatron.test_checkpoints import FP16, OTHER_SCALE, Saved
 from zorse_megatron.live.move import REQUEST_NAME
 from zorse_megatron.plan.plan import Plan

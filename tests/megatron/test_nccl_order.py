@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from scripts.launch_order.launches import launches_of
-from tests.megatron.comparison import LAYOUTS
+from tests.megatron.comparison import flags_for
 from tests.megatron.launch import run_ranks
-from tests.megatron.ministages import BOTH_ENDS, in_the_host, with_settings
-from tests.megatron.test_exactness import flags_for
-from tests.megatron.test_hierarchical import TRIO, hierarchical
+from tests.megatron.plans import BOTH_ENDS, LAYOUTS, TRIO, hierarchical, in_the_host, with_settings
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.plan.plan import Schedule
 from zorse_megatron.plan.plan_file import save_plan

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.megatron.comparison import plan_of, replica
+from tests.megatron.plans import plan_of, replica, set_of
 from tests.megatron.preloaded import run_megatron_ranks
-from tests.megatron.set_plans import set_of
 from zorse_megatron.plan.plan import Plan
 
 LENGTH, WIDTH = 6, 3

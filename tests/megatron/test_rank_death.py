@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.comparison import BASE_FLAGS, LAYOUTS
+from tests.megatron.comparison import BASE_FLAGS
 from tests.megatron.launch import RunResult, run_ranks
+from tests.megatron.plans import LAYOUTS
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.whole_checkpoint import assert_latest
 from zorse_megatron.live.watched_rank import LOST_RANK

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.comparison import BASE_FLAGS, LAYOUTS
+from tests.megatron.comparison import BASE_FLAGS
 from tests.megatron.launch import RunResult, run_ranks
+from tests.megatron.plans import LAYOUTS
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.live.watched_rank import BAD_INPUT
 from zorse_megatron.plan.plan_file import save_plan

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.megatron import counted_entry
+from tests.megatron.comparison import UNTIED, flags_for
 from tests.megatron.launch import run_ranks
-from tests.megatron.ministages import in_the_host
-from tests.megatron.test_exactness import UNTIED, flags_for
+from tests.megatron.plans import in_the_host
 from tests.megatron.test_memory_by_chunks import (
     ELEMENT_BYTES,
     EVEN,

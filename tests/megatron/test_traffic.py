@@ -7,7 +7,6 @@ chunks of different groups every sample's activation goes forward once and its g
 What waits in the host goes there and comes back no more often than it must.
 """
 
-import dataclasses
 import json
 from collections import Counter
 from itertools import pairwise
@@ -16,16 +15,20 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.comparison import GLOBAL_BATCH_SIZE, LAYOUTS
+from tests.megatron.comparison import GLOBAL_BATCH_SIZE, UNTIED, flags_for
 from tests.megatron.launch import run_ranks
-from tests.megatron.ministages import (
+from tests.megatron.plans import (
     LAYERED,
+    LAYOUTS,
     NEIGHBOURS,
     TWO_BY_TWO,
     in_the_host,
+    plan_of,
+    replica,
+    sending_in,
+    set_of,
     with_settings,
 )
-from tests.megatron.test_exactness import UNTIED, flags_for
 from zorse_megatron.plan.plan import Plan, Schedule
 from zorse_megatron.plan.plan_file import save_plan
 
@@ -39,23 +42,16 @@ def each(plan: Plan, *gathers: int) -> tuple[Plan, dict[int, int]]:
     return plan, dict(enumerate(gathers))
 
 
-def sending_in_16_bits(plan: Plan, *numbers: int) -> Plan:
-    """The plan, with gradients of these groups sent in bf16."""
-    groups = [
-        dataclasses.replace(group, gradient_wire="bf16" if number in numbers else None)
-        for number, group in enumerate(plan.groups)
-    ]
-    return dataclasses.replace(plan, groups=tuple(groups))
-
-
 # Plan, and how often each chunk's parameters are gathered in a step.
 CASES = {
     "interleaved": each(
         with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")), 1, 1, 1, 1
     ),
     "breadth first, the last two of a group once": each(NEIGHBOURS, 2, 1, 1, 1),
-    "1f1b, half the gradients of one group": each(sending_in_16_bits(LAYOUTS["2|1|2"], 2), 1, 1, 1),
-    "layered accumulation, half the gradients": each(sending_in_16_bits(LAYERED, 0), 2, 2, 1, 1),
+    "1f1b, half the gradients of one group": each(
+        sending_in(LAYOUTS["2|1|2"], None, None, "bf16"), 1, 1, 1
+    ),
+    "layered accumulation, half the gradients": each(sending_in(LAYERED, "bf16"), 2, 2, 1, 1),
 }
 
 
@@ -139,3 +135,22 @@ def test_traffic_with_the_host_is_the_closed_form(corpus: Path, tmp_path: Path) 
         total = sum((Counter(ranks["steps"][step]) for ranks in found), Counter())
         assert total["to the host"] == state + sum(parameters) + kept + gradients
         assert total["from the host"] == state + sum(parameters) + fetched + kept + 2 * gradients
+
+
+def test_traffic_of_sets_is_the_closed_form(corpus: Path, tmp_path: Path) -> None:
+    """Of what is cut each element crosses once to be summed and once to be known.
+
+    What the set of two holds whole is told to three ranks. An activation crosses once.
+    """
+    unlike = (set_of((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0))
+    found = counted(plan_of((unlike, 2), ((set_of((3, 4), 4, 2),), 2)), corpus, tmp_path)
+    layers = 2
+    cut = layers * (12 * HIDDEN**2 + 7 * HIDDEN) + VOCABULARY * HIDDEN
+    whole = layers * 6 * HIDDEN + SEQUENCE * HIDDEN
+    # Before the first step parameters are gathered once more.
+    for ranks in zip(*(each["steps"][1:] for each in found), strict=True):
+        exchanged = sum(each.get("gradients sent", 0) for each in ranks[:3])
+        assert exchanged == ELEMENT_BYTES * (2 * cut + 3 * whole)
+        activations = 2 * GLOBAL_BATCH_SIZE * SEQUENCE * HIDDEN * ELEMENT_BYTES
+        assert sum(each["activations sent"] for each in ranks) == activations
+        assert sum(each["activations received"] for each in ranks) == activations

@@ -37,7 +37,9 @@ AGENT = b"torch.distributed.run"
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[LocalSlurm]:
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalSlurm]:
+    """Commands run in the directory of the job."""
+    monkeypatch.chdir(tmp_path)
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -48,11 +50,14 @@ def slurm(tmp_path: Path) -> Iterator[LocalSlurm]:
         yield running
 
 
-def launch(*training: str) -> None:
+def launch() -> None:
+    """Write `job.sh` here, for a plan of all nodes."""
+    plan = ("zorse", "plan", "--cluster", "cluster.yaml", "--out", "plan.json", "--use-all")
+    run_zorse([*plan, "--", *TRAINING])
     files = ("plan.json", "--cluster", "cluster.yaml", "--slurm", "job.sh", "--elastic")
     partitions = ("--partition", "L4=new", "--partition", "T4=old", "--python", "./python")
     options = ("--min-gpus", "2", "--plan-options=--use-all")
-    run_zorse(["zorse", "launch", *files, *partitions, *options, "--", *training])
+    run_zorse(["zorse", "launch", *files, *partitions, *options, "--", *TRAINING])
 
 
 def starts(directory: Path) -> list[list[str]]:
@@ -73,12 +78,9 @@ def trained_since(count: int, step: int, directory: Path, slurm: LocalSlurm, job
 
 @pytest.mark.timeout(1500)
 def test_a_job_goes_on_without_what_is_killed_and_ends_as_one_process(
-    slurm: LocalSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: LocalSlurm, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    plan = ("zorse", "plan", "--cluster", "cluster.yaml", "--out", "plan.json", "--use-all")
-    run_zorse([*plan, "--", *TRAINING])
-    launch(*TRAINING)
+    launch()
     conf = tmp_path / "slurm.conf"
     job = slurm.submit(tmp_path / "job.sh", **THIS_MACHINE)
     wait_for_step(SAVED_EVERY + 5, tmp_path, slurm, job)
@@ -114,14 +116,9 @@ def test_a_job_goes_on_without_what_is_killed_and_ends_as_one_process(
 
 
 @pytest.mark.timeout(600)
-def test_bad_input_ends_the_job_for_good(
-    slurm: LocalSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_ends_the_job_for_good(slurm: LocalSlurm, tmp_path: Path) -> None:
     """Neither torchrun nor Slurm starts it again and again."""
-    monkeypatch.chdir(tmp_path)
-    plan = ("zorse", "plan", "--cluster", "cluster.yaml", "--out", "plan.json", "--use-all")
-    run_zorse([*plan, "--", *TRAINING])
-    launch(*TRAINING)
+    launch()
     script = tmp_path / "job.sh"
     script.write_text(script.read_text().replace("--lr-warmup-iters 2", "--lr-warmup-itres 2"))
     job = slurm.submit(script, **THIS_MACHINE)

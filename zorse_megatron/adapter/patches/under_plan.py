@@ -44,7 +44,7 @@ PAD_VOCABULARY = _record(
     parameters=("orig_vocab_size", "args", "logging_enabled"),
     becomes="The same, for the command's `--tensor-model-parallel-size`.",
     why="stock pads for the degree of this rank's set; the model is one for all ranks",
-    test="tests/megatron/test_tensor_parallel.py::test_follows_stock",
+    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the padded size is an argument of its own",
 )
 PRETRAIN = _training(
@@ -132,7 +132,7 @@ TORCH_NORM = _record(
     becomes="The same; with `--sequence-parallel` the norm's weights are marked for it.",
     why="stock refuses torch's norms with sequence parallelism, which only need the mark that "
     "Apex's have",
-    test="tests/megatron/test_tensor_parallel.py::test_follows_stock",
+    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="WrappedTorchNorm marks its parameters itself",
 )
 CHECK_HEADS = _record(
@@ -141,7 +141,7 @@ CHECK_HEADS = _record(
     becomes="The same; in a plan with unequal parts of attention, heads need not be a multiple of "
     "the ranks.",
     why="stock refuses heads that do not divide by the ranks of a set",
-    test="tests/megatron/test_uneven_parts.py::test_follows_stock",
+    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the config is told how many heads a rank has",
 )
 VOCAB_RANGE = _record(
@@ -150,7 +150,7 @@ VOCAB_RANGE = _record(
     parameters=("per_partition_vocab_size", "rank", "world_size"),
     becomes="The same; in a set of unequal parts, the rows that the plan gives the rank.",
     why="stock takes it that all ranks of a set have as many rows of the vocabulary",
-    test="tests/megatron/test_uneven_parts.py::test_follows_stock",
+    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the embedding and the cross entropy are told their first row",
 )
 LOOK_UP = _record(
@@ -158,7 +158,7 @@ LOOK_UP = _record(
     parameters=("self", "input_"),
     becomes="The same; on a rank without rows of the vocabulary, as if it had a row of zeros.",
     why="stock looks up row 0 of none; the embedding's class is named where it is made",
-    test="tests/megatron/test_uneven_parts.py::test_follows_stock",
+    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="VocabParallelEmbedding takes part in the set's sum without rows",
 )
 LOSS = _record(
@@ -168,7 +168,7 @@ LOSS = _record(
     becomes="The same; on a rank without rows of the vocabulary, as if it had a logit of minus "
     "infinity.",
     why="stock's cross entropy takes the maximum of the rank's logits, of which there are none",
-    test="tests/megatron/test_uneven_parts.py::test_follows_stock",
+    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the vocabulary-parallel cross entropy takes part in the set's sums without logits",
 )
 SPLIT_GATE = _record(
@@ -182,7 +182,7 @@ SPLIT_GATE = _record(
     ),
     becomes="The same; a gated MLP without columns is not divided in two.",
     why="stock divides by the number of the rank's columns",
-    test="tests/megatron/test_uneven_parts.py::test_follows_stock",
+    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="it describes a tensor without elements",
 )
 GET_OPTIMIZER = _training(
@@ -274,7 +274,7 @@ EVALUATE = _reporting(
         "pg_collection",
         "p2p_communicator",
     ),
-    test=f"{_EXACT}::test_evaluation_follows_stock",
+    test=f"{_EXACT}::test_follows_stock",
 )
 
 UNDER_A_PLAN = (
@@ -315,7 +315,7 @@ LINEAR_BACKWARD = Rebinding(
     why="stock computes the gradients of input and weight in one function; its own "
     "delay_wgrad_compute is for layers of Transformer Engine, whose stores are replaced",
     versions=MEGATRON_VERSIONS,
-    test="tests/megatron/test_weight_gradients.py::test_weights_are_those_of_the_plan_without_it",
+    test="tests/megatron/test_exactness.py::test_changes_no_bit",
     delete_when="stock's linear layers have a backward_dw",
 )
 
