@@ -81,7 +81,7 @@ def plan_and_move(directory: Path, flags: tuple[str, ...]) -> dict[str, Any]:
                 break
         time.sleep(0.05)
     words = ("--from-status", "status", "--cluster", "cluster.yaml", "--profile", "profile.json")
-    more = ("--out", "next.json", "--max-tp", "1", "--json")
+    more = ("--out", "next.json", "--max-tensor-parallel", "1", "--json")
     answer: dict[str, Any] = json.loads(zorse(directory, "plan", *words, *more, "--", *flags))
     zorse(directory, *shlex.split(answer["run"]["command"])[1:])
     return answer

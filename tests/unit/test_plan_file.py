@@ -229,7 +229,7 @@ def test_canonical_text():
         dump_plan(load(plan))
         == """\
 {
-  "schema_version": 1,
+  "schema_version": 2,
   "global_batch_size": 24,
   "model": {"num_layers": 12},
   "groups": [

@@ -14,7 +14,7 @@ from zorse_megatron.files.strict import FileKind, built, check_version, plain, r
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _REMOVED = {
     "rank_settings": "It was removed: say recompute and offload in the replica, for all of its "
     "ranks, or in the group.",
