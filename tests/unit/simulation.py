@@ -26,7 +26,9 @@ def run(
 ) -> SimulationResult:
     """Simulate with what is given, and with free communication on GPUs of one kind."""
     costs = costs_of(plan, compute=compute, memory=memory, comm=comm, kinds=kinds)
-    more = {key: options.pop(key) for key in ("by_dtype", "recompute", "tp_costs") if key in options}
+    more = {
+        key: options.pop(key) for key in ("by_dtype", "recompute", "tp_costs") if key in options
+    }
     if forward_only:
         options.setdefault("lists", lower_plan(plan, forward_only=True))
     return simulate(plan, replace(costs, **more), **options)

@@ -367,12 +367,12 @@ def test_recomputed_layers_need_what_their_backwards_need_one_by_one(recomputed)
         chosen = MemorySettings(mode="full" if number else "none", recomputed=number)
         return memory.local_bytes(stage, chosen, 2, 8.0, kind)
 
-    whole, recompute_savings = memory.kept(kind), memory.recompute_savings(kind, "full")
-    kept = whole - recompute_savings
+    whole, recompute_savings = memory.saved(kind), memory.recompute_savings(kind, "full")
+    saved = whole - recompute_savings
     in_flight = memory.limit(position, 8.0)
     assert recompute_savings > 0 and in_flight > 1
     per_sample = (in_flight - 1) * (4 * whole - recomputed * recompute_savings) + peak_of_backward(
-        4, recomputed, 1, (whole, kept, 0)
+        4, recomputed, 1, (whole, saved, 0)
     )
     added = local_bytes(recomputed) - local_bytes(0)
     assert added == pytest.approx(2 * (per_sample - in_flight * 4 * whole))

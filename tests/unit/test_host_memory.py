@@ -193,7 +193,7 @@ class Passes:
     def _nothing(self, *_: int | MicroBatch) -> None:
         pass
 
-    begin = weight_gradient = reduce = tie = scale = norm = step = gather = release = fetch = (
+    begin = weight_gradient = reduce = tie = scale = norm = step = unshard = reshard = fetch = (
         _nothing
     )
     offload = offload_gradients = _nothing

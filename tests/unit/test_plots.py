@@ -183,7 +183,7 @@ def test_memory_by_chunks_wants_whole_lines(tmp_path, changes):
 
 GIB = 2**30
 MEMORY = FakeMemory(
-    layer_count=GIB // 16, kept={"none": GIB // 8}, boundary=GIB // 8, head=GIB // 4
+    layer_count=GIB // 16, saved={"none": GIB // 8}, boundary=GIB // 8, head=GIB // 4
 )
 
 

@@ -151,11 +151,11 @@ def test_the_main_stream_waits_there(behind: int) -> None:
 pipelined_plans = st.one_of(plans(), lowerable_plans(schedule_names=("interleaved",)))
 
 
-def with_transfers(plan: Plan, hop: TransferCost | None) -> Plan:
-    """The plan with this hop between all chunks of different groups."""
+def with_transfers(plan: Plan, transfer: TransferCost | None) -> Plan:
+    """The plan with this transfer between all chunks of different groups."""
     follows = [*(chunk.group for chunk in plan.chunks[1:]), None]
     chunks = tuple(
-        dataclasses.replace(chunk, hop=None if after in (None, chunk.group) else hop)
+        dataclasses.replace(chunk, transfer=None if after in (None, chunk.group) else transfer)
         for chunk, after in zip(plan.chunks, follows, strict=True)
     )
     return dataclasses.replace(plan, chunks=chunks)
@@ -175,14 +175,14 @@ def group_time_of(simulation) -> int:
 NUM = 20
 
 
-def two_groups(hop: TransferCost | None) -> Plan:
-    """Forwards of 1, backwards of 2; so much in flight that only the hop makes anyone wait."""
+def two_groups(transfer: TransferCost | None) -> Plan:
+    """Forwards of 1, backwards of 2; so much in flight that only the transfer makes anyone wait."""
     plan = even_plan(2, 1, NUM)
     groups = tuple(
         dataclasses.replace(group, extra_in_flight=extra)
         for group, extra in zip(plan.groups, (5, 1), strict=True)
     )
-    return with_transfers(dataclasses.replace(plan, groups=groups), hop)
+    return with_transfers(dataclasses.replace(plan, groups=groups), transfer)
 
 
 @pytest.mark.parametrize("latency", [0.0, 2.0, 3.5])
@@ -207,7 +207,7 @@ def test_an_order_that_knows_the_transfer_is_ideal_and_one_that_does_not_is_long
 @settings(deadline=None)
 @given(plan=pipelined_plans, forward_only=st.booleans())
 def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
-    """Arrivals are found again from the events alone, hop by hop."""
+    """Arrivals are found again from the events alone, transfer by transfer."""
     simulation = pipeline(plan, forward_only=forward_only)
     events = list(simulation.simulate())
     events = [event for event in events if event.kind in COMPUTE]
@@ -221,14 +221,14 @@ def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
             pieces = (link.by_source if event.forward else link.by_target)[event.micro_batch.key]
             sent[lower, event.forward] += [(event.end, piece) for piece in pieces]
     for (lower, forward), messages in sent.items():
-        hop = plan.chunks[lower].hop or TransferCost(latency=0.0, load=0.0)
-        per_sample = group_time * Fraction(hop.load) / plan.global_batch_size
+        transfer = plan.chunks[lower].transfer or TransferCost(latency=0.0, load=0.0)
+        per_sample = group_time * Fraction(transfer.load) / plan.global_batch_size
         free = 0
         for moment in sorted({time for time, _ in messages}):
             together = [piece for time, piece in messages if time == moment]
             samples = sum(piece.stop - piece.start for piece in together)
             free = max(free, moment) + int(samples * per_sample)
-            arrival = free + round(group_time * Fraction(hop.latency))
+            arrival = free + round(group_time * Fraction(transfer.latency))
             for piece in together:
                 chunk, micro_batch = (lower + 1, piece.target) if forward else (lower, piece.source)
                 assert starts[chunk, forward, micro_batch.key] >= arrival
