@@ -1,7 +1,7 @@
 """When a run changes its counts of micro-batches, and to what: the same on every rank.
 
 Needs neither torch nor the planner. Measured seconds go in; a plan that differs in counts only, and
-its action lists, come out: see docs/rebalance.md.
+its action lists, come out: see docs/elastic.md.
 """
 
 import math

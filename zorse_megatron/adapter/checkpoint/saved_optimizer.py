@@ -168,7 +168,7 @@ def _parameter_state(
             "dict; expected the model's own parameters there (keep_vars=True)"
         )
     sharding = shardings[id(parameter)]
-    chunk = next(each for each in optimizer.model_chunks if parameter in each.tp_shards)
+    chunk = next(each for each in optimizer.model_chunks if parameter in each.parts)
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
     name_of = partial(_name_in_checkpoint, is_mixed=optimizer.is_mixed)
     found = {}

@@ -106,7 +106,7 @@ def owned_parts(
 def _parts_of(optimizer: Any, parameter: torch.nn.Parameter, sharding: Any) -> Iterator[OwnedPart]:
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
     states = {key: tensors[key] for key in sorted(tensors) if key != "step"}
-    chunk = next(each for each in optimizer.model_chunks if parameter in each.tp_shards)
+    chunk = next(each for each in optimizer.model_chunks if parameter in each.parts)
     # Where the blocks are, not what is in them.
     start, stand_in = 0, torch.empty(tensors["param"].numel(), device="meta")
     for entry in saved_blocks("", stand_in, chunk, parameter, sharding):
