@@ -1,6 +1,7 @@
 """Chunk by chunk, an update leaves the weights and the state of one whole step, to the bit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.megatron import tiny_gpt
 from tests.megatron.fused_adam import fused_adam
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.tiny_gpt import Setup
+from zorse_megatron.errors import FlagError
 
 STEPS = 4
 OVERFLOWS_AT = 2
@@ -114,3 +116,17 @@ def test_an_update_by_chunk_is_that_of_one_step(name: str) -> None:
         assert min(norms) > setup.clip_grad, "clipping must be at work in each step"
         skipped = "overflow" in case or "large" in case
         assert [success for success, _ in said[:STEPS]].count(False) == skipped
+
+
+def _refusal() -> str:
+    from zorse_megatron.adapter.optimizer.shard_update import choose_update
+
+    stock = SimpleNamespace(optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
+    with pytest.raises(FlagError) as caught:
+        choose_update(stock, "fused", torch.device("cpu"), streams=True)
+    return str(caught.value)
+
+
+def test_one_pass_is_refused_where_gradients_come_from_the_host() -> None:
+    (said,) = run_megatron_ranks(1, _refusal)
+    assert "fused, while the plan offloads gradients" in said
