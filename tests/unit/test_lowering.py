@@ -85,15 +85,12 @@ def crossing_of(plan: Plan, *, forward_only: bool) -> set[tuple[Kind, int, int]]
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=examples(100))
-@given(plan=any_plan, forward_only=st.booleans())
-def test_the_simulator_runs_them_and_gives_back_what_it_took(
-    plan: Plan, forward_only: bool
-) -> None:
+@given(plan=any_plan)
+def test_the_simulator_runs_them_and_gives_back_what_it_took(plan: Plan) -> None:
     memory = FakeMemory(boundary=7, head=11, embedding_count=128)
     comm = FakeComm(bytes_per_s=3000.0, latency_s=0.1, host_bytes_per_s=2000.0)
-    result = run(plan, memory=memory, comm=comm, forward_only=forward_only)
-    lists = lower_plan(plan, forward_only=forward_only)
-    for rank, actions in enumerate(lists.ranks):
+    result = run(plan, memory=memory, comm=comm)
+    for rank, actions in enumerate(lower_plan(plan).ranks):
         assert [span.action for span in result.spans(rank)] == list(map(str, from_norm(actions)))
         steps = result.memory_over_time(rank)
         assert steps[-1].by_category_bytes == steps[0].by_category_bytes
