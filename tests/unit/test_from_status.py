@@ -90,9 +90,7 @@ class RunDirectory:
 
     def invoke(self, *options: str) -> Any:
         words = ["plan", "--from-status", str(self.directory), "--cluster", str(self.cluster)]
-        return CliRunner().invoke(
-            app, [*words, "--max-tensor-parallel", "1", *options, "--", *FLAGS]
-        )
+        return CliRunner().invoke(app, [*words, "--max-tp", "1", *options, "--", *FLAGS])
 
     def plans(self, *options: str, code: int = 0) -> dict[str, Any]:
         result = self.invoke("--json", *options)

@@ -263,7 +263,7 @@ def test_what_training_refuses_is_one_line(name, lacks):
     assert all(each in line for each in lacks)
 
 
-def test_other_layers_are_counted_on_every_rank_of_a_tp_group():
+def test_other_layers_are_counted_on_every_rank_of_a_set():
     """By hand, of Phi-2: matrices and the biases of their columns are split, one norm is whole."""
     shape = parsed(PHI_2).shape
     split = 2560 * (4 * 2560 + 2 * 10240) + 3 * 2560 + 10240
@@ -362,9 +362,7 @@ def test_the_commands_take_it(tmp_path, monkeypatch):
     plan = ("plan", "--use-all", "--cluster", "cluster.yaml", "--model", "tiny", "--out", "p.json")
     lacking = run(*plan).output
     assert "--global-batch-size: found no" in lacking and "--seq-length: found no" in lacking
-    made = run(
-        *plan, "--global-batch-size", "8", "--seq-length", "256", "--max-tensor-parallel", "1"
-    )
+    made = run(*plan, "--global-batch-size", "8", "--seq-length", "256", "--max-tp", "1")
     assert made.exit_code == 0, made.output
     (following,) = re.findall(r"^next[^:]*: ((?:.*\\\n)*.*)", made.stdout, re.MULTILINE)
     launch = shlex.split(following.replace("\\\n", ""))

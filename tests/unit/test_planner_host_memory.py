@@ -28,9 +28,9 @@ from zorse_megatron.planner.closed_form.device_groups import (
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
-from zorse_megatron.planner.inputs.tensor_parallel_inputs import with_tp_groups
-from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup
+from zorse_megatron.planner.inputs.tensor_parallel_units import JoinedSet
 from zorse_megatron.planner.simulate_plan import NodeHostMemory, extended, host_needs
 from zorse_megatron.schedule import shards
 from zorse_megatron.schedule.lower import refuse_unsupported
@@ -212,18 +212,18 @@ def test_host_memory_of_a_batch_that_is_extrapolated():
 
 
 @pytest.mark.parametrize(
-    ("tp_layout", "may_offload"),
+    ("joining", "may_offload"),
     [
-        ((TpGroup(ranks=(0, 1)), TpGroup(ranks=(2, 3))), True),
-        ((TpGroup(ranks=(0, 1)),), False),
+        ((JoinedSet(ranks=(0, 1)), JoinedSet(ranks=(2, 3))), True),
+        ((JoinedSet(ranks=(0, 1)),), False),
     ],
 )
-def test_parameters_stay_where_replicas_are_cut_differently(tp_layout, may_offload):
-    """The runtime refuses it of a TP group beside a single GPU."""
+def test_parameters_stay_where_replicas_are_cut_differently(joining, may_offload):
+    """The runtime refuses it of a set beside a single GPU."""
     cluster = parse_cluster(b"nodes: [{gpus: 4 x T4, link: PCIe 10 GB/s}]")
     model = replace(MODELS["llama-1b"], num_layers=8)
     alone = make_inputs(cluster, model, None, global_batch_size=4, dtype="float16")
-    inputs = with_tp_groups(alone, tp_layout)
+    inputs = joined(alone, joining)
     group = DeviceGroups(inputs).of(tuple(range(inputs.world_size)))
     position = StagePosition(
         is_first=True, is_last=True, in_flight_limit=0.0, schedule="breadth_first", num_chunks=8

@@ -1,6 +1,6 @@
 """What the planner promises of every plan: valid, fitting, reproducible; or the missing amount.
 
-Without tensor-parallel groups, of which `test_planner_tensor_parallel` says the same.
+Without tensor-parallel sets, of which `test_planner_sets` says the same.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ nodes:
 MODEL = dataclasses.replace(MODELS["llama-1b"], seq_length=512)
 
 
-NO_TP = SearchSpace(max_tensor_parallel=1)
+NO_SETS = SearchSpace(max_tensor_parallel=1)
 
 
-def lab(cluster: str = CLUSTER, *, batch: int = 24, space: SearchSpace = NO_TP) -> Inputs:
+def lab(cluster: str = CLUSTER, *, batch: int = 24, space: SearchSpace = NO_SETS) -> Inputs:
     return make_inputs(
         parse_cluster(cluster.encode()),
         MODEL,
@@ -204,24 +204,24 @@ nodes:
 
 
 def test_gradients_are_sent_in_16_bits_only_where_that_is_allowed_and_faster():
-    one_group = dataclasses.replace(NO_TP, max_groups=1)
-    space = dataclasses.replace(one_group, grad_reduce_dtype="bf16")
+    one_group = dataclasses.replace(NO_SETS, max_groups=1)
+    space = dataclasses.replace(one_group, gradient_comm_dtype="bf16")
     slow, allowed = (lab(SLOW_PAIR, space=each) for each in (one_group, space))
     before, after = find_plan(slow, stock=()), find_plan(allowed, stock=())
-    assert [group.grad_reduce_dtype for group in before.plan.groups] == [None]
-    assert [group.grad_reduce_dtype for group in after.plan.groups] == ["bf16"]
+    assert [group.gradient_wire for group in before.plan.groups] == [None]
+    assert [group.gradient_wire for group in after.plan.groups] == ["bf16"]
     assert after.iteration_s < before.iteration_s
     assert simulated(allowed, after.plan).iteration_s == pytest.approx(after.iteration_s)
     assert any("16 bits" in note for note in after.notes)
     # Eight GPUs behind each NIC: sent directly, half the bytes take longer than around a ring.
     crowded = SLOW_PAIR.replace("1 x A100-40", "8 x A100-40")
     found = find_plan(lab(crowded, space=space))
-    assert [group.grad_reduce_dtype for group in found.plan.groups] == [None]
+    assert [group.gradient_wire for group in found.plan.groups] == [None]
 
 
 def test_backwards_are_split_only_where_that_is_allowed_and_faster():
     """The plan of a cluster with a bubble; and again with the flag in no group, simulated."""
-    pipelines = dataclasses.replace(NO_TP, schedules=("1f1b",))
+    pipelines = dataclasses.replace(NO_SETS, schedules=("1f1b",))
     space = dataclasses.replace(pipelines, split_backward=True)
     plain, allowed = (lab(space=each) for each in (pipelines, space))
     before, after = find_plan(plain, stock=()), find_plan(allowed, stock=())
@@ -246,5 +246,5 @@ def test_fp16_messages_need_a_loss_scale():
             None,
             global_batch_size=4,
             dtype="bfloat16",
-            space=SearchSpace(grad_reduce_dtype="fp16"),
+            space=SearchSpace(gradient_comm_dtype="fp16"),
         )

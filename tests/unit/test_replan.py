@@ -78,7 +78,7 @@ def test_a_plan_for_what_is_left_is_searched_once(tmp_path: Path) -> None:
     # Another command or another cost model is another search.
     others: list[dict[str, Any]] = [
         {"training": (*FLAGS, "--seed", "2")},
-        {"options": ("--max-tensor-parallel", "1")},
+        {"options": ("--max-tp", "1")},
     ]
     for other in others:
         with pytest.raises(LaunchError, match="/nowhere: found No such file"):

@@ -35,7 +35,7 @@ nodes:
 between_regions: [{bandwidth: 50 Mb/s, latency: 50 ms}]
 """
 WORKLOAD = ["--model", "llama-1b", "--global-batch-size", "32", "--dtype", "float16"]
-WORKLOAD += ["--seq-length", "512", "--max-tensor-parallel", "1"]
+WORKLOAD += ["--seq-length", "512", "--max-tp", "1"]
 # Cluster, and the ranks that are faster than all of them were.
 NAMED: dict[str, tuple[str, range]] = {
     "two sites": (

@@ -32,7 +32,7 @@ PlanOptions = Annotated[
     typer.Option(
         metavar="OPTIONS",
         help="Options of zorse plan for planning again, in quotes: "
-        "--plan-options '--profile profile.json --max-tensor-parallel 1'.",
+        "--plan-options '--profile profile.json --max-tp 1'.",
     ),
 ]
 WEEK_S = 604_800

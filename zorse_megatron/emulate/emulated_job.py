@@ -19,18 +19,17 @@ VARIABLE = "ZORSE_EMULATION"
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobTpGroups:
-    """The tensor-parallel groups of a job."""
+class JobSets:
+    """The tensor-parallel sets of a job."""
 
     ranks: tuple[tuple[int, ...], ...]
-    """Rank of the job -> the ranks of its TP group."""
+    """Rank of the job -> the ranks of its set."""
     memories: tuple[MemoryCost, ...]
     """Rank -> the memory model of a rank that has all of each layer."""
     measured: tuple[frozenset[ModelSection], ...]
-    """Rank -> parts of the model whose times were measured with the TP group's collectives in
-    them."""
+    """Rank -> parts of the model whose times were measured with the set's collectives in them."""
     cut_parameters: Mapping[ModelSection, Mapping[UnitKind, int]]
-    """See `costs.interface.TpCosts`."""
+    """See `costs.interface.SetCosts`."""
     sequence_length: int
     """Of the real model."""
 
@@ -56,8 +55,8 @@ class EmulatedJob:
     """Sequence length of the tiny model."""
     hidden_size: int
     """Hidden size of the tiny model."""
-    tp_groups: JobTpGroups | None
-    """None: every rank is a TP group of its own."""
+    sets: JobSets | None
+    """None: every rank is a set of its own."""
     dilation: float | None
     """See `rank_clock.Pace`."""
     directory: Path

@@ -126,7 +126,7 @@ class StatusError(ZorseError):
 STATUS_FILE = FileKind(
     name="status",
     syntax="JSON",
-    document="docs/elastic.md",
+    document="docs/rebalance.md",
     error=StatusError,
     root=Status,
 )

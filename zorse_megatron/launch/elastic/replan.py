@@ -199,7 +199,7 @@ class Replanner:
                 found=f"no plan after {self.limit_s:g} s of searching",
                 expected="one by then",
                 remedy=f"{what_is_saved(saved)} Allow more time (--plan-limit), or search with "
-                "fewer possibilities, such as --max-tensor-parallel 1.",
+                "fewer possibilities, such as --max-tp 1.",
             )
             raise LaunchError("no plan for the nodes that are left", [problem]) from None
         except OSError as error:
