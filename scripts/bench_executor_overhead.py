@@ -66,7 +66,7 @@ class Layout:
         ]
         bounds = [NUM_LAYERS * stage // self.stages for stage in range(self.stages + 1)]
         return Plan(
-            schema_version=1,
+            schema_version=2,
             global_batch_size=self.global_batch_size,
             model=ModelFingerprint(num_layers=NUM_LAYERS),
             groups=tuple(groups),

@@ -81,7 +81,7 @@ class BenchCosts:
     ) -> int:
         return micro_batch_size * (33_554_432 if mode == "full" else 570_425_344)
 
-    def kept_tensor_bytes(
+    def saved_tensor_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> tuple[int, ...]:
         return (self.activation_bytes(micro_batch_size, mode, kind),)
@@ -140,7 +140,7 @@ def bench_plan(num_ranks: int) -> Plan:
     """Equal stages of equal replicas."""
     stages, replicas = SHAPES[num_ranks]
     return Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=replicas * NUM_MICRO_BATCHES,
         model=ModelFingerprint(num_layers=LAYERS_PER_STAGE * stages),
         groups=tuple(

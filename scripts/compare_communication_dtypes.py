@@ -56,7 +56,7 @@ def main() -> None:
 def in_bf16(plan: Plan) -> Plan:
     """The plan with 16-bit gradients in all groups that reduce any."""
     groups = tuple(
-        replace(group, gradient_wire="bf16") if len(group.replicas) > 1 else group
+        replace(group, grad_reduce_dtype="bf16") if len(group.replicas) > 1 else group
         for group in plan.groups
     )
     return replace(plan, groups=groups)

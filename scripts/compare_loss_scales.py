@@ -64,7 +64,7 @@ def plan_of(batch: int) -> Plan:
 
     unequal = replica(0, size, 3 * batch // 4, 3.0), replica(1, size // 2, batch // 4, 1.0)
     return Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=batch,
         model=ModelFingerprint(num_layers=NUM_LAYERS),
         groups=(Group(replicas=unequal), Group(replicas=(replica(2, size, batch, 1.0),))),

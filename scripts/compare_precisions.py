@@ -43,7 +43,7 @@ def _replica(rank: int, size: int, count: int, weight: float) -> Replica:
 
 
 FP32_GRADIENTS = Plan(
-    schema_version=1,
+    schema_version=2,
     global_batch_size=GLOBAL_BATCH_SIZE,
     model=ModelFingerprint(num_layers=NUM_LAYERS),
     groups=(
@@ -69,7 +69,7 @@ CONTESTANTS: dict[str, tuple[Plan | None, tuple[str, ...]]] = {
     STOCK: (None, ()),
     "stock, bf16": (None, ("--bf16",)),
     "plan, fp32 communication": (FP32_GRADIENTS, ()),
-    "plan, bf16 communication": (_changed(gradient_wire=("bf16", "bf16")), ()),
+    "plan, bf16 communication": (_changed(grad_reduce_dtype=("bf16", "bf16")), ()),
     "plan, bf16 and fp16 groups": (_changed(compute_dtype=("bf16", "fp16")), ("--bf16",)),
 }
 

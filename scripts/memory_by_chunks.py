@@ -111,7 +111,7 @@ def plan_of(setting: str, chunks: int) -> Plan:
         for group in range(GROUPS)
     )
     return Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=RANKS_PER_GROUP * MICRO_BATCHES,
         model=ModelFingerprint(num_layers=first),
         groups=groups,
@@ -195,8 +195,8 @@ def row_of(setting: str, chunks: int, inputs: Inputs, measured: list[int] | None
         predicted_share=layers_peak_bytes(results[0], highest) / whole[highest],
         measured_share=None if measured is None else measured[highest] / whole[highest],
         measured_bytes=None if measured is None else measured[highest],
-        gathers_per_layer=counts[Kind.GATHER] / chunks,
-        reductions_per_layer=counts[Kind.REDUCE] / chunks,
+        gathers_per_layer=counts[Kind.UNSHARD] / chunks,
+        reductions_per_layer=counts[Kind.REDUCE_GRAD] / chunks,
         large_bytes=max(layers_peak_bytes(results[1], rank) for rank in ranks),
         large_total_bytes=max(results[1].peak_memory_bytes),
         iteration_s=results[1].iteration_s,

@@ -73,7 +73,7 @@ def with_ring(actions: Sequence[Action], depth: int) -> tuple[Action, ...]:
             taken = history[action.peer]
             free = taken[-depth] if len(taken) >= depth else 0
             places[at] = min(free, at), 0
-            forward = action.kind is Kind.RECEIVE_ACTIVATION
+            forward = action.kind is Kind.RECV_F
             taken.append(consumed[forward, action.chunk, action.micro_batch])
     return tuple(actions[at] for at in sorted(places, key=lambda at: (places[at], at)))
 

@@ -165,15 +165,15 @@ def random_profile(draw: random.Random, model: dict[str, Any], kinds: list[str])
     }
 
 
-def options_of(draw: random.Random, *, wires: tuple[str, ...], is_large: bool) -> list[str]:
+def options_of(draw: random.Random, *, dtypes: tuple[str, ...], is_large: bool) -> list[str]:
     """Words of `zorse plan` before the model's."""
     words = ["--strategy", draw.choice(STRATEGIES)]
     words += _maybe(draw, 0.7, "--use-all")
     words += _maybe(draw, 0.3, "--split-backward")
-    words += _maybe(draw, 0.3, "--wire", draw.choice(wires))
-    words += _maybe(draw, 0.25, "--equal-parts")
-    words += _maybe(draw, 0.15, "--sets-across-nodes")
-    words += _maybe(draw, 0.15, "--host-activations")
+    words += _maybe(draw, 0.3, "--grad-reduce-dtype", draw.choice(dtypes))
+    words += _maybe(draw, 0.25, "--even-tp")
+    words += _maybe(draw, 0.15, "--tp-across-nodes")
+    words += _maybe(draw, 0.15, "--activation-offload")
     words += _maybe(draw, 0.2, "--margin", "0.2")
     return words + _maybe(draw, 0.8 if is_large else 0.4, "--max-tp", draw.choice("112"))
 
@@ -193,7 +193,7 @@ def random_case(number: int) -> dict[str, Any]:
         about += ["--profile", "profile.json"]
     kind = draw.choice(("auto", "", "--fp16", "--fp16", "--fp16", "--bf16"))
     flags += [kind] if kind.startswith("--") else []
-    words = options_of(draw, wires=("bf16", "fp16")[: 1 + (kind == "--fp16")], is_large=is_large)
+    words = options_of(draw, dtypes=("bf16", "fp16")[: 1 + (kind == "--fp16")], is_large=is_large)
     words += ["--dtype", "auto"] if kind == "auto" else []
     return {"files": files, "words": words, "about": about, "flags": flags}
 

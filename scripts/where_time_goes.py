@@ -15,7 +15,7 @@ from zorse_megatron.simulate.result import SimulationResult
 
 LOSSES = (
     "GPUs left out",
-    "micro-batch sizes and sets",
+    "micro-batch sizes and TP groups",
     "recomputation",
     "imbalance",
     "fill, drain, waits",
@@ -70,7 +70,8 @@ def _shared_evenly_s(plan: Plan, inputs: Inputs, busy_s: list[float]) -> float:
 
 
 def _at_best_s(plan: Plan, inputs: Inputs, rank: int) -> float:
-    """How long the rank's work would take it at its best micro-batch size; its part of a set's."""
+    """How long the rank's work would take it at its best micro-batch size; its part of a TP
+    group's."""
     number, index = plan.replica_of_rank(rank)
     replica, kind = plan.groups[number].replicas[index], inputs.kinds[rank]
     size, _ = _best(inputs, kind)
@@ -87,7 +88,7 @@ def _at_best_s(plan: Plan, inputs: Inputs, rank: int) -> float:
 
 
 def _recomputing_s(inputs: Inputs, plan: Plan, rank: int) -> float:
-    """How long the rank recomputes; its part of a set's."""
+    """How long the rank recomputes; its part of a TP group's."""
     number, index = plan.replica_of_rank(rank)
     replica, setting = plan.groups[number].replicas[index], plan.groups[number].recompute
     if setting is None or setting.mode == "none":

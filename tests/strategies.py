@@ -3,9 +3,10 @@
 `plans()` draws what the rules allow and people rarely write by hand: groups whose ranks are not in
 order, groups that are not in model order, replicas of one group with different micro-batch sizes
 and counts, replicas without micro-batches, replicas without a shard, groups with more in flight
-than they need, groups that compute weight gradients apart, hops that are fast, slow or not known.
-It shrinks towards one rank that holds all layers and runs the batch in one micro-batch. Strategies
-for parts are made once: hypothesis checks each new one, which takes longer than to draw from it.
+than they need, groups that compute weight gradients apart, transfers that are fast, slow or not
+known. It shrinks towards one rank that holds all layers and runs the batch in one micro-batch.
+Strategies for parts are made once: hypothesis checks each new one, which takes longer than to draw
+from it.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Group,
-    Hop,
     ModelFingerprint,
     Offload,
     Plan,
@@ -30,6 +30,7 @@ from zorse_megatron.plan.plan import (
     Replica,
     Schedule,
     ScheduleName,
+    TransferCost,
 )
 from zorse_megatron.plan.rules import SCHEDULE_PARAMETERS
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
@@ -51,7 +52,9 @@ _SHARD_WEIGHTS = st.one_of(
     st.floats(min_value=0.01, max_value=8.0, allow_subnormal=False),
 )
 _PARTS_OF_TIME = st.sampled_from([0.0, 0.25]) | st.floats(0, 0.9)
-_HOPS = st.none() | st.builds(Hop, latency=_PARTS_OF_TIME, load=_PARTS_OF_TIME | st.floats(0.9, 3))
+_TRANSFERS = st.none() | st.builds(
+    TransferCost, latency=_PARTS_OF_TIME, load=_PARTS_OF_TIME | st.floats(0.9, 3)
+)
 
 # Any text without controls: no separators of lines, nothing that turns the direction of writing.
 NAMES = st.text(st.characters(exclude_categories=["C", "Zl", "Zp"]))
@@ -91,7 +94,7 @@ def plans(
     )
     world_size = sum(len(ranks) for group in members for ranks in group)
     plan = Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=batch,
         model=ModelFingerprint(num_layers=layers, **_model_options(draw, with_options)),
         groups=groups,
@@ -102,7 +105,7 @@ def plans(
     split = (replace(group, split_backward=draw(_SPLITS)) for group in plan.groups)
     delayed = _none_or_up_to(batch)
     limited = (
-        replace(group, delayed_samples=draw(delayed)) if group.split_backward else group
+        replace(group, delayed_wgrad_samples=draw(delayed)) if group.split_backward else group
         for group in split
     )
     plan = replace(plan, groups=tuple(limited))
@@ -268,13 +271,13 @@ def _chunks(
     for group, extra in zip(owners, extras, strict=True):
         chunks.append(Chunk(group=group, layers=(first, first + 1 + extra)))
         first += 1 + extra
-    return with_random_hops(draw, chunks)
+    return with_random_transfers(draw, chunks)
 
 
-def with_random_hops(draw: DrawFn, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """The chunks, with hops between some of those of different groups."""
+def with_random_transfers(draw: DrawFn, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """The chunks, with transfers between some of those of different groups."""
     found = [
-        replace(chunk, hop=draw(_HOPS)) if chunk.group != after.group else chunk
+        replace(chunk, transfer=draw(_TRANSFERS)) if chunk.group != after.group else chunk
         for chunk, after in pairwise(chunks)
     ]
     return (*found, chunks[-1])
@@ -306,7 +309,7 @@ _GROUP_OPTIONS = {
     "name": st.none() | NAMES,
     **_MEMORY_SETTINGS,
     "compute_dtype": st.sampled_from([None, "fp16", "bf16", "fp32"]),
-    "gradient_wire": st.sampled_from([None, "bf16", "fp16"]),
+    "grad_reduce_dtype": st.sampled_from([None, "bf16", "fp16"]),
 }
 
 

@@ -51,7 +51,7 @@ from zorse_megatron.launch.rank_environment import (
     share_gpus,
     torch_environment,
 )
-from zorse_megatron.live.root_cause import Limits
+from zorse_megatron.live.root_cause import Timeouts
 from zorse_megatron.live.watched_rank import BAD_INPUT, WatchedRank
 from zorse_megatron.log import complain
 from zorse_megatron.plan.plan import Plan
@@ -95,13 +95,13 @@ def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
     except ZorseError as error:
         _tell_other_nodes(error, argv)
         raise
-    watch, hub_address = WatchedRank(None, command.limits), ""
+    watch, hub_address = WatchedRank(None, command.timeouts), ""
     if checked is not None:
         os.environ.update(queue_environment(os.environ))
-        limits = replace(command.limits, exit_s=checked.timeout_s)
+        timeouts = replace(command.timeouts, exit_s=checked.timeout_s)
         if OUTCOME in os.environ:  # of an elastic job, whose processes have met already
-            limits = replace(limits, meeting_s=_MEETING_S)
-        watch, hub_address = _watched(checked.plan, limits, _own_node(cluster))
+            timeouts = replace(timeouts, meeting_s=_MEETING_S)
+        watch, hub_address = _watched(checked.plan, timeouts, _own_node(cluster))
     with watch.last_words():
         _train(command, checked, cluster, watch, hub_address, setup=setup)
 
@@ -185,15 +185,15 @@ def _checked(
     )
 
 
-def _watched(plan: Plan, limits: Limits, node: str) -> tuple[WatchedRank, str]:
+def _watched(plan: Plan, timeouts: Timeouts, node: str) -> tuple[WatchedRank, str]:
     """Let a child of this process be the rank; in a job that cannot be the plan's, none."""
     from zorse_megatron.live.start_watch import watched
     from zorse_megatron.plan.spans import rank_name
 
     if os.environ.get("WORLD_SIZE") != str(plan.world_size):
-        return WatchedRank(None, limits), ""
+        return WatchedRank(None, timeouts), ""
     return watched(
-        os.environ, describe=lambda rank: rank_name(plan, rank), host=node, limits=limits
+        os.environ, describe=lambda rank: rank_name(plan, rank), host=node, timeouts=timeouts
     )
 
 

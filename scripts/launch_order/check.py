@@ -27,7 +27,7 @@ from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError
 from zorse_megatron.schedule.actions import Action, ActionLists
 from zorse_megatron.schedule.communicators import communicators_of, most_waiting
 from zorse_megatron.schedule.lower import lower_plan
-from zorse_megatron.schedule.transfer_windows import receive_openings
+from zorse_megatron.schedule.transfer_windows import receives_posted_at
 
 Room = int | Literal["fit"] | None
 LIMITS: tuple[tuple[int | None, Room], ...] = (
@@ -42,7 +42,7 @@ SEEDS = 2
 def launched_when_opened(actions: Sequence[Action]) -> tuple[Action, ...]:
     """The list with its receives where their buffers are opened."""
     places = {at: (at, 1) for at in range(len(actions))}
-    places |= {at: (opening, 0) for at, opening in receive_openings(actions).items()}
+    places |= {at: (post_position, 0) for at, post_position in receives_posted_at(actions).items()}
     return tuple(actions[at] for at in sorted(places, key=lambda at: (places[at], at)))
 
 

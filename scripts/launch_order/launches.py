@@ -14,7 +14,7 @@ from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.actions import ON_LAYERS, RECEIVES, SENDS, Action, ActionLists, Kind
 from zorse_megatron.schedule.communicators import Communicator, communicators_of
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
-from zorse_megatron.schedule.transfer_windows import receive_openings, send_closings
+from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 
 MAIN, SIDE, TO_HOST, FROM_HOST = "main", "side", "to host", "from host"
 # Of reductions that overlap with the backward that they follow.
@@ -75,7 +75,7 @@ class _Launches:
         self.opened: dict[int, Launch | None] = {}
         """Position of a receive -> the main stream's last launch when its buffer was opened."""
         self.received: dict[tuple[bool, int | None, int | None], list[Launch]] = defaultdict(list)
-        self.closings = send_closings(self.actions)
+        self.waited_at = sends_waited_at(self.actions)
         self.sent: dict[int, list[Launch]] = defaultdict(list)
         """Position -> sends for which the main stream waits there."""
         self.gathers: dict[int | None, list[Launch]] = {}
@@ -92,8 +92,8 @@ class _Launches:
 
     def all(self) -> list[Launch]:
         opens_at: dict[int, list[int]] = defaultdict(list)
-        for receive, opening in receive_openings(self.actions).items():
-            opens_at[opening].append(receive)
+        for receive, post_position in receives_posted_at(self.actions).items():
+            opens_at[post_position].append(receive)
         for at, action in enumerate(self.actions):
             self.opened.update(dict.fromkeys(opens_at[at], self.tail))
             self._close(at)
@@ -134,14 +134,14 @@ class _Launches:
         opened = self._add(SIDE, f"{word} opened", self.opened[at])
         received = self._start(link, "receive", word, opened)
         assert received is not None
-        forward = action.kind is Kind.RECEIVE_ACTIVATION
+        forward = action.kind is Kind.RECV_F
         self.received[forward, action.chunk, action.micro_batch].append(received)
 
     def _send(self, at: int, action: Action) -> None:
         link = self.of_use["link", (self.rank, action.peer)]  # type: ignore[index]
         sent = self._start(link, "send", str(action), self.tail)
         assert sent is not None
-        self.sent[self.closings[at]].append(sent)
+        self.sent[self.waited_at[at]].append(sent)
 
     def _compute(self, at: int, action: Action) -> None:
         forward = action.kind is Kind.FORWARD
@@ -156,7 +156,7 @@ class _Launches:
                 self._on_main(f"{action}, other layers")
 
     def _reduce(self, chunk: int | None) -> list[Launch]:
-        word, group = f"{chunk}REDUCE", self.of_use.get(("group", None))
+        word, group = f"{chunk}REDUCE_GRAD", self.of_use.get(("group", None))
         if (across := self.of_use.get(("across", None))) is not None:
             inside = self.of_use.get(("region", None))
             foreign = self._start(inside, word, f"{word} for others", self.tail)
@@ -168,12 +168,12 @@ class _Launches:
 
     def _on_state(self, action: Action) -> None:
         {
-            Kind.REDUCE: self._reduction,
-            Kind.GATHER: self._gather,
-            Kind.RELEASE: self._release,
+            Kind.REDUCE_GRAD: self._reduction,
+            Kind.UNSHARD: self._gather,
+            Kind.RESHARD: self._release,
             Kind.FETCH: self._fetch,
             Kind.OFFLOAD: self._offload,
-            Kind.OFFLOAD_GRADIENTS: self._offload_gradients,
+            Kind.OFFLOAD_GRAD: self._offload_gradients,
             Kind.TIE: self._finish_reductions,
             Kind.SCALE: self._sum,
             Kind.NORM: self._sum,
@@ -182,7 +182,7 @@ class _Launches:
 
     def _reduction(self, action: Action) -> None:
         group = self.plan.groups[self.group]
-        if not self.is_resident or group.gradient_wire is not None or group.hierarchical:
+        if not self.is_resident or group.grad_reduce_dtype is not None or group.hierarchical:
             self._finish_reductions(action)
         reduced = self.reduced_early.pop(action.chunk, [])
         if not reduced:

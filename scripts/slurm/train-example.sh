@@ -1,7 +1,7 @@
 #!/bin/bash
-# Trains under plan.json (plan 41ed355ef2ccf125) on the GPUs of two-node lab.
+# Trains under plan.json (plan 0cb3d7f99c53e1d8) on the GPUs of two-node lab.
 # Written by zorse launch; submit it with sbatch, from the directory of its files.
-# checksum c322a863f713bab0
+# checksum 4c33b06c3e7a8d17
 #   component 0: ranks 0 to 3, 4 A6000
 #   component 1: ranks 4 to 7, 4 V100-16
 #SBATCH --job-name=zorse

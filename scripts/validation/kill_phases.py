@@ -63,7 +63,7 @@ PHASES: dict[str, Phase] = {
     "load": Phase(pattern="while it sets up", occurrences=1, longest_s=1.0),
     "forward": Phase(pattern=action("F"), occurrences=6),
     "backward": Phase(pattern=action("B"), occurrences=6),
-    "reduce": Phase(pattern=action("REDUCE"), occurrences=4),
+    "reduce": Phase(pattern=action("REDUCE_GRAD"), occurrences=4),
     "norm": Phase(pattern=action("NORM"), occurrences=4),
     "step": Phase(pattern=action("STEP"), occurrences=4),
     "save": Phase(pattern="in the save", occurrences=2, longest_s=0.1),

@@ -74,7 +74,7 @@ class MeasuredMemory(BytesByPrecision):
             raise LookupError(f"found recomputation {mode!r}; measured was only what is kept whole")
         return micro_batch_size * self.layer.activation_elements * self.element_bytes
 
-    def kept_tensor_bytes(
+    def saved_tensor_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> tuple[int, ...]:
         """All in one: tensors were not measured apart. Raises LookupError for recomputation."""

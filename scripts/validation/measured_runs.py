@@ -60,14 +60,15 @@ class MeasuredRun:
         )
 
     def plan(self) -> Plan:
-        """Equal stages of equal replicas, each of one rank, which stands for a set of neighbours.
+        """Equal stages of equal replicas, each of one rank, which stands for a TP group of
+        neighbours.
 
-        The ranks of a set run the same actions at the same times; collectives within a set are in
-        the times of its layers, as these were measured.
+        The ranks of a TP group run the same actions at the same times; collectives within a TP
+        group are in the times of its layers, as these were measured.
         """
         last = self.entries[-1][1]
         return Plan(
-            schema_version=1,
+            schema_version=2,
             global_batch_size=self.global_batch_size,
             model=ModelFingerprint(num_layers=last - 1),
             groups=tuple(

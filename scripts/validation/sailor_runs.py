@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scripts.import_profile import import_tables
-from scripts.validation.device_sets import SetComm
+from scripts.validation.device_tp_groups import TpGroupComm
 from scripts.validation.measured_memory import MeasuredMemory
 from scripts.validation.measured_runs import MeasuredRun, read_runs
 from zorse_megatron.costs.communication import GraphComm
@@ -106,14 +106,16 @@ def _check(run: MeasuredRun, profile: Profile) -> None:
         (inside and outside, f"no links of {run.gpu_kind}"),
         (
             fills_nodes and run.tensor_parallel == _GPUS_PER_NODE,
-            f"{run.world_size} GPUs on {run.num_nodes} nodes, {run.tensor_parallel} in each set",
+            f"{run.world_size} GPUs on {run.num_nodes} nodes, {run.tensor_parallel} in each TP "
+            "group",
         ),
     ]
     problems = [
         Problem(
             where=f"{RUNS}: {run.model}, {run.layout}",
             found=found,
-            expected=f"measured parts of every run, and a set of {_GPUS_PER_NODE} on each node",
+            expected=f"measured parts of every run, and a TP group of {_GPUS_PER_NODE} on each "
+            "node",
             remedy="Sailor's tables go together; take all of them from one place.",
         )
         for holds, found in rules
@@ -139,7 +141,7 @@ def _compare(run: MeasuredRun, profile: Profile, rate: float | None) -> Comparis
     costs = JobCosts(
         compute=ProfiledCompute(profile, model, dtype="tf32", tensor_parallel=size),
         memory=memory,
-        comm=SetComm(spec, size),
+        comm=TpGroupComm(spec, size),
         kinds=(run.gpu_kind,) * plan.world_size,
         sequence_length=_SEQUENCE_LENGTH,
     )
@@ -164,8 +166,8 @@ def _rebuild_s(spec: Topology, tensor_parallel: int, num_bytes: int) -> float:
     """Time of `reconstruct_tensor` (deepspeed/utils.py), which each receive ends with.
 
     It waits for what arrived, makes a tensor of zeros in host memory, copies it to the GPU, puts
-    the received part into it, and gathers the other parts from the ranks of the set. The fill is
-    priced at the peak of the core, so the real time is longer.
+    the received part into it, and gathers the other parts from the ranks of the TP group. The fill
+    is priced at the peak of the core, so the real time is longer.
     """
     passes = 2 if num_bytes > _ALWAYS_FRESH_BYTES else 1
     parts = (num_bytes // tensor_parallel,) * tensor_parallel

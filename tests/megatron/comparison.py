@@ -19,7 +19,7 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.upstream import SCRIPT
 from tests.shared import once_per_run
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
-from zorse_megatron.plan.plan import Parts, Plan, Replica
+from zorse_megatron.plan.plan import Plan, Replica, TpShards
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.schedule.actions import from_norm, parse_action
 from zorse_megatron.trace import Span
@@ -233,9 +233,11 @@ def expected_part(
 
     By hand, from how Megatron's layers are documented to divide their weights.
     """
-    parts = replica.parts or Parts()
-    kind = parts.mlp_columns if "mlp." in name else parts.vocabulary_rows
-    counts = (parts.kv_groups if "self_attention." in name else kind) or (1,) * len(replica.ranks)
+    tp_shards = replica.tp_shards or TpShards()
+    kind = tp_shards.mlp_columns if "mlp." in name else tp_shards.vocabulary_rows
+    counts = (tp_shards.kv_groups if "self_attention." in name else kind) or (1,) * len(
+        replica.ranks
+    )
     if is_gated and "linear_fc1." in name:
         return torch.cat([cut(half, counts, index) for half in whole.chunk(2)])
     if any(each in name for each in _ROWS):

@@ -16,7 +16,7 @@ ROUNDS = 6
 
 
 def compare(model: Any, size: int) -> dict[str, Any]:
-    from zorse_megatron.adapter.memory import KeptActivations
+    from zorse_megatron.adapter.memory import SavedActivations
     from zorse_megatron.adapter.model.model_passes import ModelPasses
     from zorse_megatron.measure.on_ranks.layer_timing import measured_pass
 
@@ -29,7 +29,7 @@ def compare(model: Any, size: int) -> dict[str, Any]:
         wholes_s.append(whole_model_s(passes, size))
     found = repeats[0]
     parameters = {p.untyped_storage().data_ptr() for p in passes.model.parameters()}
-    kept = KeptActivations(parameters.__contains__, None)
+    kept = SavedActivations(parameters.__contains__, None)
     one = passes.make("layer", size)
     with kept.counting():
         output = one.forward()
@@ -45,10 +45,10 @@ def compare(model: Any, size: int) -> dict[str, Any]:
             for part in found
         },
         "parameters": {p: f.parameters for p, f in found.items()},
-        "kept_bytes": found["layer"].kept_bytes,
+        "saved_bytes": found["layer"].saved_bytes,
         "attention": found["layer"].attention,
         "peak_bytes": {p: f.peak_bytes for p, f in found.items()},
-        "saved_bytes": saved_bytes,
+        "counted_bytes": saved_bytes,
         "input_bytes": one.given[0].nbytes,
         "whole_s": min(wholes_s),
     }

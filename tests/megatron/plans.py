@@ -10,20 +10,20 @@ from zorse_megatron.plan.plan import (
     Group,
     ModelFingerprint,
     Offload,
-    Parts,
     Plan,
     Recompute,
     Replica,
     Schedule,
+    TpShards,
 )
 
 
-def set_of(
+def tp_replica(
     ranks: tuple[int, ...],
     size: int,
     count: int,
     weight: float = 1.0,
-    parts: Parts | None = None,
+    tp_shards: TpShards | None = None,
 ) -> Replica:
     """A replica of several ranks."""
     return Replica(
@@ -31,7 +31,7 @@ def set_of(
         micro_batch_size=size,
         num_microbatches=count,
         shard_weight=weight,
-        parts=parts,
+        tp_shards=tp_shards,
     )
 
 
@@ -48,7 +48,7 @@ def plan_of(*groups: tuple[tuple[Replica, ...], int]) -> Plan:
         chunks.append(Chunk(group=number, layers=(first, first + layers)))
         first += layers
     return Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=groups[0][0][0].num_samples
         + sum(r.num_samples for r in groups[0][0][1:]),
         model=ModelFingerprint(num_layers=first),
@@ -224,7 +224,7 @@ def split(plan: Plan, *numbers: int) -> Plan:
 def sending_in(plan: Plan, *dtypes: Literal["bf16", "fp16"] | None) -> Plan:
     """The plan, with a type for each group to send gradients in."""
     groups = [
-        dataclasses.replace(group, gradient_wire=dtype)
+        dataclasses.replace(group, grad_reduce_dtype=dtype)
         for group, dtype in zip(plan.groups, dtypes, strict=True)
     ]
     return dataclasses.replace(plan, groups=tuple(groups))

@@ -9,23 +9,23 @@ from zorse_megatron.adapter import cpu_mode
 
 
 def plant_norm() -> None:
-    """Count what a set holds whole on every rank of it."""
+    """Count what a TP group holds whole on every rank of it."""
     from megatron.core import tensor_parallel
 
     tensor_parallel.param_is_not_tensor_parallel_duplicate = lambda *_args, **_kwargs: True
 
 
 def plant_sum() -> None:
-    """Sum over the set twice what its ranks have seen parts of."""
+    """Sum over the TP group twice what its ranks have seen parts of."""
     from zorse_megatron.adapter.data_parallel import buckets
 
-    once = buckets.sum_over_set
+    once = buckets.sum_over_tp_group
 
     def twice(parameters: Any, group: Any) -> None:
         once(parameters, group)
         once(parameters, group)
 
-    buckets.sum_over_set = twice
+    buckets.sum_over_tp_group = twice
 
 
 PLANTS: dict[str, Callable[[], None]] = {"norm": plant_norm, "sum": plant_sum}

@@ -9,7 +9,7 @@ import os
 from tests.megatron.recording_entry import record
 from zorse_megatron.live.rebalance import Balancer
 
-WISHES = {
+PROPOSALS = {
     int(step): tuple(map(tuple, counts))
     for step, counts in json.loads(os.environ["ZORSE_TEST_WISHES"]).items()
 }
@@ -18,7 +18,7 @@ WISHES = {
 def add(self: Balancer, step: int, seconds: object) -> None:
     """Take the place of `Balancer.add`."""
     assert seconds
-    self._wish = WISHES.get(step, self._wish)
+    self._proposal = PROPOSALS.get(step, self._proposal)
 
 
 if __name__ == "__main__":

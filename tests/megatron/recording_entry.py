@@ -85,13 +85,13 @@ def weights(chunks: Any) -> dict[str, Any]:
 def unsharded(shards: Any) -> Iterator[None]:
     """Have a chunk's parameters unsharded within the block, and then as they were."""
     was_unsharded, away = shards.is_unsharded, shards._away()
-    shards.gather()
+    shards.unshard()
     shards.wait_until_unsharded()
     for buffer in () if was_unsharded else shards.parameters:
         buffer.keep_shard()  # in fp32 it is what the optimizer steps and saves
     yield
     if not was_unsharded:
-        shards.release()
+        shards.reshard()
     for buffer in away:
         buffer.offload()
 

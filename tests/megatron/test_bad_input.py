@@ -139,14 +139,14 @@ def test_a_checkpoint_whose_model_is_not_that_of_the_plan(tmp_path: Path) -> Non
 
 
 def test_parts_of_a_vocabulary_that_only_megatron_knows(tmp_path: Path) -> None:
-    """Taken for proportions, they would give the ranks of the set rows that overlap."""
+    """Taken for proportions, they would give the ranks of the TP group rows that overlap."""
     plan = good_plan()
     plan["model"].pop("vocab_size", None)
     plan["groups"][0]["replicas"] = [
         {
             **first_replica(plan),
             **{"ranks": [0, 1], "micro_batch_size": 2, "num_microbatches": 4},
-            "parts": {"vocabulary_rows": [3, 1]},
+            "tp_shards": {"vocabulary_rows": [3, 1]},
         }
     ]
     result = run_plan(json.dumps(plan), tmp_path)

@@ -18,11 +18,11 @@ from tests.megatron.plans import (
     in_the_host,
     plan_of,
     replica,
-    set_of,
+    tp_replica,
 )
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.shared import directory_of, name_of
-from zorse_megatron.plan.plan import Parts, Plan
+from zorse_megatron.plan.plan import Plan, TpShards
 
 MAX_DIFFERENCE = 1e-5
 SAVED, STEPS = 2, 4
@@ -31,10 +31,15 @@ PIPELINE_2 = ("--pipeline-model-parallel-size", "2")
 # Ranks of which some hold no KV group, no column or no row; in the second group beside a rank that
 # holds everything.
 SOME_HOLD_NONE = plan_of(
-    ((set_of((0, 1), 4, 2, parts=Parts(kv_groups=(0, 4), vocabulary_rows=(256, 0))),), 2),
+    (
+        (tp_replica((0, 1), 4, 2, tp_shards=TpShards(kv_groups=(0, 4), vocabulary_rows=(256, 0))),),
+        2,
+    ),
     (
         (
-            set_of((2, 3), 2, 3, parts=Parts(mlp_columns=(128, 0), vocabulary_rows=(0, 256))),
+            tp_replica(
+                (2, 3), 2, 3, tp_shards=TpShards(mlp_columns=(128, 0), vocabulary_rows=(0, 256))
+            ),
             replica(4, 1, 2, 3.0),
         ),
         2,
@@ -48,9 +53,9 @@ RUNS: dict[str, Plan | tuple[tuple[str, ...], int]] = {
     "1|2": LAYOUTS["1|2"],
     "2x2 in the host": in_the_host(TWO_BY_TWO),
     "both ends in the host": in_the_host(BOTH_ENDS),
-    "sets": SOME_HOLD_NONE,
+    "TP groups": SOME_HOLD_NONE,
     # Of equal parts, but the embedding's two copies are cut differently.
-    "a set, then a rank": plan_of(((set_of((0, 1), 2, 4),), 2), ((replica(2, 4, 2),), 2)),
+    "a TP group, then a rank": plan_of(((tp_replica((0, 1), 2, 4),), 2), ((replica(2, 4, 2),), 2)),
     "stock": ((), 1),
     "stock PP=2": (PIPELINE_2, 2),
 }
@@ -116,8 +121,8 @@ PAIRS = [
     ("2|1|2", "stock"),
     ("both ends in the host", "stock PP=2"),
     ("stock PP=2", "1|3|1"),
-    ("stock PP=2", "sets"),
-    ("a set, then a rank", "stock"),
+    ("stock PP=2", "TP groups"),
+    ("a TP group, then a rank", "stock"),
 ]
 # A tied embedding is the harder one to save, of which several ranks have copies. Untied, "both
 # ends" goes on from its own checkpoints in `test_memory_faults`.

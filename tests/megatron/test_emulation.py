@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from scripts.validation.peaks import peaks_without
 from tests.megatron.launch import default_server
-from tests.megatron.plans import chunked_plan, computing_in, plan_of, replica, set_of, split
+from tests.megatron.plans import chunked_plan, computing_in, plan_of, replica, split, tp_replica
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes
@@ -26,7 +26,7 @@ from zorse_megatron.emulate.rank_jobs import RankJob
 from zorse_megatron.emulate.tiny_model import VOCABULARY, TinyShape, TinyTraining
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import MODELS
-from zorse_megatron.plan.plan import Offload, Parts, Recompute, Schedule
+from zorse_megatron.plan.plan import Offload, Recompute, Schedule, TpShards
 from zorse_megatron.planner.baselines.stock_layouts import Grid, Placement, plan_of_grid
 from zorse_megatron.planner.baselines.stock_search import framework_of
 from zorse_megatron.planner.inputs.search_inputs import make_inputs, on_ranks
@@ -337,14 +337,14 @@ def test_groups_take_what_computing_in_their_types_takes(lab):
     assert found.peak_bytes == pytest.approx(predicted.peak_memory_bytes, rel=0.1)
 
 
-def test_sets_take_what_the_simulator_says(lab, monkeypatch):
-    """A set with unequal parts beside a rank of its own, and a rank that they send to.
+def test_tp_groups_take_what_the_simulator_says(lab, monkeypatch):
+    """A TP group with uneven TP shards beside a rank of its own, and a rank that they send to.
 
-    On PCIe, sums and gathers inside the sets are 6 % of the iteration.
+    On PCIe, sums and gathers inside the TP groups are 6 % of the iteration.
     """
     columns = MODEL.ffn_hidden_size
-    parts = Parts(kv_groups=(20, 12), mlp_columns=(columns * 3 // 4, columns // 4))
-    unlike = (set_of((0, 1), 2, 3, 2.0, parts), replica(2, 1, 2))
+    tp_shards = TpShards(kv_groups=(20, 12), mlp_columns=(columns * 3 // 4, columns // 4))
+    unlike = (tp_replica((0, 1), 2, 3, 2.0, tp_shards), replica(2, 1, 2))
     plan = plan_of((unlike, 2), ((replica(3, 4, 2),), 2))
     shape = TinyShape.of(MODEL, [plan])
     monkeypatch.setattr(lab, "training", dataclasses.replace(lab.training, shape=shape))

@@ -67,13 +67,13 @@ from tests.megatron.plans import (
     offloading_gradients,
     plan_of,
     replica,
-    set_of,
     split,
+    tp_replica,
     with_settings,
 )
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.strategies import lowerable_plans, plans
-from zorse_megatron.plan.plan import Hop, Parts, Plan, Schedule
+from zorse_megatron.plan.plan import Plan, Schedule, TpShards, TransferCost
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
@@ -108,19 +108,19 @@ class Row:
 PIECES = {small_pieces.NAME: "1000"}
 """Pieces of optimizer state begin and end within parameters."""
 
-UNLIKE = (set_of((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0))
-"""A set of two ranks beside one rank, of other micro-batches and shards."""
+UNLIKE = (tp_replica((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0))
+"""A TP group of two ranks beside one rank, of other micro-batches and shards."""
 BESIDE_A_RANK = chunked_plan([UNLIKE, (replica(3, 4, 2),)], [(0, 1), (1, 1), (0, 1), (1, 1)])
-ONE_SET = plan_of(((set_of((0, 1), 2, 4),), 4))
+ONE_SET = plan_of(((tp_replica((0, 1), 2, 4),), 4))
 
 
 SLOW_HOPS = replace(
     LAYOUTS["2|1|2"],
     chunks=tuple(
-        replace(chunk, hop=hop)
-        for chunk, hop in zip(
+        replace(chunk, transfer=transfer)
+        for chunk, transfer in zip(
             LAYOUTS["2|1|2"].chunks,
-            (Hop(latency=0.2, load=0.5), Hop(latency=0.1, load=1.5), None),
+            (TransferCost(latency=0.2, load=0.5), TransferCost(latency=0.1, load=1.5), None),
             strict=True,
         )
     ),
@@ -205,17 +205,23 @@ ROWS: dict[str, Row] = {
         )
     ),
     "two levels, three regions": Row(plan=hierarchical(TRIO, "abc")),
-    # Tensor-parallel sets.
-    "a set of 4, the command says 2": Row(
-        plan=plan_of(((set_of((0, 1, 2, 3), 2, 4),), 4)), flags=DEGREE
+    # Tensor-parallel groups.
+    "a TP group of 4, the command says 2": Row(
+        plan=plan_of(((tp_replica((0, 1, 2, 3), 2, 4),), 4)), flags=DEGREE
     ),
     "2+1|1": Row(plan=plan_of((UNLIKE, 2), ((replica(3, 4, 2),), 2))),
     "1|2+1, llama, sequence parallel": Row(
         plan=plan_of(((replica(3, 4, 2),), 2), (UNLIKE, 2)), flags=(*LLAMA, *SEQUENCE_PARALLEL)
     ),
-    "2+2, overlap, sequence parallel, one set recomputes attention": Row(
+    "2+2, overlap, sequence parallel, one TP group recomputes attention": Row(
         plan=plan_of(
-            ((replace(set_of((0, 1), 2, 3, 2.0), recompute=SELECTIVE), set_of((2, 3), 1, 2)), 4)
+            (
+                (
+                    replace(tp_replica((0, 1), 2, 3, 2.0), recompute=SELECTIVE),
+                    tp_replica((2, 3), 1, 2),
+                ),
+                4,
+            )
         ),
         flags=(*SEQUENCE_PARALLEL, *BUCKETS),
     ),
@@ -225,13 +231,13 @@ ROWS: dict[str, Row] = {
     ),
     # Unequal parts. Its gradients go to and come from a rank that holds everything; one of three
     # holds no layer.
-    "3:1 beside 1, tied to a set of three": Row(
+    "3:1 beside 1, tied to a TP group of three": Row(
         plan=plan_of(
             (
                 (
-                    set_of(
+                    tp_replica(
                         *((0, 1), 2, 3, 2.0),
-                        Parts(kv_groups=(3, 1), mlp_columns=(96, 32), vocabulary_rows=(170, 86)),
+                        TpShards(kv_groups=(3, 1), mlp_columns=(96, 32), vocabulary_rows=(170, 86)),
                     ),
                     replica(2, 1, 2),
                 ),
@@ -239,9 +245,9 @@ ROWS: dict[str, Row] = {
             ),
             (
                 (
-                    set_of(
+                    tp_replica(
                         *((3, 4, 5), 4, 2, 1.0),
-                        Parts(
+                        TpShards(
                             kv_groups=(0, 3, 1),
                             mlp_columns=(0, 0, 128),
                             vocabulary_rows=(256, 0, 0),
@@ -258,9 +264,11 @@ ROWS: dict[str, Row] = {
             plan_of(
                 (
                     (
-                        set_of(
+                        tp_replica(
                             *((0, 1), 2, 4, 2.0),
-                            Parts(kv_groups=(4, 0), mlp_columns=(96, 32), vocabulary_rows=(0, 256)),
+                            TpShards(
+                                kv_groups=(4, 0), mlp_columns=(96, 32), vocabulary_rows=(0, 256)
+                            ),
                         ),
                     ),
                     4,
@@ -275,9 +283,9 @@ ROWS: dict[str, Row] = {
             plan_of(
                 (
                     (
-                        set_of(
+                        tp_replica(
                             *((0, 1, 2), 2, 4, 1.0),
-                            Parts(
+                            TpShards(
                                 kv_groups=(0, 3, 1),
                                 mlp_columns=(0, 61, 67),
                                 vocabulary_rows=(0, 156, 100),
@@ -291,8 +299,8 @@ ROWS: dict[str, Row] = {
         ),
         flags=SWIGLU,
     ),
-    # Not compared with a single process: with stock's own sets, or by what changes no bit.
-    "a set of two": Row(plan=ONE_SET, flags=DEGREE),
+    # Not compared with a single process: with stock's own TP groups, or by what changes no bit.
+    "a TP group of two": Row(plan=ONE_SET, flags=DEGREE),
     "layered, gradients in 16 bits": Row(
         plan=LAYERED, flags=(*UNTIED, *CLIPPED, "--bf16", "--grad-reduce-in-bf16"), env=PIECES
     ),
@@ -312,7 +320,7 @@ ROWS: dict[str, Row] = {
 }
 BASES_ALONE = (
     *("layered, gradients in 16 bits", "fp16 and bf16, resident", "1|2, fp16"),
-    *("layers as Transformer Engine's", "a set of two"),
+    *("layers as Transformer Engine's", "a TP group of two"),
 )
 
 
@@ -411,15 +419,17 @@ CHANGES_NO_BIT: dict[str, tuple[str, Row]] = {
     "weight gradients, in the host": split_in("in the host"),
     "weight gradients, Transformer Engine's": split_in("layers as Transformer Engine's"),
     "weight gradients, sets": split_in("1|2+1, llama, sequence parallel"),
-    "weight gradients, a set in the host": split_in("2+1 1, chunks in turn, in the host"),
+    "weight gradients, a TP group in the host": split_in("2+1 1, chunks in turn, in the host"),
     "equal parts by name": changed(
-        "a set of two",
+        "a TP group of two",
         plan_of(
             (
                 (
-                    set_of(
+                    tp_replica(
                         *((0, 1), 2, 4, 1.0),
-                        Parts(kv_groups=(2, 2), mlp_columns=(64, 64), vocabulary_rows=(128, 128)),
+                        TpShards(
+                            kv_groups=(2, 2), mlp_columns=(64, 64), vocabulary_rows=(128, 128)
+                        ),
                     ),
                 ),
                 4,
@@ -504,10 +514,10 @@ def norms_apart(run: Recorded, other: Recorded) -> float:
 
 def test_follows_stock_s_own_tensor_parallelism(corpus: Path, tmp_path: Path) -> None:
     """From the plan's initial weights, as each of stock's ranks draws with a seed of its own."""
-    run = run_of("a set of two", corpus)
+    run = run_of("a TP group of two", corpus)
     for rank in (0, 1):
         torch.save(run.initial[rank], tmp_path / f"initial-rank{rank}.pt")
-    flags = ROWS["a set of two"].command(corpus)
+    flags = ROWS["a TP group of two"].command(corpus)
     stock = run_recorded(flags, 2, env={"ZORSE_TEST_INITIAL": str(tmp_path)})
     assert max(stock.grad_norms) > 0.5, "clipping must be at work in this test"
     assert_equal_steps(run, stock)
@@ -520,7 +530,7 @@ def test_follows_stock_s_own_tensor_parallelism(corpus: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("plant", ["norm", "sum"])
 def test_a_planted_mistake_is_seen(plant: str, corpus: Path) -> None:
-    """A norm that counts on two ranks what a set holds whole, and a gradient summed twice."""
+    """A norm that counts on two ranks what a TP group holds whole, and a gradient summed twice."""
     row = Row(
         plan=ONE_SET,
         flags=SEQUENCE_PARALLEL,
@@ -533,7 +543,7 @@ def test_a_planted_mistake_is_seen(plant: str, corpus: Path) -> None:
 
 
 def test_a_set_s_checkpoint_is_that_of_stock(corpus: Path, tmp_path: Path) -> None:
-    """Of a gated MLP in unequal parts: parameters and optimizer."""
+    """Of a gated MLP in uneven TP shards: parameters and optimizer."""
     row, every = ROWS[FOUR_GROUPS_OVER_THREE], ("--save-interval", str(STEPS))
     started(row, corpus, "--save", str(tmp_path / "plan"), *every)
     stock_of((*row.command(corpus), "--save", str(tmp_path / "stock"), *every))

@@ -24,13 +24,13 @@ from tests.megatron.plans import (
     TWO_BY_TWO,
     hierarchical,
     in_the_host,
-    set_of,
     split,
+    tp_replica,
     with_settings,
 )
 from tests.unit.fake_costs import FakeComm, FakeCompute
-from tests.unit.fake_sets import SplitCompute
-from zorse_megatron.costs.interface import JobCosts, RankPart, SetRankCosts
+from tests.unit.fake_tp_costs import SplitCompute
+from zorse_megatron.costs.interface import JobCosts, TpRankCosts, TpShard
 from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule
@@ -125,23 +125,23 @@ def test_peaks_are_those_of_the_simulator(name: str, corpus: Path, tmp_path: Pat
 
 
 UNLIKE = Plan(
-    schema_version=1,
+    schema_version=2,
     model=LAYOUTS["2|1"].model,
     global_batch_size=LAYOUTS["2|1"].global_batch_size,
-    groups=(Group(replicas=(set_of((0,), 2, 2), set_of((1, 2), 2, 2, 3.0))),),
+    groups=(Group(replicas=(tp_replica((0,), 2, 2), tp_replica((1, 2), 2, 2, 3.0))),),
     chunks=(Chunk(group=0, layers=(0, 4)),),
     schedule=Schedule(name="1f1b"),
 )
 
 
-class Sets:
+class FakeTpCosts:
     sequence_parallel = False
     learns_positions = False
 
     @staticmethod
-    def of_rank(part: RankPart, dtype: str | None) -> SetRankCosts:
+    def of_rank(part: TpShard, dtype: str | None) -> TpRankCosts:
         memory = replace(MEMORY, tensor_parallel=part.degree)
-        return SetRankCosts(compute=SplitCompute(), memory=memory)
+        return TpRankCosts(compute=SplitCompute(), memory=memory)
 
     @staticmethod
     def cut_parameters(part: str) -> dict[str, int]:
@@ -151,7 +151,7 @@ class Sets:
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
-def test_peaks_of_a_set_beside_a_rank(in_chunks: bool, corpus: Path, tmp_path: Path) -> None:
+def test_peaks_of_a_tp_group_beside_a_rank(in_chunks: bool, corpus: Path, tmp_path: Path) -> None:
     """Also where gradients of one chunk have gone when those of the next one are made."""
     plan = UNLIKE
     if in_chunks:
@@ -166,7 +166,7 @@ def test_peaks_of_a_set_beside_a_rank(in_chunks: bool, corpus: Path, tmp_path: P
             comm=FakeComm(),
             kinds=["kind"] * 3,
             sequence_length=SEQUENCE,
-            sets=Sets(),
+            tp_costs=FakeTpCosts(),
         ),
     )
     for rank, degree in enumerate((1, 2, 2)):

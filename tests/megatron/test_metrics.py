@@ -20,7 +20,7 @@ def replica(rank: int, size: int, count: int) -> Replica:
 
 # The job's last rank is in the first group: it hears of the loss from another rank.
 PLAN = Plan(
-    schema_version=1,
+    schema_version=2,
     global_batch_size=8,
     model=ModelFingerprint(num_layers=4),
     groups=(

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.megatron.comparison import BASE_FLAGS, Recorded, plan_run, stock_run
-from tests.megatron.plans import LAYOUTS, plan_of, replica, set_of
+from tests.megatron.plans import LAYOUTS, plan_of, replica, tp_replica
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from zorse_megatron.plan.plan import Parts
+from zorse_megatron.plan.plan import TpShards
 
 STEPS = 6
 FP16_ROUNDING, BF16_ROUNDING = 2**-11, 2**-8
@@ -77,29 +77,35 @@ def test_follows_stock_within_rounding(name: str, corpus: Path) -> None:
         assert bool(copies[0].isfinite().all()), parameter
 
 
-# A set of two ranks, one of which has no KV group and all rows, and sets of two and three ranks.
-TWO = Parts(kv_groups=(1, 3), mlp_columns=(50, 78), vocabulary_rows=(99, 157))
-THREE = Parts(kv_groups=(1, 1, 2), mlp_columns=(40, 41, 47), vocabulary_rows=(1, 200, 55))
-SOME_HOLD_NONE = Parts(kv_groups=(0, 4), mlp_columns=(50, 78), vocabulary_rows=(256, 0))
-SETS = {
-    "bf16": (BF16, plan_of(((set_of((0, 1), 2, 4, parts=SOME_HOLD_NONE),), 4)), BF16_ROUNDING),
+# A TP group of two ranks, one of which has no KV group and all rows, and TP groups of two and three
+# ranks.
+TWO = TpShards(kv_groups=(1, 3), mlp_columns=(50, 78), vocabulary_rows=(99, 157))
+THREE = TpShards(kv_groups=(1, 1, 2), mlp_columns=(40, 41, 47), vocabulary_rows=(1, 200, 55))
+SOME_HOLD_NONE = TpShards(kv_groups=(0, 4), mlp_columns=(50, 78), vocabulary_rows=(256, 0))
+TP_CASES = {
+    "bf16": (
+        BF16,
+        plan_of(((tp_replica((0, 1), 2, 4, tp_shards=SOME_HOLD_NONE),), 4)),
+        BF16_ROUNDING,
+    ),
     "fp16": (
         FP16,
         plan_of(
-            ((set_of((3, 4), 2, 4, parts=TWO),), 2), ((set_of((0, 1, 2), 4, 2, parts=THREE),), 2)
+            ((tp_replica((3, 4), 2, 4, tp_shards=TWO),), 2),
+            ((tp_replica((0, 1, 2), 4, 2, tp_shards=THREE),), 2),
         ),
         FP16_ROUNDING,
     ),
 }
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_sets_follow_stock_within_rounding(name: str, corpus: Path) -> None:
+@pytest.mark.parametrize("name", TP_CASES)
+def test_tp_groups_follow_stock_within_rounding(name: str, corpus: Path) -> None:
     """Steps that overflow are skipped on all ranks together.
 
-    In fp16 rank 0 is in a set of three: with the two groups, more than there are ranks.
+    In fp16 rank 0 is in a TP group of three: with the two groups, more than there are ranks.
     """
-    precision, plan, rounding = SETS[name]
+    precision, plan, rounding = TP_CASES[name]
     command = flags(corpus, precision, 1, STEPS)
     run = plan_run(plan, [*command, "--use-distributed-optimizer"])
     assert_follows(run, stock_run(tuple(command)), rounding)

@@ -14,7 +14,7 @@ import torch
 
 from tests.megatron.checkpoint_jobs import read_checkpoint
 from tests.megatron.comparison import Recorded, plan_run
-from tests.megatron.plans import TWO_BY_TWO, chunked_plan, in_the_host, plan_of, replica, set_of
+from tests.megatron.plans import TWO_BY_TWO, chunked_plan, in_the_host, plan_of, replica, tp_replica
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.test_checkpoints import FP16, OTHER_SCALE, Saved
 from zorse_megatron.live.move import REQUEST_NAME
@@ -24,8 +24,8 @@ from zorse_megatron.plan.plan_file import save_plan
 MOVED, STEPS = 6, 8
 STATE_BYTES = 3 * 4
 """Of an element: main parameter and two moments."""
-# Chunks of which a rank keeps shards, with all that may be in the host; then with a set of ranks.
-# The shards end within rows, so a rank has several blocks of a parameter.
+# Chunks of which a rank keeps shards, with all that may be in the host; then with a TP group of
+# ranks. The shards end within rows, so a rank has several blocks of a parameter.
 PAIR = tuple(
     replace(each, shard_weight=weight)
     for each, weight in zip(TWO_BY_TWO.groups[0].replicas, (1.0, 2.7), strict=True)
@@ -36,7 +36,9 @@ A = in_the_host(
     )
 )
 B = in_the_host(
-    chunked_plan([(set_of((0, 2), 4, 2),), (replica(1, 4, 2),)], [(0, 1), (1, 1), (0, 1), (1, 1)])
+    chunked_plan(
+        [(tp_replica((0, 2), 4, 2),), (replica(1, 4, 2),)], [(0, 1), (1, 1), (0, 1), (1, 1)]
+    )
 )
 
 OTHER_BATCH = plan_of(((replica(0, 4, 1),), 1), ((replica(1, 4, 1), replica(2, 4, 0)), 3))

@@ -75,7 +75,7 @@ def assert_stages_fit(launched: list[Launch], modelled: list[Any], group: list[i
     assert not [each for each in launched if place_of(each, group) == ("group",)]
     for use, kinds in (
         ("across", {"alltoall_base": "exchange"}),
-        ("region", {"reduce_scatter": "REDUCE", "all_gather": "GATHER"}),
+        ("region", {"reduce_scatter": "REDUCE_GRAD", "all_gather": "UNSHARD"}),
     ):
         expected = [
             "exchange" if use == "across" else each.kind[1:]

@@ -1,4 +1,4 @@
-"""A GATHER after a step only starts; who computes with parameters waits for them."""
+"""A UNSHARD after a step only starts; who computes with parameters waits for them."""
 
 import time
 from typing import Any

@@ -1,18 +1,18 @@
-"""Stock's pipeline calls between tensor-parallel sets of other degrees, and between replicas."""
+"""Stock's pipeline calls between tensor-parallel groups of other degrees, and between replicas."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.megatron.plans import plan_of, replica, set_of
+from tests.megatron.plans import plan_of, replica, tp_replica
 from tests.megatron.preloaded import run_megatron_ranks
 from zorse_megatron.plan.plan import Plan
 
 LENGTH, WIDTH = 6, 3
-# A set of two, one rank, and a set of two of which each rank needs the whole.
+# A TP group of two, one rank, and a TP group of two of which each rank needs the whole.
 IN_A_ROW = plan_of(
-    ((set_of((0, 1), 2, 2),), 2), ((replica(2, 2, 2),), 1), ((set_of((3, 4), 2, 2),), 1)
+    ((tp_replica((0, 1), 2, 2),), 2), ((replica(2, 2, 2),), 1), ((tp_replica((3, 4), 2, 2),), 1)
 )
 UNEQUAL = plan_of(((replica(0, 2, 2),), 2), ((replica(1, 4, 1),), 2))
 
@@ -31,23 +31,23 @@ def passed_on(plan: Plan) -> Any:
     from zorse_megatron.adapter.groups.plan_communicator import PlanCommunicator
     from zorse_megatron.adapter.groups.process_groups import create_groups
     from zorse_megatron.errors import PlanError
-    from zorse_megatron.plan.plan import set_of_rank
-    from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox, SetPlace
+    from zorse_megatron.plan.plan import tp_group_of_rank
+    from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox, TpRank
     from zorse_megatron.runtime.transport import make_transport
     from zorse_megatron.schedule.actions import edges_of
     from zorse_megatron.schedule.lower import lower_plan
-    from zorse_megatron.schedule.tensor_parallel_parts import SetParts
+    from zorse_megatron.schedule.tensor_parallel_parts import TpPartition
 
     rank, lists = dist.get_rank(), lower_plan(plan)
     groups = create_groups(plan, rank=rank, timeout=dist.default_pg_timeout)
-    ranks, place = set_of_rank(plan, rank), None
+    ranks, place = tp_group_of_rank(plan, rank), None
     if len(ranks) > 1:
-        place = SetPlace(
+        place = TpRank(
             index=ranks.index(rank),
             degree=len(ranks),
-            group=groups.set,
+            group=groups.tp_group,
             is_split=False,
-            parts=SetParts(degree=len(ranks)),
+            tp_shards=TpPartition(degree=len(ranks)),
         )
     cpu = torch.device("cpu")
     mailbox = Mailbox(
@@ -80,7 +80,7 @@ def passed_on(plan: Plan) -> Any:
     return communicator.prev_rank, communicator.next_rank, found
 
 
-def test_stock_s_calls_pass_whole_tensors_through_sets_of_other_degrees() -> None:
+def test_stock_s_calls_pass_whole_tensors_through_tp_groups_of_other_degrees() -> None:
     answers = run_megatron_ranks(5, passed_on, IN_A_ROW)
     assert [each[:2] for each in answers] == [
         (None, 2),

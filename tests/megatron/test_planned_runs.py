@@ -30,7 +30,7 @@ def case(seed: int, schedule: str) -> Inputs:
 
 
 def waits_and_keeps_state_in_the_host(plan: Plan) -> bool:
-    return len(plan.groups) == 3 and any(c.hop for c in plan.chunks) and any(offloads(plan))
+    return len(plan.groups) == 3 and any(c.transfer for c in plan.chunks) and any(offloads(plan))
 
 
 def has_two_chunks_per_group(plan: Plan) -> bool:

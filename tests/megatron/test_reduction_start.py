@@ -1,4 +1,4 @@
-"""A REDUCE only starts the sum; and inf and nan are looked for once per step."""
+"""A REDUCE_GRAD only starts the sum; and inf and nan are looked for once per step."""
 
 from collections import Counter
 from contextlib import nullcontext

@@ -25,7 +25,7 @@ BAD = {
     "a layer too few": dataclasses.replace(USUAL, layers=(12, 13)),
     "no whole micro-batches": dataclasses.replace(USUAL, micro_batch_size=3),
     "stages that do not divide the ranks": dataclasses.replace(USUAL, layers=(7, 7, 6, 6), width=1),
-    "heads that sets do not divide": dataclasses.replace(USUAL, tensor=3, width=1),
+    "heads that TP groups do not divide": dataclasses.replace(USUAL, tensor=3, width=1),
 }
 
 

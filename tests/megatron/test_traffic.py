@@ -2,7 +2,7 @@
 
 A group of n ranks that gathers a chunk of P elements sends (n - 1) P elements of parameters, and as
 many of gradients when it reduces them, whatever the number of micro-batches; in half the bytes with
-a `gradient_wire`. Between neighbouring
+a `grad_reduce_dtype`. Between neighbouring
 chunks of different groups every sample's activation goes forward once and its gradient back once.
 What waits in the host goes there and comes back no more often than it must.
 """
@@ -26,7 +26,7 @@ from tests.megatron.plans import (
     plan_of,
     replica,
     sending_in,
-    set_of,
+    tp_replica,
     with_settings,
 )
 from zorse_megatron.plan.plan import Plan, Schedule
@@ -103,7 +103,7 @@ def test_traffic_is_the_closed_form(case: str, corpus: Path, tmp_path: Path) -> 
             assert total["parameters sent"] == total["parameters received"]
             assert total["parameters sent"] == others * moved * ELEMENT_BYTES
             assert total["gradients sent"] == total["gradients received"]
-            element_bytes = ELEMENT_BYTES if group.gradient_wire is None else 2
+            element_bytes = ELEMENT_BYTES if group.grad_reduce_dtype is None else 2
             assert total["gradients sent"] == others * sum(elements.values()) * element_bytes
     sample_bytes = SEQUENCE * HIDDEN * ELEMENT_BYTES
     crossings = sum(one.group != other.group for one, other in pairwise(plan.chunks))
@@ -140,10 +140,10 @@ def test_traffic_with_the_host_is_the_closed_form(corpus: Path, tmp_path: Path) 
 def test_traffic_of_sets_is_the_closed_form(corpus: Path, tmp_path: Path) -> None:
     """Of what is cut each element crosses once to be summed and once to be known.
 
-    What the set of two holds whole is told to three ranks. An activation crosses once.
+    What the TP group of two holds whole is told to three ranks. An activation crosses once.
     """
-    unlike = (set_of((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0))
-    found = counted(plan_of((unlike, 2), ((set_of((3, 4), 4, 2),), 2)), corpus, tmp_path)
+    unlike = (tp_replica((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0))
+    found = counted(plan_of((unlike, 2), ((tp_replica((3, 4), 4, 2),), 2)), corpus, tmp_path)
     layers = 2
     cut = layers * (12 * HIDDEN**2 + 7 * HIDDEN) + VOCABULARY * HIDDEN
     whole = layers * 6 * HIDDEN + SEQUENCE * HIDDEN

@@ -95,7 +95,7 @@ def main() -> None:
     from zorse_megatron.runtime import (
         collectives,
         hierarchical_collectives,
-        part_exchange,
+        mixed_tp_exchange,
         transport,
     )
     from zorse_megatron.runtime.host_link import HostLink
@@ -104,7 +104,9 @@ def main() -> None:
     for name, what in (("start_to_host", "to the host"), ("start_from_host", "from the host")):
         setattr(HostLink, name, counting_copy(getattr(HostLink, name), counts, what))
     dist: Any = CountingDist(counts)
-    collectives.dist = hierarchical_collectives.dist = transport.dist = part_exchange.dist = dist
+    collectives.dist = hierarchical_collectives.dist = transport.dist = mixed_tp_exchange.dist = (
+        dist
+    )
     found: dict[str, Any] = {"steps": [], "chunks": []}
     training.train_step = counting_train_step(training.train_step, counts, found)
     recording_entry.record()

@@ -30,13 +30,13 @@ AFTER: Layout = {
 
 def owners(layout: Layout) -> Owners:
     found: dict[int, dict[str, list[TensorBlock]]] = {rank: {} for rank in range(WORLD)}
-    for name, (sets, axis, weights) in layout.items():
+    for name, (tp_groups, axis, weights) in layout.items():
         replicas = [
             {
                 rank: equal_part(SHAPES[name], axis, index=index, degree=len(ranks))
                 for index, rank in enumerate(ranks)
             }
-            for ranks in sets
+            for ranks in tp_groups
         ]
         for each in owned_blocks(replicas, weights):
             found[each.owner].setdefault(name, []).append(each.block)

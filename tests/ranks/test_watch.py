@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.live.root_cause import Limits
-from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK, RankPage, WatchedRank
+from zorse_megatron.live.root_cause import Timeouts
+from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK, SharedState, WatchedRank
 from zorse_megatron.processes import free_port
 
 WORLD_SIZE = 3
@@ -32,20 +32,22 @@ class Ended:
         return [line for line in self.output.splitlines() if line.startswith("zorse: error:")]
 
 
-def watched_environment(deaths: str, work: Path, limits: Limits | None = None) -> dict[str, str]:
+def watched_environment(
+    deaths: str, work: Path, timeouts: Timeouts | None = None
+) -> dict[str, str]:
     """What `watched_entry` reads, beside what a launcher sets."""
-    limits = limits or Limits()
+    timeouts = timeouts or Timeouts()
     return {
         "ZORSE_TEST_HUB": str(work / "hub"),
         "ZORSE_TEST_DEATHS": deaths,
-        "ZORSE_TEST_SILENCE_S": str(limits.silence_s),
-        "ZORSE_TEST_STOPPED_S": str(limits.stopped_s),
-        "ZORSE_TEST_MEETING_S": str(limits.meeting_s),
+        "ZORSE_TEST_SILENCE_S": str(timeouts.silence_s),
+        "ZORSE_TEST_STOPPED_S": str(timeouts.stopped_s),
+        "ZORSE_TEST_MEETING_S": str(timeouts.meeting_s),
     }
 
 
 def run(
-    deaths: str, work: Path, limits: Limits | None = None, *, num_started: int = WORLD_SIZE
+    deaths: str, work: Path, timeouts: Timeouts | None = None, *, num_started: int = WORLD_SIZE
 ) -> Ended:
     """Run a job with one output for all ranks, as a launcher's; the last ones may not start."""
     started_s = time.monotonic()
@@ -55,7 +57,7 @@ def run(
                 [sys.executable, "-m", "tests.ranks.watched_entry"],
                 env=os.environ
                 | {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
-                | watched_environment(deaths, work, limits),
+                | watched_environment(deaths, work, timeouts),
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -120,7 +122,7 @@ def test_names_the_dead_once_and_last_within_seconds(
 
 
 def test_names_a_stopped_rank(tmp_path: Path) -> None:
-    ended = run("0:stop", tmp_path, Limits(stopped_s=2))
+    ended = run("0:stop", tmp_path, Timeouts(stopped_s=2))
     (line,) = ended.errors
     assert "rank 0 has been stopped (SIGSTOP) for 2 s in iteration 5" in line
     assert all(ended.statuses)
@@ -130,14 +132,14 @@ def test_names_a_stopped_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dead", [0, 1])
 def test_names_a_node_that_is_silent(dead: int, tmp_path: Path) -> None:
     """A stopped watcher says no more than a node that has lost its network."""
-    ended = run(f"{dead}:stop-watcher", tmp_path, Limits(silence_s=3))
+    ended = run(f"{dead}:stop-watcher", tmp_path, Timeouts(silence_s=3))
     (line,) = ended.errors
     assert f"rank {dead} has been silent for 3 s" in line
     assert ended.statuses[1 - dead] == ended.statuses[2] == LOST_RANK
 
 
 def test_ranks_that_lose_contact_though_all_live_say_so(tmp_path: Path) -> None:
-    ended = run("1:lose", tmp_path, Limits(silence_s=2))
+    ended = run("1:lose", tmp_path, Timeouts(silence_s=2))
     (line,) = ended.errors
     assert "rank 1 lost contact to another rank, though every process is alive" in line
     assert "(RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed by peer" in line
@@ -146,7 +148,7 @@ def test_ranks_that_lose_contact_though_all_live_say_so(tmp_path: Path) -> None:
 
 
 def test_a_long_call_that_holds_pythons_lock_is_no_death(tmp_path: Path) -> None:
-    ended = run("1:hold 0:wait-4 2:hold", tmp_path, Limits(silence_s=1.5))
+    ended = run("1:hold 0:wait-4 2:hold", tmp_path, Timeouts(silence_s=1.5))
     assert ended.statuses == [0, 0, 0] and not ended.errors
 
 
@@ -164,7 +166,7 @@ def test_ranks_that_end_in_one_way_say_it_themselves(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_to_meet_the_others_is_named(tmp_path: Path) -> None:
     """As where its node is lost between the rendezvous of an elastic job and its start."""
-    ended = run("", tmp_path, Limits(meeting_s=3), num_started=WORLD_SIZE - 1)
+    ended = run("", tmp_path, Timeouts(meeting_s=3), num_started=WORLD_SIZE - 1)
     (line,) = ended.errors
     assert "rank 2 has not come to meet the others in 3 s" in line
     assert ended.statuses == [LOST_RANK] * (WORLD_SIZE - 1)
@@ -181,5 +183,5 @@ def test_ranks_do_not_wait_for_long_where_rank_0_does_not_come(
         monkeypatch.setenv(name, value)
     started_s = time.monotonic()
     with pytest.raises(ConnectionError, match=r"rank 0 has not come to 127\.0\.0\.1:\d+ in 2 s"):
-        exchange(WatchedRank(RankPage(), Limits(meeting_s=2)), "")
+        exchange(WatchedRank(SharedState(), Timeouts(meeting_s=2)), "")
     assert time.monotonic() - started_s < 30

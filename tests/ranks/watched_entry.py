@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.live.root_cause import Limits
+from zorse_megatron.live.root_cause import Timeouts
 from zorse_megatron.live.start_watch import watched
 from zorse_megatron.live.watched_rank import WatchedRank
 
@@ -62,13 +62,13 @@ def die() -> None:
 
 
 def main() -> None:
-    limits = Limits(
+    timeouts = Timeouts(
         silence_s=float(os.environ["ZORSE_TEST_SILENCE_S"]),
         stopped_s=float(os.environ["ZORSE_TEST_STOPPED_S"]),
         meeting_s=float(os.environ["ZORSE_TEST_MEETING_S"]),
     )
     rank, hub = watched(
-        os.environ, describe=lambda number: f"rank {number}", host="here", limits=limits
+        os.environ, describe=lambda number: f"rank {number}", host="here", timeouts=timeouts
     )
     with rank.last_words():
         meet(rank, hub)

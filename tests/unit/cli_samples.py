@@ -46,7 +46,7 @@ def lab_plan() -> dict[str, Any]:
         return {"name": name, "replicas": replicas}
 
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "global_batch_size": 16,
         "model": {"num_layers": 8, "hidden_size": 1024, "seq_length": 512},
         "groups": [group("new", 0), group("old", 4)],

@@ -55,7 +55,7 @@ class FakeMemory:
     layer_count: int = 640
     embedding_count: int = 0
     head_count: int = 0
-    kept: Mapping[str, int] = field(
+    saved: Mapping[str, int] = field(
         default_factory=lambda: {"none": 1000, "selective": 700, "full": 100}
     )
     boundary: int = 0
@@ -83,9 +83,9 @@ class FakeMemory:
     def activation_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> int:
-        return self.kept[mode] * micro_batch_size
+        return self.saved[mode] * micro_batch_size
 
-    def kept_tensor_bytes(
+    def saved_tensor_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> tuple[int, ...]:
         return (self.activation_bytes(micro_batch_size, mode, kind),)

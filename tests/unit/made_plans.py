@@ -34,7 +34,7 @@ def plan_of(
     num_layers = len(held_by) if layers is None else layers
     bounds = [num_layers * at // len(held_by) for at in range(len(held_by) + 1)]
     return Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=sum(each.num_samples for each in made[0].replicas),
         model=ModelFingerprint(num_layers=num_layers, **model or {}),
         groups=made,
@@ -98,7 +98,7 @@ def ministages(stages: int, replicas: int, count: int, num_chunks: int, **parame
     return dealt_out(even_plan(stages, replicas, count), num_chunks, **parameters)
 
 
-def in_sets(plan: Plan, size: int) -> Plan:
+def in_tp_groups(plan: Plan, size: int) -> Plan:
     """The same plan with `size` ranks in the place of each."""
 
     def widened(one: Replica) -> Replica:

@@ -22,7 +22,7 @@ def good() -> dict[str, Any]:
         }
 
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "global_batch_size": 24,
         "model": {"num_layers": 12},
         "groups": [

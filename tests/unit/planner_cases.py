@@ -454,7 +454,7 @@ def _plan(inputs: Inputs, stages: tuple[_Stage, ...]) -> Plan | None:
         chunks.append(Chunk(group=at, layers=(first, first + stage.num_layers)))
         first += stage.num_layers
     return Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=inputs.global_batch_size,
         model=inputs.model,
         groups=tuple(groups),

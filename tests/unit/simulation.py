@@ -26,7 +26,9 @@ def run(
 ) -> SimulationResult:
     """Simulate with what is given, and with free communication on GPUs of one kind."""
     costs = costs_of(plan, compute=compute, memory=memory, comm=comm, kinds=kinds)
-    more = {key: options.pop(key) for key in ("by_dtype", "recompute", "sets") if key in options}
+    more = {
+        key: options.pop(key) for key in ("by_dtype", "recompute", "tp_costs") if key in options
+    }
     if forward_only:
         options.setdefault("lists", lower_plan(plan, forward_only=True))
     return simulate(plan, replace(costs, **more), **options)
@@ -51,7 +53,7 @@ class Reference:
     From one NORM to the next: each list is taken from behind its own, and starts at 0.
 
     Each rank goes on as long as the times of what it waits for are known. Transfers on one edge
-    follow each other; REDUCE is taken as blocking, as today's lists have it at the end only.
+    follow each other; REDUCE_GRAD is taken as blocking, as today's lists have it at the end only.
     Written from the executor's rules, without the simulator's tasks or events.
     """
 
@@ -99,7 +101,7 @@ class Reference:
         num_bytes = tuple(map(self.memory.parameter_bytes, parts))
         took_s = self.comm.all_gather_s(tuple(group), num_bytes) if len(group) > 1 else 0.0
         for member in group:
-            self.spans[member, f"{self._chunk(rank)}GATHER"] = start_s, start_s + took_s
+            self.spans[member, f"{self._chunk(rank)}UNSHARD"] = start_s, start_s + took_s
         self.end_s = max(self.end_s, start_s + took_s)
         return start_s + took_s
 
@@ -136,7 +138,7 @@ class Reference:
 
     @staticmethod
     def _consumer(rank: int, action: Action) -> tuple:
-        forward = action.kind in (Kind.FORWARD, Kind.RECEIVE_ACTIVATION)
+        forward = action.kind in (Kind.FORWARD, Kind.RECV_F)
         return rank, forward, action.chunk, action.micro_batch
 
     def _advance(self, rank: int) -> bool:
@@ -153,7 +155,7 @@ class Reference:
         if action.kind in SENDS | RECEIVES:
             self._post(rank, action)
             return True
-        if action.kind is Kind.GATHER:
+        if action.kind is Kind.UNSHARD:
             self.came_to_gather[rank] = self.clock[rank]
             return True
         if action.kind in (Kind.STEP, Kind.WEIGHT_GRADIENT):

@@ -56,7 +56,7 @@ def test_one_gpu_loses_by_its_micro_batches_and_the_update_only():
     times.append(inputs.compute.head("A6000", 1))
     takes_s = [each.forward_s + each.backward_s for each in times]
     computing_s = 8 * (24 * takes_s[0] + takes_s[1] + takes_s[2])
-    assert lost["micro-batch sizes and sets"] == pytest.approx(computing_s - without_s)
+    assert lost["micro-batch sizes and TP groups"] == pytest.approx(computing_s - without_s)
     assert lost["update"] > 0
     for name in ("GPUs left out", "recomputation", "imbalance", "fill, drain, waits"):
         assert lost[name] == pytest.approx(0, abs=1e-9), name

@@ -36,9 +36,10 @@ def test_one_group_is_layered_accumulation() -> None:
     """Cephalo: all micro-batches of a layer, then the next layer; one gather, one reduction."""
     (actions,) = lower_plan(ministages(1, 1, 2, 4)).ranks
     assert words(actions, transfers=True) == (
-        "0GATHER 1GATHER 0F0 0F1 0RELEASE 2GATHER 1F0 1F1 1RELEASE 3GATHER 2F0 2F1 "
-        "3F0 3B0 3F1 3B1 3REDUCE 3RELEASE 1GATHER 2B0 2B1 "
-        "2REDUCE 2RELEASE 0GATHER 1B0 1B1 1REDUCE 1RELEASE 0B0 0B1 0REDUCE 0RELEASE "
+        "0UNSHARD 1UNSHARD 0F0 0F1 0RESHARD 2UNSHARD 1F0 1F1 1RESHARD 3UNSHARD 2F0 2F1 "
+        "3F0 3B0 3F1 3B1 3REDUCE_GRAD 3RESHARD 1UNSHARD 2B0 2B1 "
+        "2REDUCE_GRAD 2RESHARD 0UNSHARD 1B0 1B1 1REDUCE_GRAD 1RESHARD 0B0 0B1 0REDUCE_GRAD "
+        "0RESHARD "
         "SCALE NORM 0STEP 1STEP 2STEP 3STEP"
     )
 
@@ -52,7 +53,7 @@ def test_resident_parameters_are_gathered_after_the_step() -> None:
     plan = ministages(2, 1, 1, 2, parameters=RESIDENT)
     first, _ = lower_plan(plan).ranks
     assert words(first) == (
-        "0F0 2F0 2B0 2REDUCE 0B0 0REDUCE SCALE NORM 0STEP 0GATHER 2STEP 2GATHER"
+        "0F0 2F0 2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD SCALE NORM 0STEP 0UNSHARD 2STEP 2UNSHARD"
     )
     assert words(lower_plan(plan, forward_only=True).ranks[0]) == "0F0 2F0"
 
@@ -60,8 +61,9 @@ def test_resident_parameters_are_gathered_after_the_step() -> None:
 def test_gathered_for_each_micro_batch() -> None:
     (actions,) = lower_plan(ministages(1, 1, 2, 2, parameters=PER_MICRO_BATCH)).ranks
     assert words(actions) == (
-        "0GATHER 0F0 0RELEASE 0GATHER 1GATHER 0F1 0RELEASE 1F0 1B0 1RELEASE 1GATHER 0GATHER "
-        "1F1 1B1 1REDUCE 1RELEASE 0B0 0RELEASE 0GATHER 0B1 0REDUCE 0RELEASE SCALE NORM 0STEP 1STEP"
+        "0UNSHARD 0F0 0RESHARD 0UNSHARD 1UNSHARD 0F1 0RESHARD 1F0 1B0 1RESHARD 1UNSHARD 0UNSHARD "
+        "1F1 1B1 1REDUCE_GRAD 1RESHARD 0B0 0RESHARD 0UNSHARD 0B1 0REDUCE_GRAD 0RESHARD SCALE NORM "
+        "0STEP 1STEP"
     )
 
 
@@ -70,11 +72,12 @@ def test_offloaded_shards_are_fetched_one_chunk_ahead_of_the_gather() -> None:
     groups = (dataclasses.replace(plan.groups[0], offload=Offload(parameters=True)),)
     (actions,) = lower_plan(dataclasses.replace(plan, groups=groups)).ranks
     assert words(actions) == (
-        "0FETCH 0GATHER 1FETCH 1GATHER 2FETCH 0F0 0RELEASE 0OFFLOAD 2GATHER 3FETCH "
-        "1F0 1RELEASE 1OFFLOAD 3GATHER 4FETCH 2F0 2RELEASE 2OFFLOAD 4GATHER 3F0 2FETCH 4F0 4B0 "
-        "4REDUCE 4RELEASE 4OFFLOAD 2GATHER 1FETCH 3B0 3REDUCE 3RELEASE 3OFFLOAD 1GATHER 0FETCH "
-        "2B0 2REDUCE 2RELEASE 2OFFLOAD 0GATHER 1B0 1REDUCE 1RELEASE 1OFFLOAD "
-        "0B0 0REDUCE 0RELEASE 0OFFLOAD SCALE NORM 0STEP 1STEP 2STEP 3STEP 4STEP"
+        "0FETCH 0UNSHARD 1FETCH 1UNSHARD 2FETCH 0F0 0RESHARD 0OFFLOAD 2UNSHARD 3FETCH "
+        "1F0 1RESHARD 1OFFLOAD 3UNSHARD 4FETCH 2F0 2RESHARD 2OFFLOAD 4UNSHARD 3F0 2FETCH 4F0 4B0 "
+        "4REDUCE_GRAD 4RESHARD 4OFFLOAD 2UNSHARD 1FETCH 3B0 3REDUCE_GRAD 3RESHARD 3OFFLOAD "
+        "1UNSHARD 0FETCH "
+        "2B0 2REDUCE_GRAD 2RESHARD 2OFFLOAD 0UNSHARD 1B0 1REDUCE_GRAD 1RESHARD 1OFFLOAD "
+        "0B0 0REDUCE_GRAD 0RESHARD 0OFFLOAD SCALE NORM 0STEP 1STEP 2STEP 3STEP 4STEP"
     )
 
 
@@ -94,16 +97,16 @@ def test_what_is_done_chunk_after_chunk(plan: Plan, forward_only: bool) -> None:
         to_reduce = [] if forward_only else list(reversed(chunks))
         gathers: Counter[int] = Counter()
         for action in actions:
-            if action.kind is Kind.GATHER:
+            if action.kind is Kind.UNSHARD:
                 gathers[action.chunk or 0] += 1
                 assert is_resident or action.chunk not in unsharded
                 unsharded.add(action.chunk)
-            elif action.kind is Kind.RELEASE:
+            elif action.kind is Kind.RESHARD:
                 unsharded.remove(action.chunk)
             elif action.kind in COMPUTE:
                 assert is_resident or action.chunk in unsharded
                 assert action.kind is Kind.FORWARD or action.chunk == to_reduce[0]
-            elif action.kind is Kind.REDUCE:
+            elif action.kind is Kind.REDUCE_GRAD:
                 assert action.chunk == to_reduce.pop(0)
             assert is_resident or len(unsharded) <= 2
         assert not to_reduce and (is_resident or not unsharded)
@@ -156,7 +159,7 @@ def test_one_chunk_per_group_does_what_1f1b_does(plan: Plan) -> None:
     ):
         assert Counter(one) == Counter(other)
         more = Counter(released) - Counter(one)
-        assert {a.kind for a in more} == {Kind.RELEASE}
+        assert {a.kind for a in more} == {Kind.RESHARD}
         assert not Counter(one) - Counter(released)
 
 

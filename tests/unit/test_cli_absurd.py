@@ -1,6 +1,7 @@
 """Absurd but valid clusters and models, with the real search: a plan that holds, or a clear no.
 
-Tensor-parallel sets are searched where GPUs or layers are few; `test_planner_sets` is about them.
+Tensor-parallel groups are searched where GPUs or layers are few; `test_planner_tensor_parallel` is
+about them.
 """
 
 import json
@@ -51,19 +52,23 @@ def run(tmp_path, monkeypatch):
     return plan
 
 
-NO_SETS = ("--max-tp", 1)
+NO_TP = ("--max-tp", 1)
 FEASIBLE = {
     "one GPU, one layer, one sample": ("nodes: [{gpus: 1 x T4}]", LAYER, 1),
     "one GPU, a prime number of samples": ("nodes: [{gpus: 1 x T4}]", LAYER, 7),
     "more GPUs than layers and samples": ("nodes: [{gpus: 8 x T4}]", LAYER, 1),
-    "150 layers": ("nodes: [{gpus: 4 x T4}]", DEEP, 4, *NO_SETS),
+    "150 layers": ("nodes: [{gpus: 4 x T4}]", DEEP, 4, *NO_TP),
     "every GPU another kind": (
         "nodes: [{gpus: [1 x T4, 1 x L4, 1 x A10G, 1 x P40]}]",
         MODEL,
         5,
-        *NO_SETS,
+        *NO_TP,
     ),
-    "every GPU another kind, and sets": ("nodes: [{gpus: [1 x T4, 1 x L4, 1 x P40]}]", LAYER, 5),
+    "every GPU another kind, and TP groups": (
+        "nodes: [{gpus: [1 x T4, 1 x L4, 1 x P40]}]",
+        LAYER,
+        5,
+    ),
     "a network of a modem": (
         "nodes: [{gpus: 1 x T4, nics: 56 kb/s}, {gpus: 1 x T4, nics: 56 kb/s}]",
         LAYER,
@@ -87,8 +92,8 @@ def test_there_is_a_plan(run, case):
 
 
 REFUSED = {
-    "no GPU holds a layer": (small("20MB", "gpus: 4 x T4-small"), MODEL, 8, *NO_SETS, "T4-small"),
-    "too few GPUs": ("nodes: [{gpus: 2 x T4}]", LLAMA_65B, 8, *NO_SETS, "T4 (2 GPUs"),
+    "no GPU holds a layer": (small("20MB", "gpus: 4 x T4-small"), MODEL, 8, *NO_TP, "T4-small"),
+    "too few GPUs": ("nodes: [{gpus: 2 x T4}]", LLAMA_65B, 8, *NO_TP, "T4 (2 GPUs"),
     "more samples than memory for one": (
         "nodes: [{gpus: 2 x T4}]",
         MODEL | {"max_position_embeddings": 9_000_000},
@@ -110,7 +115,7 @@ def test_there_is_none_and_the_answer_says_what_is_missing(run, case):
 
 def test_a_gpu_too_small_for_a_layer_gets_state_or_nothing_or_is_named(run):
     cluster = small("60MB", "gpus: [2 x T4, 2 x T4-small]")
-    result, _ = run(cluster, MODEL, 8, *NO_SETS)
+    result, _ = run(cluster, MODEL, 8, *NO_TP)
     if result.exit_code:
         assert "T4-small" in result.stderr
         return
@@ -123,7 +128,7 @@ def test_a_gpu_too_small_for_a_layer_gets_state_or_nothing_or_is_named(run):
 def test_the_same_input_gives_the_same_file(run, tmp_path):
     texts = []
     for _ in range(2):
-        run("nodes: [{gpus: [2 x T4, 1 x L4]}]", MODEL, 6, *NO_SETS)
+        run("nodes: [{gpus: [2 x T4, 1 x L4]}]", MODEL, 6, *NO_TP)
         texts.append((tmp_path / "new.json").read_bytes())
     assert texts[0] == texts[1]
     assert json.loads(texts[0])["predictions"]

@@ -33,7 +33,7 @@ def searching_little():
     effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Effort, "of", lambda inputs: effort)
-        patch.setattr(tensor_parallel_search, "joinings_of", lambda inputs: [])
+        patch.setattr(tensor_parallel_search, "tp_layouts_of", lambda inputs: [])
         yield
 
 

@@ -249,7 +249,7 @@ def test_plan_json(run, search):
     assert parse_plan(json.dumps(answer["plan"]).encode()) == load_plan("new.json")
 
 
-def first_two_as_a_set(group: Group) -> Group:
+def first_two_as_a_tp_group(group: Group) -> Group:
     """Its first two replicas joined, beside single ranks, with 16-bit gradients on the way."""
     one, two, *others = group.replicas
     together = dataclasses.replace(
@@ -258,12 +258,12 @@ def first_two_as_a_set(group: Group) -> Group:
         num_microbatches=one.num_microbatches
         + two.num_microbatches * two.micro_batch_size // one.micro_batch_size,
     )
-    return dataclasses.replace(group, replicas=(together, *others), gradient_wire="fp16")
+    return dataclasses.replace(group, replicas=(together, *others), grad_reduce_dtype="fp16")
 
 
 def test_what_cannot_be_trained_yet_is_said(run, search):
-    search.changed = first_two_as_a_set
-    said = "this version cannot train this plan yet: groups[0].gradient_wire"
+    search.changed = first_two_as_a_tp_group
+    said = "this version cannot train this plan yet: groups[0].grad_reduce_dtype"
     assert said in run(*PLAN).stdout
     assert f"note: {said}" in run(*PLAN, "--verbose").stdout
     answer = json.loads(run(*PLAN, "--json").stdout)
@@ -467,7 +467,7 @@ def test_plan_and_explain_say_the_same_of_tensor_parallelism(flags, said, run):
         ]
 
 
-def test_a_new_search_of_explain_has_the_sets_of_plan(run, search, monkeypatch):
+def test_a_new_search_of_explain_has_the_tp_groups_of_plan(run, search, monkeypatch):
     monkeypatch.setattr(replan_module, "replan", lambda inputs, **_: search(inputs) and None)
     told = ("--", "pretrain_gpt.py", *FLAGS)
     run("plan", "--cluster", "cluster.yaml", "--use-all", *told)

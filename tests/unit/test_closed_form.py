@@ -347,11 +347,11 @@ def test_arrays_hold_what_single_numbers_give(values, limit):
     layers, times, counts = (np.array(column) for column in zip(*values, strict=True))
     together = stage_formulas.pass_s(layers, times, counts * 0.3, 0.1, limit)
     in_flight = stage_formulas.in_flight_micro_batches(limit, counts, 16)
-    kept = stage_formulas.kept_bytes(layers, times, 90, 40)
+    kept = stage_formulas.saved_bytes(layers, times, 90, 40)
     for at, (number, time_s, count) in enumerate(values):
         assert together[at] == stage_formulas.pass_s(number, time_s, count * 0.3, 0.1, limit)
         assert in_flight[at] == stage_formulas.in_flight_micro_batches(limit, count, 16)
-        assert kept[at] == stage_formulas.kept_bytes(number, time_s, 90, 40)
+        assert kept[at] == stage_formulas.saved_bytes(number, time_s, 90, 40)
 
 
 @pytest.mark.parametrize("recomputed", [0, 1, 3, 4])
@@ -367,12 +367,12 @@ def test_recomputed_layers_need_what_their_backwards_need_one_by_one(recomputed)
         chosen = MemorySettings(mode="full" if number else "none", recomputed=number)
         return memory.local_bytes(stage, chosen, 2, 8.0, kind)
 
-    whole, spared = memory.kept(kind), memory.spared(kind, "full")
-    kept = whole - spared
+    whole, recompute_savings = memory.saved(kind), memory.recompute_savings(kind, "full")
+    saved = whole - recompute_savings
     in_flight = memory.limit(position, 8.0)
-    assert spared > 0 and in_flight > 1
-    per_sample = (in_flight - 1) * (4 * whole - recomputed * spared) + peak_of_backward(
-        4, recomputed, 1, (whole, kept, 0)
+    assert recompute_savings > 0 and in_flight > 1
+    per_sample = (in_flight - 1) * (4 * whole - recomputed * recompute_savings) + peak_of_backward(
+        4, recomputed, 1, (whole, saved, 0)
     )
     added = local_bytes(recomputed) - local_bytes(0)
     assert added == pytest.approx(2 * (per_sample - in_flight * 4 * whole))

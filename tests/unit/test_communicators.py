@@ -14,10 +14,10 @@ from zorse_megatron.schedule.communicators import (
     WORLD_CTAS,
     Communicator,
     communicators_of,
-    crowded_ranks,
-    crowding_note,
+    deadlock_note,
     max_ctas,
     planned_communicators,
+    ranks_at_risk,
     resident_kernels,
 )
 from zorse_megatron.schedule.lower import lower_plan
@@ -79,12 +79,12 @@ def test_only_kernels_that_can_wait_at_once_crowd_a_gpu():
     few, enough = [24, *[100] * 16], [60, *[100] * 16]
     for plan in (one_by_one, together):
         assert resident_kernels(planned_communicators(plan))[0] == 33
-        assert crowded_ranks(plan, enough) == {}
-        assert crowding_note(plan, enough) is None
-    assert crowded_ranks(one_by_one, few) == {}
-    (held,) = crowded_ranks(together, few).values()
+        assert ranks_at_risk(plan, enough) == {}
+        assert deadlock_note(plan, enough) is None
+    assert ranks_at_risk(one_by_one, few) == {}
+    (held,) = ranks_at_risk(together, few).values()
     assert held == 16 + 16 + WORLD_CTAS
-    note = crowding_note(together, few)
+    note = deadlock_note(together, few)
     assert note is not None and "1 of 17 ranks" in note
     assert f"rank 0, where they hold up to {held} multiprocessors of 24" in note
 
@@ -92,4 +92,4 @@ def test_only_kernels_that_can_wait_at_once_crowd_a_gpu():
 def test_of_very_large_plans_all_communicators_are_taken_for_waiting(monkeypatch):
     monkeypatch.setattr(communicators, "_MOST_RANKS_COUNTED", 16)
     monkeypatch.setattr(communicators, "lower_plan", None)
-    assert crowded_ranks(one_to_many(16, 1), [24, *[100] * 16]) == {0: 32 + WORLD_CTAS}
+    assert ranks_at_risk(one_to_many(16, 1), [24, *[100] * 16]) == {0: 32 + WORLD_CTAS}

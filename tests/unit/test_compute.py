@@ -325,13 +325,13 @@ def test_groups_of_both_are_planned_and_simulated_by_kind(tmp_path, monkeypatch)
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("gpu_kinds: [{name: V100-16, attention: flash}]\n" + cluster.read_text())
     after = json.loads(run(*command, *flags).stdout)["ranks"]
-    spared = [
+    recompute_savings = [
         one["at_peak_bytes"]["activations"] - other["at_peak_bytes"]["activations"]
         for one, other in zip(before, after, strict=True)
     ]
     scores, sums = 16 * 512**2 * 2, 16 * 512 * 4
     # Three layers, one micro-batch of two samples in flight on the last group.
-    assert spared == [0] * 4 + [3 * 2 * (scores - sums)] * 4
+    assert recompute_savings == [0] * 4 + [3 * 2 * (scores - sums)] * 4
 
 
 def test_flash_attention_asked_of_a_gpu_without_it_is_refused(tmp_path, monkeypatch):

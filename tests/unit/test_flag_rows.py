@@ -113,9 +113,9 @@ def replica(*ranks, **more):
     return {"ranks": list(ranks), **sizes, **more}
 
 
-OF_GROUPS = ("gradient_wire", "compute_dtype", "recompute", "split_backward")
-SETS = {"replicas": [replica(4, 5, num_microbatches=4), replica(6), replica(7)]}
-PARTS = {"vocabulary_rows": [20000, 12000]}
+OF_GROUPS = ("grad_reduce_dtype", "compute_dtype", "recompute", "split_backward")
+TP_GROUPS = {"replicas": [replica(4, 5, num_microbatches=4), replica(6), replica(7)]}
+TP_SHARDS = {"vocabulary_rows": [20000, 12000]}
 BREADTH_FIRST = {"schedule": {"name": "breadth_first"}}
 BETWEEN = {
     "schedule": {"name": "breadth_first"},
@@ -127,7 +127,7 @@ BETWEEN = {
 MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
 QUIET = "--attention-dropout 0 --hidden-dropout 0"
 HASHES = "--check-weight-hash-across-dp-replicas-interval"
-WIRE = "groups[1].gradient_wire"
+REDUCE_DTYPE = "groups[1].grad_reduce_dtype"
 
 # Condition -> what is different in the plan, flags beside the usual ones, where it is found.
 EXAMPLES = {
@@ -168,9 +168,9 @@ EXAMPLES = {
         for how in ("activations", "granularity selective")
     ],
     "sums_are_as_narrow_as_messages": [
-        ({"gradient_wire": dtype}, "", WIRE) for dtype in ("bf16", "fp16")
+        ({"grad_reduce_dtype": dtype}, "", REDUCE_DTYPE) for dtype in ("bf16", "fp16")
     ],
-    "messages_lack_a_loss_scale": [({"gradient_wire": "fp16"}, "--bf16", WIRE)],
+    "messages_lack_a_loss_scale": [({"grad_reduce_dtype": "fp16"}, "--bf16", REDUCE_DTYPE)],
     "groups_have_several_dtypes": [
         ({"compute_dtype": "fp16"}, flag, flag)
         for flag in (
@@ -202,23 +202,28 @@ EXAMPLES = {
             "--untie-embeddings-and-output-weights",
         )
     ],
-    "plan_has_sets": [
-        (SETS, "", "--attention-dropout"),
-        (SETS, "--sft", "--sft"),
+    "plan_has_tp_groups": [
+        (TP_GROUPS, "", "--attention-dropout"),
+        (TP_GROUPS, "--sft", "--sft"),
     ],
-    "vocabulary_has_unequal_parts": [
+    "vocabulary_is_uneven": [
         (
-            {"replicas": [replica(4, 5, parts=PARTS, num_microbatches=4), *SETS["replicas"][1:]]},
+            {
+                "replicas": [
+                    replica(4, 5, tp_shards=TP_SHARDS, num_microbatches=4),
+                    *TP_GROUPS["replicas"][1:],
+                ]
+            },
             f"{QUIET} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
             "--cross-entropy-fusion-impl",
         )
     ],
-    "sets_between_lack_masks": [
+    "tp_groups_between_lack_masks": [
         (BETWEEN, f"{QUIET} --reset-attention-mask", "--reset-attention-mask")
     ],
-    "replicas_hold_unlike_parts": [(SETS, f"{QUIET} {HASHES} 5", HASHES)],
-    "sets_cannot_divide": [
-        (SETS, f"{QUIET} --padded-vocab-size 32001", "groups[1].replicas[0].ranks")
+    "replicas_differ_in_tp_shards": [(TP_GROUPS, f"{QUIET} {HASHES} 5", HASHES)],
+    "tp_groups_cannot_divide": [
+        (TP_GROUPS, f"{QUIET} --padded-vocab-size 32001", "groups[1].replicas[0].ranks")
     ],
     "weight_gradients_cannot_wait": [
         ({"split_backward": True}, "--transformer-impl local", "gradient_accumulation_fusion")
@@ -275,9 +280,9 @@ def test_a_further_reason(run, tmp_path, case):
 
 
 FINE = [
-    ({"gradient_wire": "bf16"}, "--bf16"),
-    ({"gradient_wire": "fp16"}, "--accumulate-allreduce-grads-in-fp32"),
-    ({"gradient_wire": "fp16", "compute_dtype": "fp16"}, ""),
+    ({"grad_reduce_dtype": "bf16"}, "--bf16"),
+    ({"grad_reduce_dtype": "fp16"}, "--accumulate-allreduce-grads-in-fp32"),
+    ({"grad_reduce_dtype": "fp16", "compute_dtype": "fp16"}, ""),
     ({}, "--fp32-residual-connection"),
     ({"recompute": {"mode": "full"}}, ""),
     ({}, "--recompute-granularity full --recompute-method block --recompute-num-layers 1"),
@@ -287,9 +292,9 @@ FINE = [
     ({"model": MODEL | {"num_query_groups": 16}}, "--num-query-groups 2"),
     ({"model": MODEL | {"num_query_groups": 2}}, "--group-query-attention --num-query-groups 2"),
     ({"model": MODEL | {"tied_embeddings": False}}, ""),
-    (SETS, QUIET),
+    (TP_GROUPS, QUIET),
     ({"replicas": BETWEEN["replicas"]}, f"{QUIET} --reset-attention-mask {HASHES} 5"),
-    (SETS, f"{QUIET} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"),
+    (TP_GROUPS, f"{QUIET} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"),
     ({"split_backward": True}, "--transformer-impl local --no-gradient-accumulation-fusion"),
     ({}, "--save x --save-interval 1 --use-distributed-optimizer "
          "--dist-ckpt-optim-fully-reshardable"),

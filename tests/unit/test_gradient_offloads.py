@@ -32,18 +32,20 @@ def four_chunks(**offload):
     [
         (
             False,
-            "3REDUCE 3OFFLOADG 2REDUCE 2OFFLOADG 1REDUCE 1OFFLOADG 0REDUCE TIE SCALE "
+            "3REDUCE_GRAD 3OFFLOAD_GRAD 2REDUCE_GRAD 2OFFLOAD_GRAD 1REDUCE_GRAD 1OFFLOAD_GRAD "
+            "0REDUCE_GRAD TIE SCALE "
             "0STEP 1STEP 2STEP 3STEP",
         ),
         (
             True,
-            "3REDUCE 2REDUCE 2OFFLOADG 1REDUCE 1OFFLOADG 0REDUCE TIE SCALE 0STEP 1STEP 2STEP 3STEP",
+            "3REDUCE_GRAD 2REDUCE_GRAD 2OFFLOAD_GRAD 1REDUCE_GRAD 1OFFLOAD_GRAD 0REDUCE_GRAD TIE "
+            "SCALE 0STEP 1STEP 2STEP 3STEP",
         ),
     ],
 )
 def test_all_but_the_last_and_the_tied_ones_leave(tied, expected):
     (actions,) = lower_plan(four_chunks(gradients=True), tied=tied).ranks
-    shown = {Kind.REDUCE, Kind.OFFLOAD_GRADIENTS, Kind.TIE, Kind.SCALE, Kind.STEP}
+    shown = {Kind.REDUCE_GRAD, Kind.OFFLOAD_GRAD, Kind.TIE, Kind.SCALE, Kind.STEP}
     words = " ".join(str(action) for action in actions if action.kind in shown)
     assert words == (expected if tied else expected.replace(" TIE", ""))
 

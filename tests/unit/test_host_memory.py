@@ -52,7 +52,7 @@ def need(rank, node, available, **by_category):
         ("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", 20),
         ("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", 20),
         ("0F0 1F0 0F1 1F1 0B0 1B0 0B1 1B1", 23),
-        ("0REDUCE 0STEP", 0),
+        ("0REDUCE_GRAD 0STEP", 0),
     ],
 )
 def test_most_away(text, expected):
@@ -193,7 +193,7 @@ class Passes:
     def _nothing(self, *_: int | MicroBatch) -> None:
         pass
 
-    begin = weight_gradient = reduce = tie = scale = norm = step = gather = release = fetch = (
+    begin = weight_gradient = reduce = tie = scale = norm = step = unshard = reshard = fetch = (
         _nothing
     )
     offload = offload_gradients = _nothing

@@ -263,7 +263,7 @@ def test_what_training_refuses_is_one_line(name, lacks):
     assert all(each in line for each in lacks)
 
 
-def test_other_layers_are_counted_on_every_rank_of_a_set():
+def test_other_layers_are_counted_on_every_rank_of_a_tp_group():
     """By hand, of Phi-2: matrices and the biases of their columns are split, one norm is whole."""
     shape = parsed(PHI_2).shape
     split = 2560 * (4 * 2560 + 2 * 10240) + 3 * 2560 + 10240

@@ -100,11 +100,11 @@ def test_gradients_are_reduced_as_soon_as_they_are_complete() -> None:
     plan = dealt_out(even_plan(2, 1, 4), 3, schedule="interleaved")
     for rank, actions in enumerate(lower_plan(plan).ranks):
         at = {str(a): position for position, a in enumerate(actions)}
-        assert at[f"{rank + 4}B3"] < at[f"{rank + 4}REDUCE"] < at[f"{rank}B3"]
+        assert at[f"{rank + 4}B3"] < at[f"{rank + 4}REDUCE_GRAD"] < at[f"{rank}B3"]
         assert [a.kind for a in actions][-8:] == [
             Kind.SCALE,
             Kind.NORM,
-            *[Kind.STEP, Kind.GATHER] * 3,
+            *[Kind.STEP, Kind.UNSHARD] * 3,
         ]
 
 

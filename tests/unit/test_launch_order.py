@@ -67,7 +67,7 @@ def test_different_operations_are_not_one():
     group = Communicator(use="group", ranks=(0, 1))
     ends = [
         [Launch(rank=r, stream=group, word=word, operation=(group, 0), kind=word)]
-        for r, word in enumerate(("0GATHER", "0REDUCE"))
+        for r, word in enumerate(("0UNSHARD", "0REDUCE_GRAD"))
     ]
     assert find_hang(ends) is not None
     assert find_hang([ends[0]]) is not None

@@ -29,7 +29,7 @@ nodes:
 KINDS = ("A100-40", "T4", "L4", "L4", "L4", "L4")
 ORDER = (2, 3, 4, 5, 1, 0)
 GRID = Grid(layers=(1, 2, 5), width=1, micro_batch_size=2, mode="full", recomputed=1, tensor=2)
-# As the six GPUs have them: tensor-parallel sets of two on each node.
+# As the six GPUs have them: tensor-parallel groups of two on each node.
 SETS_ORDER = (2, 3, 4, 5, 0, 1)
 LAYOUT = (
     *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3"),
@@ -76,7 +76,7 @@ def test_lines_start_the_users_script_with_the_layout(run):
             *("--master-addr", "small-0", "--master-port", "29500"),
         ]
         assert words[start + 11 :] == [*COMMAND, *resumes]
-    # For sets Megatron asserts this one.
+    # For TP groups Megatron asserts this one.
     usual = ["CUDA_DEVICE_ORDER=PCI_BUS_ID", "CUDA_DEVICE_MAX_CONNECTIONS=1", "torchrun"]
     assert small[:3] == same[:3] == usual
     assert big[:4] == [usual[0], "CUDA_VISIBLE_DEVICES=1,2", *usual[1:]]
@@ -269,13 +269,13 @@ def test_all_contradictions_are_told_at_once(run):
 
 def test_a_plan_that_stock_cannot_run(run, tmp_path):
     plan = json.loads((tmp_path / "plan.json").read_text())
-    plan["groups"][1]["gradient_wire"] = "bf16"
+    plan["groups"][1]["grad_reduce_dtype"] = "bf16"
     plan["groups"][2]["recompute"] = {"mode": "none"}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     result = run("launch", *FILES, "--torchrun", "--", *COMMAND)
     assert result.exit_code == 1
     assert "plan.json is no layout of stock Megatron (2 problems)" in result.output
-    for where in ("groups[1].gradient_wire", "groups[2].recompute"):
+    for where in ("groups[1].grad_reduce_dtype", "groups[2].recompute"):
         assert f"{where}: found" in result.output
 
 

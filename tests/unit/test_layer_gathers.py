@@ -61,7 +61,7 @@ def test_a_backward_waits_for_all():
         comm=FakeComm(bytes_per_s=RATE),
     )
     spans = {span.action: span for span in found.spans(0)}
-    gathers = [span for span in found.spans(0) if span.action == "0GATHER"]
+    gathers = [span for span in found.spans(0) if span.action == "0UNSHARD"]
     assert len(gathers) == 2
     assert spans["0B0"].end_s - 2 * BACKWARD_S >= gathers[1].end_s
     assert spans["0F0"].end_s - 2 * 1.0 < gathers[0].end_s
@@ -69,7 +69,7 @@ def test_a_backward_waits_for_all():
     assert (gathers[0].waited_s, spans["0F0"].waited_s) == (0.0, 0.0)
     assert spans["0F0"].end_s == gathers[0].end_s + 1.0
     # The next chunk's gather comes behind all of the first one's.
-    assert spans["1GATHER"].end_s == gathers[0].end_s + (gathers[0].end_s - gathers[0].start_s)
+    assert spans["1UNSHARD"].end_s == gathers[0].end_s + (gathers[0].end_s - gathers[0].start_s)
 
 
 def test_no_layer_starts_before_the_input_has_arrived():
@@ -86,7 +86,7 @@ def test_no_layer_starts_before_the_input_has_arrived():
         comm=FakeComm(bytes_per_s=RATE, latency_s=50.0),
     )
     arrived_s = {
-        each.target: each.end_s for each in reversed(found.transfers()) if "SA0" in each.action
+        each.target: each.end_s for each in reversed(found.transfers()) if "SEND_F0" in each.action
     }
     for rank in (2, 3):
         span = next(each for each in found.spans(rank) if each.action == "1F0")

@@ -25,7 +25,7 @@ from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.samples import replica_micro_batches
 from zorse_megatron.schedule.validate import ScheduleError, check_executable
 
-COLLECTIVES = {Kind.GATHER, Kind.REDUCE, Kind.SCALE, Kind.NORM, Kind.TIE}
+COLLECTIVES = {Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.SCALE, Kind.NORM, Kind.TIE}
 EVERY_SCHEDULE = ("breadth_first", "breadth_first", "interleaved")
 
 any_plan = st.one_of(plans(), lowerable_plans(schedule_names=EVERY_SCHEDULE))
@@ -74,10 +74,10 @@ def crossing_of(plan: Plan, *, forward_only: bool) -> set[tuple[Kind, int, int]]
         for lower in range(len(plan.chunks) - 1)
         if plan.chunks[lower].group != plan.chunks[lower + 1].group
         for kind, chunk in (
-            (Kind.SEND_ACTIVATION, lower),
-            (Kind.RECEIVE_ACTIVATION, lower + 1),
-            *(() if forward_only else ((Kind.SEND_GRADIENT, lower + 1),)),
-            *(() if forward_only else ((Kind.RECEIVE_GRADIENT, lower),)),
+            (Kind.SEND_F, lower),
+            (Kind.RECV_F, lower + 1),
+            *(() if forward_only else ((Kind.SEND_B, lower + 1),)),
+            *(() if forward_only else ((Kind.RECV_B, lower),)),
         )
         for sample in range(plan.global_batch_size)
     }
@@ -102,16 +102,18 @@ def lists_of(*words: str) -> ActionLists:
 
 
 def test_collectives_in_different_orders_are_stuck() -> None:
-    broken = lists_of("0GATHER 1GATHER", "1GATHER 0GATHER")
-    with pytest.raises(ScheduleError, match=r"no rank can proceed[\s\S]*»0GATHER«[\s\S]*»1GATHER«"):
+    broken = lists_of("0UNSHARD 1UNSHARD", "1UNSHARD 0UNSHARD")
+    with pytest.raises(
+        ScheduleError, match=r"no rank can proceed[\s\S]*»0UNSHARD«[\s\S]*»1UNSHARD«"
+    ):
         check_executable(broken)
 
 
 def test_a_collective_that_holds_back_a_transfer_is_found() -> None:
     """Rank 1 comes to the gather only with what rank 0 sends after it."""
-    words = ("0GATHER 0F0 0SA0>2[0:1]", "0GATHER", "1RA0<0[0:1] 1F0")
+    words = ("0UNSHARD 0F0 0SEND_F0>2[0:1]", "0UNSHARD", "1RECV_F0<0[0:1] 1F0")
     check_executable(lists_of(*words))
-    waiting = (words[0], "1RA0<2[1:2] 1F0 0GATHER", "1RA0<0[0:1] 1F0 1SA0>1[1:2]")
+    waiting = (words[0], "1RECV_F0<2[1:2] 1F0 0UNSHARD", "1RECV_F0<0[0:1] 1F0 1SEND_F0>1[1:2]")
     with pytest.raises(ScheduleError, match="no rank can proceed"):
         check_executable(lists_of(*waiting))
 
@@ -124,7 +126,7 @@ def test_a_chunk_before_its_input_on_the_same_rank_is_found() -> None:
 
 
 def test_every_rank_of_a_collective_counts_once_for_each_time() -> None:
-    actions = (Action(kind=Kind.GATHER, chunk=0), Action(kind=Kind.RELEASE, chunk=0))
+    actions = (Action(kind=Kind.UNSHARD, chunk=0), Action(kind=Kind.RESHARD, chunk=0))
     check_executable(ActionLists(ranks=(actions * 3, actions * 3)))
     with pytest.raises(ScheduleError, match=r"rank 1 at 4: .*\(done\)"):
         check_executable(ActionLists(ranks=(actions * 3, actions * 2)))

@@ -98,7 +98,9 @@ def actions_of(words: str) -> tuple[Action, ...]:
 
 def test_a_buffer_is_there_two_computations_before_its_receive_is_launched():
     mailbox = mailbox_of()
-    actions = actions_of("1RA0<1[0:1] 1F0 1RA1<2[1:2] 1F1 1RA2<1[2:3] 1F2 1RA3<2[3:4] 1F3")
+    actions = actions_of(
+        "1RECV_F0<1[0:1] 1F0 1RECV_F1<2[1:2] 1F1 1RECV_F2<1[2:3] 1F2 1RECV_F3<2[3:4] 1F3"
+    )
     mailbox.begin(actions)
     at_turn = []
     for position, action in enumerate(actions):
@@ -136,14 +138,14 @@ def received(words: str, batch: MicroBatch, **options):
 
 
 def test_one_piece_is_handed_over_as_it_is():
-    taken, copies = received("1RA0<5[0:3] 1F0", micro_batch(0, 0, 3))
+    taken, copies = received("1RECV_F0<5[0:3] 1F0", micro_batch(0, 0, 3))
     assert torch.equal(taken, torch.full((LENGTH, 3, WIDTH), 5.0))
     assert not copies
 
 
 @pytest.mark.parametrize("theirs", [torch.float32, torch.bfloat16])
 def test_pieces_are_joined_by_one_kernel_whatever_their_dtype(theirs):
-    words = "1RA0<5[0:2] 1RA0<6[2:3] 1RA0<7[3:4] 1F0"
+    words = "1RECV_F0<5[0:2] 1RECV_F0<6[2:3] 1RECV_F0<7[3:4] 1F0"
     taken, copies = received(words, micro_batch(0, 0, 4), neighbours={0: theirs})
     assert taken.dtype is torch.float32 and taken.is_contiguous()
     assert taken[:, :, 0].tolist() == [[5.0, 5.0, 6.0, 7.0]] * LENGTH
@@ -151,7 +153,9 @@ def test_pieces_are_joined_by_one_kernel_whatever_their_dtype(theirs):
 
 
 def test_one_piece_in_another_dtype_is_converted_once():
-    taken, copies = received("1RA0<5[0:1] 1F0", micro_batch(0, 0, 1), neighbours={0: torch.half})
+    taken, copies = received(
+        "1RECV_F0<5[0:1] 1F0", micro_batch(0, 0, 1), neighbours={0: torch.half}
+    )
     assert taken.dtype is torch.float32
     assert copies == Counter(_to_copy=1)
 
@@ -168,7 +172,7 @@ def test_one_piece_in_another_dtype_is_converted_once():
 def test_a_sender_copies_only_what_it_cuts_or_converts(samples, neighbours, copies):
     mailbox = mailbox_of(neighbours=neighbours)
     output = torch.arange(LENGTH * 4 * WIDTH, dtype=torch.float32).view(LENGTH, 4, WIDTH)
-    actions = actions_of(f"0SA0>1[{samples[0]}:{samples[1]}]")
+    actions = actions_of(f"0SEND_F0>1[{samples[0]}:{samples[1]}]")
     mailbox.begin(actions)
     with Copies() as found:
         mailbox.start_send(0, actions[0], output, micro_batch(0, 0, 4))

@@ -301,7 +301,7 @@ def test_a_run_as_a_plan():
     (run,) = read_runs("runs.csv", f"{HEADER}\n{ROW}\n".encode())
     plan = run.plan()
     assert run.layout == "PP 2 DP 2 TP 4, 32 x 1"
-    assert (run.world_size, plan.world_size) == (16, 4), "one rank stands for each set of four"
+    assert (run.world_size, plan.world_size) == (16, 4), "one rank stands for each TP group of four"
     assert [chunk.layers for chunk in plan.chunks] == [(0, 15), (15, 32)]
     assert [replica.ranks[0] for group in plan.groups for replica in group.replicas] == [
         0,

@@ -24,7 +24,7 @@ from zorse_megatron.costs.model_memory import (
 )
 from zorse_megatron.costs.process_memory import (
     communicator_bytes,
-    crowding,
+    deadlock_risk,
     fixed_bytes,
     fixed_items,
     most_bytes,
@@ -247,8 +247,8 @@ def test_items_of_a_small_plan_by_hand():
 def test_a_plan_whose_kernels_may_fill_a_gpu_says_so():
     plan = even_plan(2, 12, 12)
     small = dataclasses.replace(GPU_KINDS["T4"], multiprocessors=4)
-    assert crowding(plan, [small] * 24) is not None
-    assert crowding(plan, [GPU_KINDS["T4"]] * 24) is None
+    assert deadlock_risk(plan, [small] * 24) is not None
+    assert deadlock_risk(plan, [GPU_KINDS["T4"]] * 24) is None
     assert len(fixed_bytes(plan, [small] * 24)) == 24
 
 
@@ -264,11 +264,11 @@ def test_what_a_profile_measured_of_a_kind_takes_the_place_of_the_constant():
         dtype="float16",
     )
     plain = [GPU_KINDS[kind] for kind in inputs.kinds]
-    spared = [
+    recompute_savings = [
         most_bytes(gpu) - most_bytes(inputs.gpus[kind])
         for gpu, kind in zip(plain, inputs.kinds, strict=True)
     ]
-    assert spared == [184 * MIB, 184 * MIB, 0]
+    assert recompute_savings == [184 * MIB, 184 * MIB, 0]
 
 
 def test_simulated_peaks_have_them(tmp_path, monkeypatch):
@@ -373,7 +373,7 @@ def test_lists_of_mixed_groups(plan):
     for rank, actions in enumerate(lower_plan(said_by_groups(plan, some)).ranks):
         own = found[rank].offload
         copies = set() if own.parameters else {Kind.FETCH, Kind.OFFLOAD}
-        copies |= set() if own.gradients else {Kind.OFFLOAD_GRADIENTS}
+        copies |= set() if own.gradients else {Kind.OFFLOAD_GRAD}
         assert lists.ranks[rank] == tuple(a for a in actions if a.kind not in copies)
 
 

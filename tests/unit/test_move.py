@@ -54,7 +54,8 @@ Places = dict[int, set[tuple[str, int]]]
 
 @st.composite
 def owners_under_a_plan(draw: DrawFn, shapes: Shapes) -> dict[int, dict[str, list[TensorBlock]]]:
-    """Groups of ranks, each with some of the parameters, in sets or in shards; perhaps two copies.
+    """Groups of ranks, each with some of the parameters, in TP groups or in shards; perhaps two
+    copies.
 
     A parameter with two copies is a tied embedding.
     """
@@ -72,7 +73,7 @@ def owners_under_a_plan(draw: DrawFn, shapes: Shapes) -> dict[int, dict[str, lis
 
 @st.composite
 def dealt(draw: DrawFn, shape: tuple[int, ...], group: list[int]) -> list[tuple[int, TensorBlock]]:
-    """A tensor dealt out to one set of all ranks, or to replicas of one rank by weight."""
+    """A tensor dealt out to one TP group of all ranks, or to replicas of one rank by weight."""
     if draw(st.booleans()):
         axis = draw(st.sampled_from([None, *range(len(shape))]))
         parts = {

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import subprocess
 from importlib import resources
 from random import Random
 from typing import get_args, get_type_hints
@@ -121,6 +122,45 @@ def test_null_is_absent():
     assert load(plan) == load(good())
 
 
+OLD_KEYS = {
+    "transfer": "hop",
+    "grad_reduce_dtype": "gradient_wire",
+    "delayed_wgrad_samples": "delayed_samples",
+    "tp_shards": "parts",
+}
+
+
+def with_every_renamed_key():
+    plan = good()
+    plan["groups"][0] |= {"split_backward": True, "delayed_wgrad_samples": 3}
+    plan["groups"][1] |= {"grad_reduce_dtype": "bf16"}
+    plan["groups"][2]["replicas"][0]["tp_shards"] = {}
+    plan["chunks"][0]["transfer"] = {"latency": 0.1, "load": 0.5}
+    return load(plan)
+
+
+def test_a_plan_of_version_1_says_the_new_names_and_the_command_that_writes_them(tmp_path):
+    plan, path = with_every_renamed_key(), tmp_path / "an old plan.json"
+    text = dump_plan(plan).replace('"schema_version": 2', '"schema_version": 1')
+    for new, old in OLD_KEYS.items():
+        assert f'"{new}"' in text
+        text = text.replace(f'"{new}"', f'"{old}"')
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        load_plan(path)
+    (problem,) = caught.value.problems
+    assert problem.found == "1, written by an earlier version" and problem.expected == "2"
+    assert all(f'"{old}" is now "{new}"' in problem.remedy for new, old in OLD_KEYS.items())
+    subprocess.run(problem.remedy.partition("or run: ")[2], shell=True, check=True)
+    assert load_plan(path) == plan
+
+
+def test_a_key_of_version_1_in_version_2_says_its_new_name():
+    plan = good()
+    plan["chunks"][0]["hop"] = {"latency": 0, "load": 0}
+    assert only_problem(plan).remedy == 'Its name is now "transfer".'
+
+
 def _classes(hint):
     if dataclasses.is_dataclass(hint):
         return {hint}.union(*(_classes(inner) for inner in get_type_hints(hint).values()))
@@ -229,7 +269,7 @@ def test_canonical_text():
         dump_plan(load(plan))
         == """\
 {
-  "schema_version": 1,
+  "schema_version": 2,
   "global_batch_size": 24,
   "model": {"num_layers": 12},
   "groups": [

@@ -39,7 +39,16 @@ nodes:
   - {name: near, gpus: 2 x A100-40, nics: 100 Gb/s}
 """
 WORKLOAD = ("--model", "llama-1b", "--global-batch-size", "8", "--seq-length", "512")
-PLAN = ("plan", "--cluster", "lab.yaml", *WORKLOAD, "--dtype", "float16", "--max-tp", "1")
+PLAN = (
+    "plan",
+    "--cluster",
+    "lab.yaml",
+    *WORKLOAD,
+    "--dtype",
+    "float16",
+    "--max-tp",
+    "1",
+)
 STOCK = (*PLAN, "--strategy", "stock")
 
 
@@ -70,7 +79,7 @@ def fits_this_runtime(inputs, layout):
 @pytest.mark.parametrize("make", [random_nodes, random_case])
 def test_what_stock_can_do_is_found_even_if_nothing_else_is(make, monkeypatch):
     """In any order, on any GPUs: without a plan of the search it is no slower than stock."""
-    monkeypatch.setattr(find_plan_module, "search_with_sets", found_nothing)
+    monkeypatch.setattr(find_plan_module, "search_with_tp", found_nothing)
     monkeypatch.setattr(find_plan_module, "no_plan", no_plan)
     num_fewer = num_reordered = 0
     for seed in range(8):
@@ -144,7 +153,7 @@ def test_what_may_be_kept_in_the_host_makes_no_plan_slower(monkeypatch):
         found = dataclasses.replace(evaluation, plan=plan, iteration_s=faster_s)
         return SearchResult(evaluations=[found], considered=found_nothing().considered)
 
-    monkeypatch.setattr(find_plan_module, "search_with_sets", searched)
+    monkeypatch.setattr(find_plan_module, "search_with_tp", searched)
     monkeypatch.setattr(find_plan_module, "with_changes", changed)
     space = dataclasses.replace(inputs.space, offload_activations=True)
     more = find_plan(dataclasses.replace(inputs, space=space), stock=())

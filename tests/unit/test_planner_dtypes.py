@@ -31,10 +31,10 @@ nodes:
 BESIDE = {"T4": ("fp16", "fp16"), "V100-16": ("fp16", "fp16"), "relic": ("fp32", "fp32")}
 
 
-NO_SETS = SearchSpace(max_tensor_parallel=1)
+NO_TP = SearchSpace(max_tensor_parallel=1)
 
 
-def lab(old: str, dtype="auto", *, space: SearchSpace = NO_SETS, profile=None) -> Inputs:
+def lab(old: str, dtype="auto", *, space: SearchSpace = NO_TP, profile=None) -> Inputs:
     cluster = LAB.replace("OLD", old)
     return make_inputs(
         parse_cluster(cluster.encode()),
@@ -65,11 +65,11 @@ def test_kinds_have_the_units_of_their_generation():
 
 
 @pytest.mark.parametrize(
-    ("old", "most_groups", "most_of_a_set"),
+    ("old", "most_groups", "max_tp_degree"),
     [*((old, groups, 1) for old in BESIDE for groups in (1, 4)), ("T4", 4, 2)],
 )
-def test_groups_get_what_all_of_their_gpus_compute_in(old, most_groups, most_of_a_set):
-    space = SearchSpace(max_groups=most_groups, max_tensor_parallel=most_of_a_set)
+def test_groups_get_what_all_of_their_gpus_compute_in(old, most_groups, max_tp_degree):
+    space = SearchSpace(max_groups=most_groups, max_tensor_parallel=max_tp_degree)
     inputs = lab(old, space=space)
     own, both = BESIDE[old]
     expected = {
@@ -146,8 +146,8 @@ def test_a_type_without_units_is_refused_and_the_way_out_is_named():
 
 
 def test_fp16_messages_only_where_every_plan_has_a_loss_scale():
-    space = SearchSpace(gradient_comm_dtype="fp16")
-    assert lab("T4", space=space).space.gradient_comm_dtype == "fp16"
+    space = SearchSpace(grad_reduce_dtype="fp16")
+    assert lab("T4", space=space).space.grad_reduce_dtype == "fp16"
     # A group of all kinds would compute in fp32 here; one of A100 alone in bf16.
     for old in ("relic", "A100-40"):
         with pytest.raises(PlannerInputError, match="communication dtype"):

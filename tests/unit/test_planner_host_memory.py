@@ -14,8 +14,8 @@ from tests.examples import examples
 from tests.unit.planner_cases import random_case, simulated
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS
-from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters, settings_by_rank
-from zorse_megatron.plan.plan import ModelFingerprint, Offload, Recompute
+from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
+from zorse_megatron.plan.plan import ModelFingerprint, Offload
 from zorse_megatron.planner.build_plan import Builder
 from zorse_megatron.planner.closed_form import stage_memory
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
@@ -27,10 +27,9 @@ from zorse_megatron.planner.closed_form.device_groups import (
 )
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
-from zorse_megatron.planner.find_plan import find_plan
-from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
-from zorse_megatron.planner.inputs.tensor_parallel_units import JoinedSet
+from zorse_megatron.planner.inputs.tensor_parallel_inputs import with_tp_groups
+from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup
 from zorse_megatron.planner.simulate_plan import NodeHostMemory, extended, host_needs
 from zorse_megatron.schedule import shards
 from zorse_megatron.schedule.lower import refuse_unsupported
@@ -212,18 +211,18 @@ def test_host_memory_of_a_batch_that_is_extrapolated():
 
 
 @pytest.mark.parametrize(
-    ("joining", "may_offload"),
+    ("tp_layout", "may_offload"),
     [
-        ((JoinedSet(ranks=(0, 1)), JoinedSet(ranks=(2, 3))), True),
-        ((JoinedSet(ranks=(0, 1)),), False),
+        ((TpGroup(ranks=(0, 1)), TpGroup(ranks=(2, 3))), True),
+        ((TpGroup(ranks=(0, 1)),), False),
     ],
 )
-def test_parameters_stay_where_replicas_are_cut_differently(joining, may_offload):
-    """The runtime refuses it of a set beside a single GPU."""
+def test_parameters_stay_where_replicas_are_cut_differently(tp_layout, may_offload):
+    """The runtime refuses it of a TP group beside a single GPU."""
     cluster = parse_cluster(b"nodes: [{gpus: 4 x T4, link: PCIe 10 GB/s}]")
     model = replace(MODELS["llama-1b"], num_layers=8)
     alone = make_inputs(cluster, model, None, global_batch_size=4, dtype="float16")
-    inputs = joined(alone, joining)
+    inputs = with_tp_groups(alone, tp_layout)
     group = DeviceGroups(inputs).of(tuple(range(inputs.world_size)))
     position = StagePosition(
         is_first=True, is_last=True, in_flight_limit=0.0, schedule="breadth_first", num_chunks=8
@@ -294,18 +293,3 @@ def test_state_in_the_host_fits_in_the_step(seed, schedule, num_chunks, monkeypa
     result = simulated(inputs, plan)
     for peak, capacity in zip(result.peak_memory_bytes, inputs.capacities_bytes, strict=True):
         assert peak <= capacity + min(num_chunks, 2) * STATE_GRAIN_BYTES
-
-
-@pytest.mark.slow
-def test_activations_in_the_host_are_faster_than_making_them_again():
-    """Two T4 have no room for what eight layers keep of 32 samples; their host links keep up."""
-    cluster = parse_cluster(b"nodes: [{gpus: 2 x T4}]")
-    model = dataclasses.replace(MODELS["llama-3b"], num_layers=8, seq_length=1024)
-    inputs = make_inputs(cluster, model, None, global_batch_size=32, dtype="float16")
-    without = find_plan(inputs)
-    space = dataclasses.replace(inputs.space, offload_activations=True)
-    outcome = find_plan(dataclasses.replace(inputs, space=space))
-    own = settings_by_rank(outcome.plan).values()
-    assert all(each.offload == Offload(activations=True) for each in own)
-    assert all(each.recompute != Recompute(mode="full") for each in own)
-    assert outcome.iteration_s < 0.9 * without.iteration_s

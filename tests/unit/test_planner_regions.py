@@ -18,7 +18,7 @@ from tests.unit.simulation import costs_of, run
 from tests.unit.test_planner_search import lab
 from tests.unit.test_simulate_times import B, F
 from zorse_megatron.costs.process_memory import communicator_bytes
-from zorse_megatron.plan.plan import Chunk, Plan, Schedule, holds_equal_parts
+from zorse_megatron.plan.plan import Chunk, Plan, Schedule, has_equal_tp_shards
 from zorse_megatron.planner import evaluate as evaluator_module
 from zorse_megatron.planner import find_plan as find_plan_module
 from zorse_megatron.planner.build_plan import Builder
@@ -184,13 +184,13 @@ def test_plans_with_rings_are_searched_for_beside_one_in_two_levels(
     second = replace(first, iteration_s=first.iteration_s / 2)
     searched = []
 
-    def search_with_sets(each: Inputs, _progress: object) -> SearchResult:
+    def search_with_tp(each: Inputs, _progress: object) -> SearchResult:
         searched.append(each.space.hierarchical)
         considered = SearchStats(groupings=1, estimated=2, simulated=3)
         found = first if each.space.hierarchical else second
         return SearchResult(evaluations=[found], considered=considered)
 
-    monkeypatch.setattr(find_plan_module, "search_with_sets", search_with_sets)
+    monkeypatch.setattr(find_plan_module, "search_with_tp", search_with_tp)
     outcome = find_plan(inputs, stock=())  # a layout of stock's may be faster than both
     assert searched == ([True, False] if hierarchical else [True])
     assert outcome.iteration_s == (second if hierarchical else first).iteration_s
@@ -513,7 +513,7 @@ def test_a_region_goes_on_while_another_one_still_gathers():
     ]
     ends_s = [found["0F0"].end_s for found in spans]
     assert ends_s[0] == ends_s[1] > ends_s[2] + 100
-    assert spans[2]["0F0"].end_s == spans[2]["0GATHER"].end_s + 4 * F
+    assert spans[2]["0F0"].end_s == spans[2]["0UNSHARD"].end_s + 4 * F
 
 
 @pytest.mark.parametrize("in_two_levels", [True, False])
@@ -527,9 +527,9 @@ def test_the_loss_is_summed_beside_gathers_in_two_levels(in_two_levels):
     comm = TwoRegions(bytes_per_s=64.0, between_bytes_per_s=16.0, between_s=0.0)
     found = run(hierarchical(plan, "eeww") if in_two_levels else plan, comm=comm)
     spans = {span.action: span for span in found.spans(0)}
-    waited_for = spans["0GATHER" if in_two_levels else "1GATHER"]
+    waited_for = spans["0UNSHARD" if in_two_levels else "1UNSHARD"]
     assert spans["0F0"].end_s == pytest.approx(waited_for.end_s + F)
-    assert spans["0GATHER"].end_s + F < spans["1GATHER"].end_s
+    assert spans["0UNSHARD"].end_s + F < spans["1UNSHARD"].end_s
 
 
 def test_arriving_sums_are_counted_beside_the_gradients():
@@ -548,8 +548,8 @@ def test_arriving_sums_are_counted_beside_the_gradients():
                 packed = (2 * 768 - own) if alone else int(2 * 768 * 5 / 6) // 2
             expected = 4 * (others * own + packed)
             buffers = result.memory[rank].by_category[Category.BUFFERS]
-            assert buffers.num_bytes == sizes.exchange_bytes(Kind.REDUCE, rank, 0) == expected
-            gathered = sizes.exchange_bytes(Kind.GATHER, rank, 0)
+            assert buffers.num_bytes == sizes.exchange_bytes(Kind.REDUCE_GRAD, rank, 0) == expected
+            gathered = sizes.exchange_bytes(Kind.UNSHARD, rank, 0)
             assert gathered == (0 if others == 1 else expected // 2)
 
 
@@ -561,7 +561,7 @@ def test_launches_of_hierarchical_groups_end():
     """If all that can wait at once fits, and with any number of hardware queues."""
     plans = []
     for plan in random_plans(60, 7):
-        if all(map(holds_equal_parts, plan.groups)) and all(
+        if all(map(has_equal_tp_shards, plan.groups)) and all(
             len(each.ranks) == 1 for group in plan.groups for each in group.replicas
         ):
             most = max(len(group.ranks) for group in plan.groups)

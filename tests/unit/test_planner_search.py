@@ -1,6 +1,6 @@
 """What the planner promises of every plan: valid, fitting, reproducible; or the missing amount.
 
-Without tensor-parallel sets, of which `test_planner_sets` says the same.
+Without tensor-parallel groups, of which `test_planner_tensor_parallel` says the same.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ import pytest
 from tests.unit.planner_cases import fits, random_case, simulated
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.plan.memory_settings import settings_by_rank
+from zorse_megatron.plan.plan import Offload, Recompute
 from zorse_megatron.plan.plan_file import dump_plan, fingerprint, parse_plan
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.explain import explain
@@ -32,10 +34,10 @@ nodes:
 MODEL = dataclasses.replace(MODELS["llama-1b"], seq_length=512)
 
 
-NO_SETS = SearchSpace(max_tensor_parallel=1)
+NO_TP = SearchSpace(max_tensor_parallel=1)
 
 
-def lab(cluster: str = CLUSTER, *, batch: int = 24, space: SearchSpace = NO_SETS) -> Inputs:
+def lab(cluster: str = CLUSTER, *, batch: int = 24, space: SearchSpace = NO_TP) -> Inputs:
     return make_inputs(
         parse_cluster(cluster.encode()),
         MODEL,
@@ -204,24 +206,24 @@ nodes:
 
 
 def test_gradients_are_sent_in_16_bits_only_where_that_is_allowed_and_faster():
-    one_group = dataclasses.replace(NO_SETS, max_groups=1)
-    space = dataclasses.replace(one_group, gradient_comm_dtype="bf16")
+    one_group = dataclasses.replace(NO_TP, max_groups=1)
+    space = dataclasses.replace(one_group, grad_reduce_dtype="bf16")
     slow, allowed = (lab(SLOW_PAIR, space=each) for each in (one_group, space))
     before, after = find_plan(slow, stock=()), find_plan(allowed, stock=())
-    assert [group.gradient_wire for group in before.plan.groups] == [None]
-    assert [group.gradient_wire for group in after.plan.groups] == ["bf16"]
+    assert [group.grad_reduce_dtype for group in before.plan.groups] == [None]
+    assert [group.grad_reduce_dtype for group in after.plan.groups] == ["bf16"]
     assert after.iteration_s < before.iteration_s
     assert simulated(allowed, after.plan).iteration_s == pytest.approx(after.iteration_s)
     assert any("16 bits" in note for note in after.notes)
     # Eight GPUs behind each NIC: sent directly, half the bytes take longer than around a ring.
     crowded = SLOW_PAIR.replace("1 x A100-40", "8 x A100-40")
     found = find_plan(lab(crowded, space=space))
-    assert [group.gradient_wire for group in found.plan.groups] == [None]
+    assert [group.grad_reduce_dtype for group in found.plan.groups] == [None]
 
 
 def test_backwards_are_split_only_where_that_is_allowed_and_faster():
     """The plan of a cluster with a bubble; and again with the flag in no group, simulated."""
-    pipelines = dataclasses.replace(NO_SETS, schedules=("1f1b",))
+    pipelines = dataclasses.replace(NO_TP, schedules=("1f1b",))
     space = dataclasses.replace(pipelines, split_backward=True)
     plain, allowed = (lab(space=each) for each in (pipelines, space))
     before, after = find_plan(plain, stock=()), find_plan(allowed, stock=())
@@ -246,5 +248,20 @@ def test_fp16_messages_need_a_loss_scale():
             None,
             global_batch_size=4,
             dtype="bfloat16",
-            space=SearchSpace(gradient_comm_dtype="fp16"),
+            space=SearchSpace(grad_reduce_dtype="fp16"),
         )
+
+
+@pytest.mark.slow
+def test_activations_in_the_host_are_faster_than_making_them_again():
+    """Two T4 have no room for what eight layers keep of 32 samples; their host links keep up."""
+    cluster = parse_cluster(b"nodes: [{gpus: 2 x T4}]")
+    model = dataclasses.replace(MODELS["llama-3b"], num_layers=8, seq_length=1024)
+    inputs = make_inputs(cluster, model, None, global_batch_size=32, dtype="float16")
+    without = find_plan(inputs)
+    space = dataclasses.replace(inputs.space, offload_activations=True)
+    outcome = find_plan(dataclasses.replace(inputs, space=space))
+    own = settings_by_rank(outcome.plan).values()
+    assert all(each.offload == Offload(activations=True) for each in own)
+    assert all(each.recompute != Recompute(mode="full") for each in own)
+    assert outcome.iteration_s < 0.9 * without.iteration_s

@@ -183,7 +183,7 @@ def test_memory_by_chunks_wants_whole_lines(tmp_path, changes):
 
 GIB = 2**30
 MEMORY = FakeMemory(
-    layer_count=GIB // 16, kept={"none": GIB // 8}, boundary=GIB // 8, head=GIB // 4
+    layer_count=GIB // 16, saved={"none": GIB // 8}, boundary=GIB // 8, head=GIB // 4
 )
 
 
@@ -331,7 +331,7 @@ def test_times_are_microseconds_and_waits_are_told_apart():
     result = run(even_plan(2, 1, 1), comm=FakeComm(latency_s=0.5))
     events = by_phase(chrome_trace(result)["traceEvents"])["X"]
     on_last = [(e["name"], e["cat"], e["ts"], e["dur"]) for e in events if e["pid"] == 1]
-    assert [name for name, *_ in on_last[:2]] == ["1STEP", "1GATHER"]
+    assert [name for name, *_ in on_last[:2]] == ["1STEP", "1UNSHARD"]
     assert on_last[2:4] == [("wait", "wait", 0.0, 1.5e6), ("1F0", "work", 1.5e6, 1e6)]
 
 

@@ -62,7 +62,7 @@ def test_flags_say_how_it_is_computed():
 
 
 @pytest.mark.parametrize(
-    ("flags", "kept_bytes"),
+    ("flags", "saved_bytes"),
     [
         # One byte of each mask after attention and after the feed-forward block.
         (["--attention-dropout", "0"], 2 * TOKENS * HIDDEN),
@@ -76,11 +76,11 @@ def test_flags_say_how_it_is_computed():
         ),
     ],
 )
-def test_memory_of_a_layer_grows_by_what_is_kept(simulated, flags, kept_bytes):
+def test_memory_of_a_layer_grows_by_what_is_kept(simulated, flags, saved_bytes):
     """One micro-batch is in flight on the last group, two of them on the first."""
     _, before = simulated(*QUIET)
     _, after = simulated(*flags)
-    assert after - before == pytest.approx(2 * SAMPLES * LAYERS * kept_bytes, rel=0.01)
+    assert after - before == pytest.approx(2 * SAMPLES * LAYERS * saved_bytes, rel=0.01)
 
 
 def test_time_grows_with_what_is_done(simulated, tmp_path):
@@ -119,7 +119,7 @@ def test_recomputation_by_flags_is_that_of_the_plan(simulated, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("modules", "spared"),
+    ("modules", "recompute_savings"),
     [
         (("core_attn",), 4 * HEADS * TOKENS),
         (("mlp",), 2 * TOKENS * 2 * FFN),
@@ -127,13 +127,13 @@ def test_recomputation_by_flags_is_that_of_the_plan(simulated, tmp_path):
         (("mlp", "layernorm"), 2 * TOKENS * (2 * FFN + 2 * HIDDEN)),
     ],
 )
-def test_modules_that_are_recomputed_are_not_kept(simulated, modules, spared):
+def test_modules_that_are_recomputed_are_not_kept(simulated, modules, recompute_savings):
     _, before = simulated(*QUIET)
     _, after = simulated(
         *QUIET, "--recompute-granularity", "selective", "--recompute-modules", *modules
     )
     # Two micro-batches are in flight; at the peak one layer may just be recomputed.
-    assert 2 * LAYERS - 1 <= (before - after) / (SAMPLES * spared) <= 2 * LAYERS
+    assert 2 * LAYERS - 1 <= (before - after) / (SAMPLES * recompute_savings) <= 2 * LAYERS
 
 
 def test_softmax_in_fp32_is_kept_beside_its_16_bit_copy():

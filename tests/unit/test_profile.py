@@ -333,7 +333,7 @@ def one_pass(part: str, size: int, *, kept: int = 640, peak: int = 900) -> Measu
         forward_s=0.001 * size,
         backward_s=0.002 * size,
         parameters=100,
-        kept_bytes=kept * size,
+        saved_bytes=kept * size,
         peak_bytes=peak * size,
     )
 

@@ -106,9 +106,9 @@ def _switches(
             )
             seconds[worker] = level * (forwards + 2 * backwards) / 3
         balancer.add(step, seconds)
-        if balancer.wish is not None:
-            found.append((step, balancer.wish))
-            balancer.change_to(with_counts(plan, balancer.wish))
+        if balancer.proposal is not None:
+            found.append((step, balancer.proposal))
+            balancer.change_to(with_counts(plan, balancer.proposal))
     return found
 
 
@@ -140,7 +140,7 @@ def test_replicas_that_are_not_waited_for_stay_as_they_are() -> None:
     balancer = Balancer(plan=plan)
     for step in range(10):
         balancer.add(step, {(0, 0): 1.0, (0, 1): 1.0, (1, 0): 0.9, (1, 1): 0.5})
-    assert balancer.wish is None
+    assert balancer.proposal is None
 
 
 def test_what_was_refused_is_not_wished_again() -> None:
@@ -148,11 +148,11 @@ def test_what_was_refused_is_not_wished_again() -> None:
     balancer = Balancer(plan=plan)
     for step in range(10):
         balancer.add(step, {(0, 0): 2.0, (0, 1): 1.0})
-    assert balancer.wish == ((5, 11),)
-    balancer.refuse(balancer.wish)
+    assert balancer.proposal == ((5, 11),)
+    balancer.refuse(balancer.proposal)
     for step in range(10, 20):
         balancer.add(step, {(0, 0): 2.0, (0, 1): 1.0})
-    assert balancer.wish is None
+    assert balancer.proposal is None
 
 
 PLANS = lowerable_plans(
@@ -245,7 +245,7 @@ def test_ranks_without_a_link_do_not_get_to_send() -> None:
     assert isinstance(prepared, str) and "has no link to" in prepared
 
 
-def test_a_wish_for_what_is_there_changes_nothing() -> None:
+def test_a_proposal_for_what_is_there_changes_nothing() -> None:
     plan = NOISY[0]
     lists = lower_plan(plan)
     links = frozenset(edges_of([lists]))

@@ -16,7 +16,11 @@ from zorse_megatron.adapter.data_parallel.ddp_options import comm_dtype_of
 from zorse_megatron.adapter.loss import loss_divisor, tokens_as_power_of_two, with_token_counts
 from zorse_megatron.live.run_status import IterationTimes
 from zorse_megatron.plan.plan import Plan
-from zorse_megatron.runtime.batch_sampler import Course, PlanBatchSampler, batches_ahead
+from zorse_megatron.runtime.batch_sampler import (
+    MicroBatchAssignment,
+    PlanBatchSampler,
+    batches_ahead,
+)
 from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
@@ -38,7 +42,7 @@ def test_replicas_partition_each_global_batch(
         for rank in group.ranks:
             mine = replica_micro_batches(plan, rank)
             sampler = PlanBatchSampler(
-                order, global_batch_size=plan.global_batch_size, course=Course(mine)
+                order, global_batch_size=plan.global_batch_size, course=MicroBatchAssignment(mine)
             )
             batches = [batch for _ in range(epochs) for batch in sampler]
             assert len(batches) == steps * len(mine)
@@ -205,7 +209,7 @@ def test_what_comes_between_iterations_is_not_counted() -> None:
 def test_a_course_changes_between_global_batches() -> None:
     first = (MicroBatch(replica=0, index=0, turn=0, start=0, stop=4),)
     then = (MicroBatch(replica=0, index=0, turn=0, start=0, stop=2), *first)
-    course = Course(first)
+    course = MicroBatchAssignment(first)
     assert course.cut(0) == course.cut(1) == first
     course.change(2, then)
     assert (course.at(1), course.at(2), course.at(9)) == (first, then, then)
@@ -276,7 +280,9 @@ def test_fp16_messages_have_the_size_of_means(divisor: float) -> None:
 
 
 def factor(plan: Plan, comm_dtype: str, divisor: float) -> float:
-    groups = tuple(dataclasses.replace(group, gradient_wire=comm_dtype) for group in plan.groups)
+    groups = tuple(
+        dataclasses.replace(group, grad_reduce_dtype=comm_dtype) for group in plan.groups
+    )
     planned = dataclasses.replace(plan, groups=groups)
     found = comm_dtype_of(planned, 0, sequence_length=TOKENS_EACH, loss_divisor=divisor)
     assert found is not None

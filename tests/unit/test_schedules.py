@@ -116,32 +116,34 @@ def test_every_action_prints_and_parses_back() -> None:
         assert parse_action(str(action)) == action
 
 
-@pytest.mark.parametrize("word", ["", "F", "1X2", "1SA2<3[0:1]", "1RA2>3[0:1]", "STEPS", "-1F0"])
+@pytest.mark.parametrize(
+    "word", ["", "F", "1X2", "1SEND_F2<3[0:1]", "1RECV_F2>3[0:1]", "STEPS", "-1F0"]
+)
 def test_what_is_no_action_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match="expected an action"):
         parse_action(word)
 
 
 def test_a_stuck_list_is_reported_with_every_rank() -> None:
-    broken = parse_action_lists("rank 0: 0F0 0RG0<1[0:1] 0B0\nrank 1: 1RA0<0[0:1] 1F0 1B0")
-    with pytest.raises(ScheduleError, match=r"no rank can proceed[\s\S]*»0RG0[\s\S]*»1RA0"):
+    broken = parse_action_lists("rank 0: 0F0 0RECV_B0<1[0:1] 0B0\nrank 1: 1RECV_F0<0[0:1] 1F0 1B0")
+    with pytest.raises(ScheduleError, match=r"no rank can proceed[\s\S]*»0RECV_B0[\s\S]*»1RECV_F0"):
         check_executable(broken)
 
 
 def test_ends_that_do_not_match_are_reported() -> None:
-    broken = parse_action_lists("rank 0: 0F0 0SA0>1[0:2]\nrank 1: 1RA0<0[0:1] 1F0")
+    broken = parse_action_lists("rank 0: 0F0 0SEND_F0>1[0:2]\nrank 1: 1RECV_F0<0[0:1] 1F0")
     with pytest.raises(ScheduleError, match="rank 0 sends"):
         check_executable(broken)
 
 
 def test_a_send_without_receive_is_reported() -> None:
-    broken = parse_action_lists("rank 0: 0F0 0SA0>1[0:1]\nrank 1: 1F0")
-    with pytest.raises(ScheduleError, match=r"rank 0 at 1: 0F0 »0SA0>1\[0:1\]«"):
+    broken = parse_action_lists("rank 0: 0F0 0SEND_F0>1[0:1]\nrank 1: 1F0")
+    with pytest.raises(ScheduleError, match=r"rank 0 at 1: 0F0 »0SEND_F0>1\[0:1\]«"):
         check_executable(broken)
 
 
 def test_a_receive_after_its_computation_is_reported() -> None:
-    broken = parse_action_lists("rank 0: 0F0 0SA0>1[0:1]\nrank 1: 1F0 1RA0<0[0:1]")
+    broken = parse_action_lists("rank 0: 0F0 0SEND_F0>1[0:1]\nrank 1: 1F0 1RECV_F0<0[0:1]")
     with pytest.raises(ScheduleError, match="rank 1 has 1F0 before what it consumes"):
         check_executable(broken)
 
@@ -149,7 +151,7 @@ def test_a_receive_after_its_computation_is_reported() -> None:
 def test_what_cannot_be_lowered_or_executed_is_refused_all_at_once() -> None:
     replica = Replica(ranks=(1, 0), micro_batch_size=1, num_microbatches=1, shard_weight=1.0)
     plan = Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=1,
         model=ModelFingerprint(num_layers=2),
         groups=(

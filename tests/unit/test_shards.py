@@ -328,7 +328,7 @@ def test_rows_of_two_pieces_as_runs() -> None:
             assert found == [(int(mine[at]), at) for at in range(start, stop)]
 
 
-def test_what_a_set_holds_whole_is_owned_by_its_first_rank() -> None:
+def test_what_a_tp_group_holds_whole_is_owned_by_its_first_rank() -> None:
     replicas = [{rank: equal_part((100,), None, index=i, degree=2)} for i, rank in enumerate((4,))]
     replicas.append(
         {rank: equal_part((100,), None, index=i, degree=2) for i, rank in ((0, 7), (1, 8))}

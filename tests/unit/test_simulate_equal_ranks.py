@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.strategies import with_random_hops
+from tests.strategies import with_random_transfers
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.made_plans import even_plan, ministages, one_group, plan_of, replica, with_owners
 from tests.unit.simulation import run
@@ -103,7 +103,7 @@ def with_extras(draw, plan):
             group,
             extra_in_flight=draw(extras),
             split_backward=split,
-            delayed_samples=draw(extras) if split else None,
+            delayed_wgrad_samples=draw(extras) if split else None,
         )
         for group, split in zip(plan.groups, splits, strict=True)
     )
@@ -147,7 +147,7 @@ def equal_plans(draw):
         for index, rank in enumerate(group.ranks):
             kinds[rank] = "xyz"[(number + index // mixed) % 3] if mixed else "xyz"[number]
     plan = with_own_settings(draw, draw(schedules(plan)))
-    return dataclasses.replace(plan, chunks=with_random_hops(draw, plan.chunks)), kinds
+    return dataclasses.replace(plan, chunks=with_random_transfers(draw, plan.chunks)), kinds
 
 
 COMPUTE = FakeCompute(

@@ -63,7 +63,7 @@ def test_logits_live_from_forward_to_backward_on_the_last_chunk():
 
 
 @pytest.mark.parametrize(
-    ("recompute", "kept", "working"),
+    ("recompute", "saved", "working"),
     [
         (None, 4000, 0),
         (Recompute(mode="selective"), 2800, 300),
@@ -72,18 +72,18 @@ def test_logits_live_from_forward_to_backward_on_the_last_chunk():
         (Recompute(mode="full", num_layers=3), 1300, 0),
     ],
 )
-def test_recomputation_keeps_less_and_works_on_one_layer(recompute, kept, working):
+def test_recomputation_keeps_less_and_works_on_one_layer(recompute, saved, working):
     """What the last layers have kept is gone when the first ones are computed again."""
     result = run(one_group((1, 3), layers=4, recompute=recompute))
     peak = result.memory[0].by_category[Category.ACTIVATIONS]
-    assert peak.num_bytes == kept + working
+    assert peak.num_bytes == saved + working
     assert peak.action == ("0B0" if working else "0F0")
 
 
 def peak_of_backward(layers, recomputed, at_once, bytes_of):
     """Layer by layer, from the last to the first; those that are recomputed are the first ones."""
-    whole, kept, left = bytes_of
-    held = [whole] * (layers - recomputed) + [kept] * (recomputed // at_once)
+    whole, saved, left = bytes_of
+    held = [whole] * (layers - recomputed) + [saved] * (recomputed // at_once)
     peaks = [sum(held)]
     for at, each in enumerate(held):
         count = 1 if each == whole else at_once
@@ -97,14 +97,14 @@ def peak_of_backward(layers, recomputed, at_once, bytes_of):
     others=st.integers(0, 5),
     groups=st.integers(0, 4),
     at_once=st.integers(1, 3),
-    kept=st.integers(1, 999),
+    saved=st.integers(1, 999),
     left=st.integers(0, 1500),
 )
-def test_backwards_recompute_layer_by_layer(others, groups, at_once, kept, left):
+def test_backwards_recompute_layer_by_layer(others, groups, at_once, saved, left):
     """Also where weight gradients come apart, for which each layer leaves something."""
     layers = max(1, others + groups * at_once)
     recompute = JobRecompute(mode="full", num_layers=groups * at_once, layers_at_once=at_once)
-    memory = FakeMemory(kept={"none": 1000, "full": kept}, delayed=left)
+    memory = FakeMemory(saved={"none": 1000, "full": saved}, delayed=left)
     for splits in (False, True):
         plan = with_groups(one_group((1, 1), layers=layers), split_backward=splits)
         sizes = RankSizes(
@@ -112,9 +112,9 @@ def test_backwards_recompute_layer_by_layer(others, groups, at_once, kept, left)
         )
         bytes_of = sizes.micro_batch_bytes(0, 0)
         expected = peak_of_backward(
-            layers, groups * at_once, at_once, (1000, kept, left if splits else 0)
+            layers, groups * at_once, at_once, (1000, saved, left if splits else 0)
         )
-        assert max(bytes_of.kept, bytes_of.delayed) + bytes_of.working == expected
+        assert max(bytes_of.saved, bytes_of.delayed) + bytes_of.working == expected
 
 
 def test_the_peak_says_when_and_by_what():
@@ -169,13 +169,13 @@ def test_offloaded_activations_leave_the_gpu():
     plan = even_plan(8, 1, 8)
     with_offload = with_groups(plan, offload=Offload(activations=True))
     comm = FakeComm(host_bytes_per_s=10_000.0)
-    kept = run(plan, comm=comm)
+    saved = run(plan, comm=comm)
     offloaded = run(with_offload, comm=comm)
-    assert offloaded.iteration_s == kept.iteration_s
-    assert kept.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 8000
+    assert offloaded.iteration_s == saved.iteration_s
+    assert saved.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 8000
     assert offloaded.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 3000
     # The last stage runs each backward right after its forward, so nothing is copied.
-    assert offloaded.memory[7] == kept.memory[7]
+    assert offloaded.memory[7] == saved.memory[7]
 
 
 def test_slow_copies_are_waited_for():
@@ -371,23 +371,24 @@ def test_activations_are_those_between_forward_and_backward(case):
         most = max(
             (sum(s <= t for s in starts) - sum(e <= t for e in ends) for t in starts), default=0
         )
-        kept = sizes.micro_batch_bytes(rank, chunk).kept if chunk is not None else 0
-        assert result.memory[rank].by_category[Category.ACTIVATIONS].num_bytes == most * kept
+        saved = sizes.micro_batch_bytes(rank, chunk).saved if chunk is not None else 0
+        assert result.memory[rank].by_category[Category.ACTIVATIONS].num_bytes == most * saved
 
 
 def test_a_reduction_in_16_bits_holds_its_messages_while_it_reduces():
     """Of 640 parameters rank 0 owns 384: it sends 256 and gets 384 of each of two others."""
-    plan = one_group((1, 1), (1, 1), (1, 0), weights=[3.0, 2.0, 0.0], gradient_wire="fp16")
+    plan = one_group((1, 1), (1, 1), (1, 0), weights=[3.0, 2.0, 0.0], grad_reduce_dtype="fp16")
     result = run(plan, comm=FakeComm(bytes_per_s=1.0))
     for rank, elements in enumerate((256 + 2 * 384, 384 + 2 * 256, 640)):
         buffers = result.memory[rank].by_category[Category.BUFFERS]
-        assert (buffers.num_bytes, buffers.action) == (2 * elements, "0REDUCE")
+        assert (buffers.num_bytes, buffers.action) == (2 * elements, "0REDUCE_GRAD")
 
 
 # Parameters that come and go.
 
 MINISTAGES = (
-    "rank {r}: 0GATHER 1GATHER 0F0 0RELEASE 1F0 1B0 1RELEASE 1REDUCE 0GATHER 0B0 0RELEASE 0REDUCE "
+    "rank {r}: 0UNSHARD 1UNSHARD 0F0 0RESHARD 1F0 1B0 1RESHARD 1REDUCE_GRAD 0UNSHARD 0B0 0RESHARD "
+    "0REDUCE_GRAD "
     "SCALE 0STEP 1STEP"
 )
 
@@ -415,14 +416,14 @@ def test_gathers_and_reductions_overlap_with_computation():
     result = run(ministage_plan(), lists=ministage_lists(), comm=FakeComm(bytes_per_s=1280.0))
     for rank in (0, 1):
         work = works(result, rank)
-        assert work["1GATHER"] == (0.5, 1.0)  # after 0GATHER, while 0F0 waits for that one only
+        assert work["1UNSHARD"] == (0.5, 1.0)  # after 0UNSHARD, while 0F0 waits for that one only
         assert work["0F0"] == (0.5, 1.5)
         assert work["1F0"] == (1.5, 2.5)
         assert work["1B0"] == (2.5, 4.5)
-        assert work["1REDUCE"] == (4.5, 5.5)
-        assert work["0GATHER"] == (5.5, 6.0)  # one collective of a rank at a time
+        assert work["1REDUCE_GRAD"] == (4.5, 5.5)
+        assert work["0UNSHARD"] == (5.5, 6.0)  # one collective of a rank at a time
         assert work["0B0"] == (6.0, 8.0)
-        assert work["0REDUCE"] == (8.0, 9.0)
+        assert work["0REDUCE_GRAD"] == (8.0, 9.0)
         assert work["1STEP"] == (9.0, 9.0)
     assert result.iteration_s == 9.0
     assert result.usage[0].communication_s == pytest.approx(0.5 + 1.5 + 1.0)
@@ -435,13 +436,15 @@ def test_released_chunks_have_their_parameters_and_gradients_while_in_use():
     gradients = {at: by[Category.GRADIENTS] for at, by in taken.items()}
     unsharded, shard = 2 * 640, 2 * 320
     assert parameters[0.0] == 2 * unsharded  # both gathers are issued at once
-    assert parameters[1.5] == shard + unsharded  # 0RELEASE
-    assert parameters[4.5] == unsharded + shard  # 1RELEASE, and 0GATHER is issued
+    assert parameters[1.5] == shard + unsharded  # 0RESHARD
+    assert parameters[4.5] == unsharded + shard  # 1RESHARD, and 0UNSHARD is issued
     assert parameters[8.0] == 2 * shard
     assert gradients[0.0] == 0
     assert gradients[2.5] == 4 * 640  # 1B0
     assert gradients[6.0] == 4 * 640 + 4 * 640  # 0B0
-    assert gradients[8.0] == 4 * 320 + 4 * 640  # 0REDUCE waits for 1REDUCE, which leaves the shard
+    assert (
+        gradients[8.0] == 4 * 320 + 4 * 640
+    )  # 0REDUCE_GRAD waits for 1REDUCE_GRAD, which leaves the shard
     assert gradients[9.0] == 0  # after STEP
     assert result.memory[0].by_category[Category.OPTIMIZER_STATE].num_bytes == 12 * 640
 
@@ -452,7 +455,7 @@ def fetching_plan(**offload):
 
 FETCHING = parse_action_lists(
     "\n".join(
-        f"rank {rank}: 0FETCH 0GATHER {words} 0REDUCE 0RELEASE 0OFFLOAD SCALE 0STEP"
+        f"rank {rank}: 0FETCH 0UNSHARD {words} 0REDUCE_GRAD 0RESHARD 0OFFLOAD SCALE 0STEP"
         for rank, words in enumerate(("0F0 0B0", ""))
     )
 )
@@ -467,7 +470,7 @@ def test_a_shard_is_fetched_and_then_gathered():
     )
     work = works(result, 0)
     assert work["0FETCH"] == (0.0, 2.0)
-    assert work["0GATHER"] == (2.0, 3.0)
+    assert work["0UNSHARD"] == (2.0, 3.0)
     assert work["0F0"] == (3.0, 4.0)
     # The host's copy is still good, so the shard is dropped and nothing is copied; for the step
     # it comes, and leaves as the new one.
@@ -486,7 +489,9 @@ def test_parameters_that_are_only_dropped_do_not_queue_behind_copies():
 
     After 0F1 the rank waits for them, after 0F2 for those of 0F1; 0F2's own leave from then on.
     """
-    words = "0FETCH 0F0 0F1 0F2 0OFFLOAD 0FETCH 0F3 0B0 0B1 0B2 0B3 0REDUCE SCALE 0STEP 0OFFLOAD"
+    words = (
+        "0FETCH 0F0 0F1 0F2 0OFFLOAD 0FETCH 0F3 0B0 0B1 0B2 0B3 0REDUCE_GRAD SCALE 0STEP 0OFFLOAD"
+    )
     plan = one_group((1, 4), offload=Offload(parameters=True, activations=True))
     comm = FakeComm(host_bytes_per_s=1280 / 5)
     result = run(plan, lists=parse_action_lists(f"rank 0: {words}"), comm=comm)
@@ -496,7 +501,7 @@ def test_parameters_that_are_only_dropped_do_not_queue_behind_copies():
 
 
 def test_what_a_step_has_changed_is_copied_to_the_host():
-    lists = parse_action_lists("rank 0: 0FETCH 0F0 0B0 0REDUCE SCALE 0STEP 0OFFLOAD")
+    lists = parse_action_lists("rank 0: 0FETCH 0F0 0B0 0REDUCE_GRAD SCALE 0STEP 0OFFLOAD")
     plan = one_group((1, 1), offload=Offload(parameters=True))
     result = run(plan, lists=lists, comm=FakeComm(host_bytes_per_s=1280 / 5))
     work = works(result, 0)
@@ -523,7 +528,7 @@ def test_a_chunk_of_the_same_group_takes_what_is_there():
         chunks=(Chunk(group=0, layers=(0, 1)), Chunk(group=0, layers=(1, 2))),
     )
     lists = parse_action_lists(
-        "rank 0: 0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1 0REDUCE 1REDUCE 0STEP 1STEP"
+        "rank 0: 0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1 0REDUCE_GRAD 1REDUCE_GRAD 0STEP 1STEP"
     )
     result = run(plan, lists=lists, memory=FakeMemory(boundary=10))
     buffers = {
@@ -545,12 +550,12 @@ def test_a_chunk_of_the_same_group_takes_what_is_there():
 @pytest.mark.parametrize(
     ("offload", "words", "message"),
     [
-        (None, "0GATHER 0F0 0B0 0RELEASE 0F1 0B1", "runs 0F1, but .* released"),
+        (None, "0UNSHARD 0F0 0B0 0RESHARD 0F1 0B1", "runs 0F1, but .* released"),
         (None, "0FETCH 0F0 0B0 0F1 0B1", "does not name them"),
         (Offload(optimizer_state=True), "0FETCH 0F0 0B0 0F1 0B1", "does not name them"),
         (Offload(parameters=True), "0F0 0B0 0F1 0B1 0OFFLOAD", "0F0, but .* in host memory"),
-        (Offload(parameters=True), "0FETCH 0F0 0B0 0OFFLOAD 0GATHER", "in host memory"),
-        (None, "1RELEASE", "not a chunk of its group"),
+        (Offload(parameters=True), "0FETCH 0F0 0B0 0OFFLOAD 0UNSHARD", "in host memory"),
+        (None, "1RESHARD", "not a chunk of its group"),
     ],
 )
 def test_what_is_not_there_cannot_be_used(offload, words, message):

@@ -132,7 +132,7 @@ def test_a_shared_nic_halves_two_concurrent_transfers():
     def activation_s(nic_bytes_per_s):
         comm = FakeComm(bytes_per_s=8.0, links=node_links(2, nic_bytes_per_s))
         result = run(even_plan(2, 2, 1), memory=memory, comm=comm)
-        return [t.end_s - t.start_s for t in result.transfers() if "SA" in t.action]
+        return [t.end_s - t.start_s for t in result.transfers() if "SEND_F" in t.action]
 
     assert activation_s(16.0) == [1.0, 1.0]  # wide enough for both
     assert activation_s(8.0) == [2.0, 2.0]
@@ -157,10 +157,10 @@ def test_reductions_of_two_groups_share_a_nic():
         compute=FakeCompute(backward_s=0.0, forward_s=0.0),
         comm=comm,
     )
-    reduce_s = [s.end_s - s.start_s for s in both.spans(0) if s.action == "0REDUCE"]
+    reduce_s = [s.end_s - s.start_s for s in both.spans(0) if s.action == "0REDUCE_GRAD"]
     assert reduce_s == [2.0]
     apart = run(plan, compute=FakeCompute(backward_s=0.0, forward_s=0.0), comm=comm)
-    assert [s.end_s - s.start_s for s in apart.spans(0) if s.action == "0REDUCE"] == [1.0]
+    assert [s.end_s - s.start_s for s in apart.spans(0) if s.action == "0REDUCE_GRAD"] == [1.0]
 
 
 def test_a_tied_embedding_is_swapped_between_owners():
@@ -221,14 +221,14 @@ def test_random_plans_agree_with_a_second_implementation(case, forward_only):
                 assert span.end_s == pytest.approx(end_s, rel=1e-9, abs=1e-9)
 
 
-def without_hops(plan):
+def without_transfers(plan):
     """The plan, as if messages took no time."""
-    chunks = tuple(dataclasses.replace(chunk, hop=None) for chunk in plan.chunks)
+    chunks = tuple(dataclasses.replace(chunk, transfer=None) for chunk in plan.chunks)
     return dataclasses.replace(plan, chunks=chunks)
 
 
 @pytest.mark.slow
-@given(plan=plans().map(without_hops))
+@given(plan=plans().map(without_transfers))
 def test_times_are_those_of_the_simulation_that_made_the_order(plan):
     """It takes a replica's n micro-batches as 1/n each, a third of it forward.
 
@@ -326,31 +326,33 @@ def test_lists_that_wait_for_each_other_are_refused():
     plan = even_plan(2, 1, 1)
     lists = lower_plan(plan)
     first = list(lists.ranks[0])
-    at = next(i for i, a in enumerate(first) if str(a).startswith("0SA0"))
+    at = next(i for i, a in enumerate(first) if str(a).startswith("0SEND_F0"))
     # The first activation is sent only after the backward that it leads to.
     first.insert(first.index(Action(kind=Kind.BACKWARD, chunk=0, micro_batch=0)), first.pop(at))
     stuck = dataclasses.replace(lists, ranks=(tuple(first), lists.ranks[1]))
-    with pytest.raises(SimulationError, match=r"can proceed:\nrank 0 at 4: .*0F0 0RG0.* »0B0«"):
+    with pytest.raises(SimulationError, match=r"can proceed:\nrank 0 at 4: .*0F0 0RECV_B0.* »0B0«"):
         run(plan, lists=stuck)
 
 
 def test_ends_of_a_transfer_that_differ_are_refused():
     plan = even_plan(2, 1, 2)
     lists = lower_plan(plan)
-    first = [a for a in lists.ranks[0] if not str(a).startswith("0SA")]
-    sends = [a for a in lists.ranks[0] if str(a).startswith("0SA")]
+    first = [a for a in lists.ranks[0] if not str(a).startswith("0SEND_F")]
+    sends = [a for a in lists.ranks[0] if str(a).startswith("0SEND_F")]
     swapped = dataclasses.replace(
         lists, ranks=((*first[:2], *sends[::-1], *first[2:]), lists.ranks[1])
     )
-    with pytest.raises(SimulationError, match=r"sends 0SA1>1\[1:2\] where rank 1 has 1RA0<0"):
+    with pytest.raises(
+        SimulationError, match=r"sends 0SEND_F1>1\[1:2\] where rank 1 has 1RECV_F0<0"
+    ):
         run(plan, lists=swapped)
 
 
 @pytest.mark.parametrize(
     ("drop", "message"),
     [
-        ("0SA0", "sends and"),
-        ("1REDUCE", "1REDUCE in the lists of 1"),
+        ("0SEND_F0", "sends and"),
+        ("1REDUCE_GRAD", "1REDUCE_GRAD in the lists of 1"),
         ("NORM", "NORM in the lists"),
     ],
 )
@@ -390,31 +392,31 @@ def test_a_reduction_in_16_bits_sends_half_the_bytes_directly_to_the_owners():
     compute = FakeCompute(forward_s=0.0, backward_s=0.0)
     spans = {}
     for comm_dtype in (None, "bf16"):
-        plan = one_group((1, 1), (1, 1), weights=[3.0, 2.0], gradient_wire=comm_dtype)
+        plan = one_group((1, 1), (1, 1), weights=[3.0, 2.0], grad_reduce_dtype=comm_dtype)
         result = run(plan, compute=compute, comm=comm)
         (spans[comm_dtype],) = [
-            s.end_s - s.start_s for s in result.spans(0) if s.action == "0REDUCE"
+            s.end_s - s.start_s for s in result.spans(0) if s.action == "0REDUCE_GRAD"
         ]
     assert spans == {None: 5 + 640 * 4 / 2, "bf16": 5 + 384 * 2}
 
 
 def test_a_reduction_with_memory_of_its_own_waits_for_the_one_before():
-    """One group, three chunks: 2REDUCE takes until 45 s, and 1REDUCE comes at 37 s.
+    """One group, three chunks: 2REDUCE_GRAD takes until 45 s, and 1REDUCE_GRAD comes at 37 s.
 
     The three gathers before the first pass take 30 s.
 
     In 16 bits the main stream waits there for it, as the runtime does; 0B0 comes after that.
     """
     ends = {}
-    for wire in (None, "bf16"):
+    for dtype in (None, "bf16"):
         plan = dealt_out(even_plan(1, 2, 1), 3, schedule="interleaved")
-        group = dataclasses.replace(plan.groups[0], gradient_wire=wire)
+        group = dataclasses.replace(plan.groups[0], grad_reduce_dtype=dtype)
         result = run(
             dataclasses.replace(plan, groups=(group,)), comm=FakeComm(collective_latency_s=10.0)
         )
         spans = {span.action: span for span in result.spans(0)}
-        assert (spans["2REDUCE"].end_s, spans["1B0"].end_s) == (45.0, 37.0)
-        ends[wire] = spans["0B0"].end_s
+        assert (spans["2REDUCE_GRAD"].end_s, spans["1B0"].end_s) == (45.0, 37.0)
+        ends[dtype] = spans["0B0"].end_s
     assert ends == {None: 39.0, "bf16": 47.0}
 
 

@@ -1,4 +1,4 @@
-"""Costs of ranks of tensor-parallel sets, from models, clusters and links."""
+"""Costs of ranks of tensor-parallel groups, from models, clusters and links."""
 
 import json
 from dataclasses import replace
@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.unit.made_plans import plan_of, replica
 from tests.unit.profile_samples import good
-from zorse_megatron.costs.interface import WHOLE, PassTimes, RankPart
+from zorse_megatron.costs.interface import WHOLE, PassTimes, TpShard
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import Computing, ModelShape
 from zorse_megatron.inputs.profile import parse_profile
-from zorse_megatron.plan.plan import Parts, Plan
+from zorse_megatron.plan.plan import Plan, TpShards
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.planner.inputs.tensor_parallel_units import set_collectives, told_local_sizes
+from zorse_megatron.planner.inputs.tensor_parallel_members import told_local_sizes, tp_collectives
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.simulate.memory_ledger import Category
 
@@ -49,18 +49,18 @@ def inputs_on(path: Path, gpus: str, **computing):
     )
 
 
-def one_set(inputs, ranks: int, parts: Parts | None = None) -> Plan:
-    one = replica(*range(ranks), size=SIZE, count=BATCH // SIZE, parts=parts)
+def one_tp_group(inputs, ranks: int, tp_shards: TpShards | None = None) -> Plan:
+    one = replica(*range(ranks), size=SIZE, count=BATCH // SIZE, tp_shards=tp_shards)
     plan = plan_of([one], layers=MODEL.num_layers)
     return replace(plan, model=inputs.model)
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_a_set_computes_its_part_and_sums_on_its_links(tmp_path, degree):
+def test_a_tp_group_computes_its_part_and_sums_on_its_links(tmp_path, degree):
     """Four sums of an activation for each layer, one each for embedding and head, and the loss."""
     inputs = inputs_on(tmp_path / "cluster.yaml", f"{degree} x A100-40")
-    result = simulate_plan(inputs, one_set(inputs, degree))
-    own = inputs.sets.of_rank(RankPart(degree=degree), None).compute
+    result = simulate_plan(inputs, one_tp_group(inputs, degree))
+    own = inputs.tp_costs.of_rank(TpShard(degree=degree), None).compute
     parts = [own.layer("A100-40", SIZE)] * MODEL.num_layers
     parts += [own.embedding("A100-40", SIZE), own.head("A100-40", SIZE)]
     ranks = tuple(range(degree))
@@ -84,7 +84,7 @@ def test_sequence_parallelism_makes_activations_smaller_by_the_degree(tmp_path):
     for sequence_parallel in (False, True):
         name = tmp_path / f"cluster{sequence_parallel}.yaml"
         inputs = inputs_on(name, "2 x A100-40", sequence_parallel=sequence_parallel)
-        result = simulate_plan(inputs, one_set(inputs, 2))
+        result = simulate_plan(inputs, one_tp_group(inputs, 2))
         peaks.append(result.memory[0].by_category[Category.ACTIVATIONS].num_bytes)
         alone = inputs.memory.activation_bytes(SIZE, "none", "A100-40")
     assert peaks[1] == MODEL.num_layers * alone // 2
@@ -100,13 +100,13 @@ def test_parts_of_all_ranks_make_the_whole(data):
         cuts = [0, *sorted(data.draw(st.integers(0, total)) for _ in range(degree - 1)), total]
         return tuple(b - a for a, b in pairwise(cuts))
 
-    parts = Parts(
+    tp_shards = TpShards(
         kv_groups=counts(8),
         mlp_columns=counts(4096),
         vocabulary_rows=counts(32000),
     )
     locals_ = [
-        told_local_sizes(MODEL, RankPart(degree=degree, parts=parts, index=index))
+        told_local_sizes(MODEL, TpShard(degree=degree, tp_shards=tp_shards, index=index))
         for index in range(degree)
     ]
     whole = MODEL.layer_parameters() - MODEL.attention_parameters - MODEL.mlp_parameters
@@ -117,37 +117,41 @@ def test_parts_of_all_ranks_make_the_whole(data):
 
 def test_equal_numbers_are_equal_parts(tmp_path):
     inputs = inputs_on(tmp_path / "cluster.yaml", "2 x A100-40")
-    given_ = Parts(kv_groups=(4, 4), mlp_columns=(2048, 2048), vocabulary_rows=(16000, 16000))
-    named, plain = (simulate_plan(inputs, one_set(inputs, 2, parts)) for parts in (given_, None))
+    given_ = TpShards(kv_groups=(4, 4), mlp_columns=(2048, 2048), vocabulary_rows=(16000, 16000))
+    named, plain = (
+        simulate_plan(inputs, one_tp_group(inputs, 2, parts)) for parts in (given_, None)
+    )
     assert named.iteration_s == plain.iteration_s
     assert named.peak_memory_bytes == plain.peak_memory_bytes
 
 
 def test_unequal_parts_suit_unequal_gpus(tmp_path):
-    """An A100 and a T4: a set of halves waits for the T4, one of three quarters hardly does."""
+    """An A100 and a T4: a TP group of halves waits for the T4, one of three quarters hardly
+    does."""
     inputs = inputs_on(tmp_path / "cluster.yaml", "[A100-40, T4]")
-    parts = Parts(kv_groups=(6, 2), mlp_columns=(3072, 1024), vocabulary_rows=(24000, 8000))
-    equal = simulate_plan(inputs, one_set(inputs, 2))
-    uneven = simulate_plan(inputs, one_set(inputs, 2, parts))
+    tp_shards = TpShards(kv_groups=(6, 2), mlp_columns=(3072, 1024), vocabulary_rows=(24000, 8000))
+    equal = simulate_plan(inputs, one_tp_group(inputs, 2))
+    uneven = simulate_plan(inputs, one_tp_group(inputs, 2, tp_shards))
     assert uneven.iteration_s < 0.8 * equal.iteration_s
     assert uneven.peak_memory_bytes[0] > equal.peak_memory_bytes[0]
     assert uneven.peak_memory_bytes[1] < equal.peak_memory_bytes[1]
 
 
 def test_a_rank_that_holds_nothing_takes_no_time_and_no_memory_of_layers(tmp_path):
-    """A set in which one rank has it all is that rank alone, and the set's collectives."""
+    """A TP group in which one rank has it all is that rank alone, and the TP group's
+    collectives."""
     inputs = inputs_on(tmp_path / "cluster.yaml", "2 x A100-40")
-    all_to_one = Parts(kv_groups=(8, 0), mlp_columns=(4096, 0), vocabulary_rows=(32000, 0))
+    all_to_one = TpShards(kv_groups=(8, 0), mlp_columns=(4096, 0), vocabulary_rows=(32000, 0))
     alone = replace(inputs, kinds=inputs.kinds[:1])
     whole, found = (
-        simulate_plan(alone, one_set(alone, 1)),
-        simulate_plan(inputs, one_set(inputs, 2, all_to_one)),
+        simulate_plan(alone, one_tp_group(alone, 1)),
+        simulate_plan(inputs, one_tp_group(inputs, 2, all_to_one)),
     )
     tokens = SIZE * MODEL.seq_length
     inside_s = [
         times.forward_s + times.backward_s
         for times in (
-            set_collectives(inputs).of(part, (0, 1), tokens * MODEL.hidden_size * 2, tokens)
+            tp_collectives(inputs).of(part, (0, 1), tokens * MODEL.hidden_size * 2, tokens)
             for part in ("embedding", *("layer",) * MODEL.num_layers, "head")
         )
     ]
@@ -208,11 +212,15 @@ def test_parts_are_like_the_measured_model_whatever_their_size(tmp_path):
         dtype="float16",
         computing=Computing(attention="flash"),
     )
-    for parts in (None, Parts(kv_groups=(6, 2)), Parts(kv_groups=(6, 2), mlp_columns=(96, 4000))):
+    for parts in (
+        None,
+        TpShards(kv_groups=(6, 2)),
+        TpShards(kv_groups=(6, 2), mlp_columns=(96, 4000)),
+    ):
         for index in (0, 1):
-            part = RankPart(degree=2, parts=parts, index=index if parts else 0)
+            part = TpShard(degree=2, tp_shards=parts, index=index if parts else 0)
             found, formula = (
-                each.sets.of_rank(part, None).compute.layer("T4", SIZE)
+                each.tp_costs.of_rank(part, None).compute.layer("T4", SIZE)
                 for each in (measured, inputs)
             )
             assert found.forward_s == pytest.approx(3.0 * formula.forward_s)
@@ -221,18 +229,20 @@ def test_parts_are_like_the_measured_model_whatever_their_size(tmp_path):
 
 def test_costs_of_a_rank_alone_are_those_of_the_job(tmp_path):
     inputs = inputs_on(tmp_path / "cluster.yaml", "2 x A100-40")
-    alone = inputs.sets.of_rank(WHOLE, None)
+    alone = inputs.tp_costs.of_rank(WHOLE, None)
     assert alone.memory == inputs.memory
     assert alone.compute.layer("A100-40", SIZE) == inputs.compute.layer("A100-40", SIZE)
     assert not alone.compute.includes_collectives("A100-40", "layer")
-    assert told_local_sizes(MODEL, RankPart(degree=4)) == MODEL
+    assert told_local_sizes(MODEL, TpShard(degree=4)) == MODEL
 
 
 def test_halves_of_a_layer_take_what_their_parts_take(tmp_path):
     """Three quarters of the KV groups, and as many columns as the other rank."""
     compute = [
         inputs_on(tmp_path / "cluster.yaml", "2 x A100-40")
-        .sets.of_rank(RankPart(degree=2, parts=Parts(kv_groups=(6, 2)), index=index), None)
+        .tp_costs.of_rank(
+            TpShard(degree=2, tp_shards=TpShards(kv_groups=(6, 2)), index=index), None
+        )
         .compute
         for index in (0, 1)
     ]

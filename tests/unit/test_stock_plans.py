@@ -13,12 +13,12 @@ from zorse_megatron.errors import PlanError
 from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
-    Hop,
     ModelFingerprint,
     Offload,
-    Parts,
     Plan,
     Recompute,
+    TpShards,
+    TransferCost,
 )
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.baselines.stock_layouts import Grid, plan_of_grid
@@ -90,12 +90,12 @@ def comparable(plan):
             offload=None,
             split_backward=None,
             hierarchical=None,
-            delayed_samples=None,
+            delayed_wgrad_samples=None,
             replicas=tuple(
                 dataclasses.replace(
                     each,
                     shard_weight=1.0,
-                    parts=None,
+                    tp_shards=None,
                     offload=None,
                     recompute=each.recompute
                     or plan.groups[number].recompute
@@ -167,13 +167,13 @@ def with_chunks(*groups):
 
 
 def exchanged(plan, one, other):
-    """Two sets, each of which takes the ranks of the other one."""
+    """Two TP groups, each of which takes the ranks of the other one."""
     first, second = (plan.groups[g].replicas[r].ranks for g, r in (one, other))
     return with_replica(*other, with_replica(*one, plan, ranks=second), ranks=first)
 
 
 NO_MORE = dataclasses.replace(PLAN.groups[1], replicas=PLAN.groups[1].replicas[:1])
-HOP = dataclasses.replace(PLAN.chunks[0], hop=Hop(latency=0.1, load=0.1))
+TRANSFER = dataclasses.replace(PLAN.chunks[0], transfer=TransferCost(latency=0.1, load=0.1))
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ HOP = dataclasses.replace(PLAN.chunks[0], hop=Hop(latency=0.1, load=0.1))
         (with_replica(1, 0, ranks=(4,)), "groups[1].replicas[0].ranks", "2 of them"),
         (with_replica(1, 0, ranks=(5, 4)), "groups[1].replicas[0].ranks", "in order"),
         (
-            with_replica(1, 0, parts=Parts(kv_groups=(3, 1))),
-            "groups[1].replicas[0].parts",
+            with_replica(1, 0, tp_shards=TpShards(kv_groups=(3, 1))),
+            "groups[1].replicas[0].tp_shards",
             "equal ones",
         ),
         (with_replica(1, 0, region="east"), "groups[1].replicas[0].region", "any region"),
@@ -203,13 +203,21 @@ HOP = dataclasses.replace(PLAN.chunks[0], hop=Hop(latency=0.1, load=0.1))
         ),
         (with_group(1, split_backward=True), "groups[1].split_backward", "in one piece"),
         (with_group(1, extra_in_flight=1), "groups[1].extra_in_flight", "no more in flight"),
-        (with_group(0, gradient_wire="bf16"), "groups[0].gradient_wire", "as they are kept"),
+        (
+            with_group(0, grad_reduce_dtype="bf16"),
+            "groups[0].grad_reduce_dtype",
+            "as they are kept",
+        ),
         (with_group(0, hierarchical=True), "groups[0].hierarchical", "over all ranks at once"),
         (with_group(1, compute_dtype="fp16"), "groups[1].compute_dtype", "nothing, as groups[0]"),
         (with_group(1, replicas=NO_MORE.replicas), "groups[1]", "2, as other groups have"),
         (with_chunks(0, 1, 1, 0), "chunks", "groups 0, 1 in turn"),
         (with_chunks(0, 1, 0), "chunks", "groups 0, 1 in turn"),
-        (dataclasses.replace(PLAN, chunks=(HOP, *PLAN.chunks[1:])), "chunks[0].hop", "slow"),
+        (
+            dataclasses.replace(PLAN, chunks=(TRANSFER, *PLAN.chunks[1:])),
+            "chunks[0].transfer",
+            "slow",
+        ),
         (
             dataclasses.replace(
                 PLAN, schedule=dataclasses.replace(PLAN.schedule, name="breadth_first")
@@ -256,12 +264,12 @@ def test_one_stage_is_not_interleaved():
 
 
 def test_everything_is_told_at_once():
-    plan = with_group(1, with_replica(0, 1, micro_batch_size=1), gradient_wire="bf16")
+    plan = with_group(1, with_replica(0, 1, micro_batch_size=1), grad_reduce_dtype="bf16")
     plan = with_replica(1, 1, with_replica(1, 0, plan, micro_batch_size=4), micro_batch_size=4)
     with pytest.raises(PlanError) as caught:
         grid_of_plan(plan, NODES, "plan.json")
     assert [each.where for each in caught.value.problems] == [
-        "groups[1].gradient_wire",
+        "groups[1].grad_reduce_dtype",
         "groups[0].replicas[1].micro_batch_size",
         "groups[1].replicas[0].micro_batch_size",
     ]

@@ -281,7 +281,7 @@ def make(cluster=TWO_NODES, batch=16, layers=8):
     )
 
 
-def without_sets(inputs):
+def without_tp(inputs):
     space = dataclasses.replace(inputs.space, max_tensor_parallel=1)
     return dataclasses.replace(inputs, space=space)
 
@@ -350,7 +350,7 @@ def test_memory_is_told_from_divisibility():
     assert found.layout.description.endswith("TP 4 PP 2 DP 1, micro-batches of 1, recompute full")
     assert found.reason.startswith("memory: TP 4 PP 2 DP 1")
     assert "of 1.0 GiB on rank " in found.reason
-    odd = stock_on_all(without_sets(make(batch=7, layers=9)))
+    odd = stock_on_all(without_tp(make(batch=7, layers=9)))
     assert odd.layout is None
     assert odd.reason == (
         "divisibility: 8 GPUs make 1, 2, 4 or 8 stages, of which 9 layers can be split evenly into "
@@ -358,7 +358,7 @@ def test_memory_is_told_from_divisibility():
         "batch of 7"
     )
     with pytest.raises(NoPlanError, match="divisibility: 8 GPUs make"):
-        find_plan(without_sets(make(batch=7, layers=7)), strategy="stock")
+        find_plan(without_tp(make(batch=7, layers=7)), strategy="stock")
 
 
 @pytest.mark.slow

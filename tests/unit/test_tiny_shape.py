@@ -1,21 +1,21 @@
-"""The tiny model that stands for a real one: sets cut both in the same way."""
+"""The tiny model that stands for a real one: TP groups cut both in the same way."""
 
 import dataclasses
 
 import pytest
 
-from tests.unit.test_simulate_sets import sets_of
+from tests.unit.test_simulate_tp import tp_groups_of
 from zorse_megatron.emulate.tiny_model import TinyShape
 from zorse_megatron.inputs.model import MODELS
-from zorse_megatron.plan.plan import Parts
-from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, set_problems
+from zorse_megatron.plan.plan import TpShards
+from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, tp_problems
 
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_query_groups=8)
 
 
-def with_parts(plan, parts):
+def with_tp_shards(plan, parts):
     (group,) = plan.groups
-    replica = dataclasses.replace(group.replicas[0], parts=parts)
+    replica = dataclasses.replace(group.replicas[0], tp_shards=parts)
     return dataclasses.replace(plan, groups=(dataclasses.replace(group, replicas=(replica,)),))
 
 
@@ -29,30 +29,33 @@ def divided(shape):
     )
 
 
-def test_without_sets_it_is_always_the_same():
-    plan = sets_of([(0,), (1,)])
+def test_without_tp_groups_it_is_always_the_same():
+    plan = tp_groups_of([(0,), (1,)])
     shape = TinyShape.of(MODEL, [plan])
     assert shape == TinyShape()
     assert shape.flags() == []
     assert shape.plan(plan).groups == plan.groups
 
 
-def test_all_sets_of_all_plans_divide_it():
-    plans = [sets_of([(0, 1)], [(2, 3, 4, 5)]), sets_of([(0, 1)], [(2, 3, 4, 5, 6, 7, 8, 9)])]
+def test_all_tp_groups_of_all_plans_divide_it():
+    plans = [
+        tp_groups_of([(0, 1)], [(2, 3, 4, 5)]),
+        tp_groups_of([(0, 1)], [(2, 3, 4, 5, 6, 7, 8, 9)]),
+    ]
     shape = TinyShape.of(MODEL, plans)
-    assert not [problem for plan in plans for problem in set_problems(plan, divided(shape))]
+    assert not [problem for plan in plans for problem in tp_problems(plan, divided(shape))]
 
 
 @pytest.mark.parametrize(
     ("columns", "proportion"), [((6480, 2160), 0.75), ((5760, 2880), 2 / 3), ((8640, 0), 1.0)]
 )
 def test_unequal_parts_keep_their_proportion(columns, proportion):
-    parts = Parts(kv_groups=(7, 1), mlp_columns=columns, vocabulary_rows=(31999, 1))
-    plan = with_parts(sets_of([(0, 1)]), parts)
+    tp_shards = TpShards(kv_groups=(7, 1), mlp_columns=columns, vocabulary_rows=(31999, 1))
+    plan = with_tp_shards(tp_groups_of([(0, 1)]), tp_shards)
     shape = TinyShape.of(MODEL, [plan])
     tiny = shape.plan(plan)
-    assert not list(set_problems(tiny, divided(shape)))
-    found = tiny.groups[0].replicas[0].parts
+    assert not list(tp_problems(tiny, divided(shape)))
+    found = tiny.groups[0].replicas[0].tp_shards
     assert found.kv_groups == (7, 1)
     assert found.mlp_columns[0] / sum(found.mlp_columns) == pytest.approx(proportion)
     assert found.vocabulary_rows == (255, 1)

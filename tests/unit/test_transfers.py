@@ -15,7 +15,7 @@ from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.made_plans import dealt_out, even_plan
 from tests.unit.simulation import run
-from zorse_megatron.plan.plan import Hop, Plan, Schedule
+from zorse_megatron.plan.plan import Plan, Schedule, TransferCost
 from zorse_megatron.schedule.actions import (
     COMPUTE,
     RECEIVES,
@@ -30,10 +30,10 @@ from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.micro_batch_order import pipeline_for
 from zorse_megatron.schedule.pipeline_schedules import interleaved, one_f_one_b
 from zorse_megatron.schedule.samples import Boundaries
-from zorse_megatron.schedule.transfer_windows import receive_openings, send_closings
+from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 from zorse_megatron.simulate.assumptions import Framework
 from zorse_megatron.simulate.transfers import (
-    gradient_closings,
+    gradients_waited_at,
     with_receives_at_last,
     with_receives_posted,
 )
@@ -44,12 +44,12 @@ any_plan = st.one_of(plans(), lowerable_plans())
 
 
 def test_two_computations_before_their_place():
-    words = "0F0 0F1 0RG0<1[0:1] 0B0 0F2 0RG1<1[1:2] 0RG2<1[2:3] 0B1 0B2"
+    words = "0F0 0F1 0RECV_B0<1[0:1] 0B0 0F2 0RECV_B1<1[1:2] 0RECV_B2<1[2:3] 0B1 0B2"
     (actions,) = parse_action_lists(f"rank 0: {words}").ranks
-    assert receive_openings(actions) == {2: 0, 5: 3, 6: 3}
-    assert receive_openings(actions, ahead=1) == {2: 1, 5: 4, 6: 4}
-    assert receive_openings(actions, ahead=0) == {2: 2, 5: 5, 6: 6}
-    assert receive_openings(actions, ahead=9) == {2: 0, 5: 0, 6: 0}
+    assert receives_posted_at(actions) == {2: 0, 5: 3, 6: 3}
+    assert receives_posted_at(actions, ahead=1) == {2: 1, 5: 4, 6: 4}
+    assert receives_posted_at(actions, ahead=0) == {2: 2, 5: 5, 6: 6}
+    assert receives_posted_at(actions, ahead=9) == {2: 0, 5: 0, 6: 0}
 
 
 def moved(actions: tuple[Action, ...], ahead: int) -> tuple[Action, ...]:
@@ -88,10 +88,10 @@ def test_simulated_as_if_they_stood_where_they_are_opened(
 @given(plan=any_plan, ahead=st.integers(0, 4))
 def test_opened_in_order_and_never_late(plan: Plan, ahead: int) -> None:
     for actions in lower_plan(plan).ranks:
-        openings = receive_openings(actions, ahead=ahead)
-        assert list(openings) == [at for at, a in enumerate(actions) if a.kind in RECEIVES]
-        assert all(opening <= place for place, opening in openings.items())
-        assert all(one <= next_ for one, next_ in pairwise(openings.values()))
+        posted_at = receives_posted_at(actions, ahead=ahead)
+        assert list(posted_at) == [at for at, a in enumerate(actions) if a.kind in RECEIVES]
+        assert all(post_position <= place for place, post_position in posted_at.items())
+        assert all(one <= next_ for one, next_ in pairwise(posted_at.values()))
 
 
 def test_a_message_hides_behind_what_is_computed_meanwhile() -> None:
@@ -109,24 +109,26 @@ def test_a_message_hides_behind_what_is_computed_meanwhile() -> None:
 
 
 def test_before_the_computation_that_has_so_many_between():
-    words = "0F0 0SA0>1[0:1] 0F1 0SA1>1[1:2] 0SA1>2[2:3] 0F2 0B0 SCALE 0B1 NORM 0GATHER"
+    words = (
+        "0F0 0SEND_F0>1[0:1] 0F1 0SEND_F1>1[1:2] 0SEND_F1>2[2:3] 0F2 0B0 SCALE 0B1 NORM 0UNSHARD"
+    )
     (actions,) = parse_action_lists(f"rank 0: {words}").ranks
-    assert send_closings(actions, behind=1) == {1: 5, 3: 6, 4: 6}
-    assert send_closings(actions, behind=2) == {1: 6, 3: 8, 4: 8}
-    assert send_closings(actions, behind=0) == {1: 2, 3: 5, 4: 5}
-    assert send_closings(actions, behind=9) == {1: 9, 3: 9, 4: 9}, "at NORM"
-    assert send_closings(actions[:7], behind=9) == {1: 7, 3: 7, 4: 7}, "at the end"
+    assert sends_waited_at(actions, behind=1) == {1: 5, 3: 6, 4: 6}
+    assert sends_waited_at(actions, behind=2) == {1: 6, 3: 8, 4: 8}
+    assert sends_waited_at(actions, behind=0) == {1: 2, 3: 5, 4: 5}
+    assert sends_waited_at(actions, behind=9) == {1: 9, 3: 9, 4: 9}, "at NORM"
+    assert sends_waited_at(actions[:7], behind=9) == {1: 7, 3: 7, 4: 7}, "at the end"
 
 
 @settings(deadline=None, max_examples=examples(20))
 @given(plan=any_plan, behind=st.integers(0, 9), forward_only=st.booleans())
 def test_closed_in_order_after_their_place(plan: Plan, behind: int, forward_only: bool) -> None:
     for actions in lower_plan(plan, forward_only=forward_only).ranks:
-        closings = send_closings(actions, behind=behind)
-        assert list(closings) == [at for at, a in enumerate(actions) if a.kind in SENDS]
-        assert all(place < closing for place, closing in closings.items())
-        assert all(one <= next_ for one, next_ in pairwise(closings.values()))
-        ends = {closing for closing in closings.values() if closing < len(actions)}
+        waited_at = sends_waited_at(actions, behind=behind)
+        assert list(waited_at) == [at for at, a in enumerate(actions) if a.kind in SENDS]
+        assert all(place < closing for place, closing in waited_at.items())
+        assert all(one <= next_ for one, next_ in pairwise(waited_at.values()))
+        ends = {closing for closing in waited_at.values() if closing < len(actions)}
         assert all(actions[at].kind in COMPUTE | {Kind.NORM} for at in ends)
 
 
@@ -149,11 +151,11 @@ def test_the_main_stream_waits_there(behind: int) -> None:
 pipelined_plans = st.one_of(plans(), lowerable_plans(schedule_names=("interleaved",)))
 
 
-def with_hops(plan: Plan, hop: Hop | None) -> Plan:
-    """The plan with this hop between all chunks of different groups."""
+def with_transfers(plan: Plan, transfer: TransferCost | None) -> Plan:
+    """The plan with this transfer between all chunks of different groups."""
     follows = [*(chunk.group for chunk in plan.chunks[1:]), None]
     chunks = tuple(
-        dataclasses.replace(chunk, hop=None if after in (None, chunk.group) else hop)
+        dataclasses.replace(chunk, transfer=None if after in (None, chunk.group) else transfer)
         for chunk, after in zip(plan.chunks, follows, strict=True)
     )
     return dataclasses.replace(plan, chunks=chunks)
@@ -173,28 +175,28 @@ def group_time_of(simulation) -> int:
 NUM = 20
 
 
-def two_groups(hop: Hop | None) -> Plan:
-    """Forwards of 1, backwards of 2; so much in flight that only the hop makes anyone wait."""
+def two_groups(transfer: TransferCost | None) -> Plan:
+    """Forwards of 1, backwards of 2; so much in flight that only the transfer makes anyone wait."""
     plan = even_plan(2, 1, NUM)
     groups = tuple(
         dataclasses.replace(group, extra_in_flight=extra)
         for group, extra in zip(plan.groups, (5, 1), strict=True)
     )
-    return with_hops(dataclasses.replace(plan, groups=groups), hop)
+    return with_transfers(dataclasses.replace(plan, groups=groups), transfer)
 
 
 @pytest.mark.parametrize("latency", [0.0, 2.0, 3.5])
-def test_the_schedule_takes_as_long_as_the_hop_asks_for(latency):
+def test_the_schedule_takes_as_long_as_the_transfer_asks_for(latency):
     """Messages of 3, one after the other; the last one's gradient comes back as long."""
-    simulation = pipeline(two_groups(Hop(latency=latency / (3 * NUM), load=1.0)))
+    simulation = pipeline(two_groups(TransferCost(latency=latency / (3 * NUM), load=1.0)))
     end = max(event.end for event in simulation.simulate())
     ideal = 1 + NUM * 3 + latency + 1 + 2 + 3 + latency + 2
     assert end / group_time_of(simulation) * 3 * NUM == pytest.approx(ideal, rel=1e-7)
 
 
-def test_an_order_that_knows_the_hop_is_ideal_and_one_that_does_not_is_longer():
+def test_an_order_that_knows_the_transfer_is_ideal_and_one_that_does_not_is_longer():
     slow = {"memory": FakeMemory(boundary=3), "comm": FakeComm(bytes_per_s=1.0)}
-    known = run(two_groups(Hop(latency=0.0, load=1.0)), **slow)
+    known = run(two_groups(TransferCost(latency=0.0, load=1.0)), **slow)
     unknown = run(two_groups(None), **slow)
     assert known.iteration_s == pytest.approx(3 * NUM + 9)
     # It waits for a second forward before each backward, so the last two are late.
@@ -205,7 +207,7 @@ def test_an_order_that_knows_the_hop_is_ideal_and_one_that_does_not_is_longer():
 @settings(deadline=None)
 @given(plan=pipelined_plans, forward_only=st.booleans())
 def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
-    """Arrivals are found again from the events alone, hop by hop."""
+    """Arrivals are found again from the events alone, transfer by transfer."""
     simulation = pipeline(plan, forward_only=forward_only)
     events = list(simulation.simulate())
     events = [event for event in events if event.kind in COMPUTE]
@@ -219,14 +221,14 @@ def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
             pieces = (link.by_source if event.forward else link.by_target)[event.micro_batch.key]
             sent[lower, event.forward] += [(event.end, piece) for piece in pieces]
     for (lower, forward), messages in sent.items():
-        hop = plan.chunks[lower].hop or Hop(latency=0.0, load=0.0)
-        per_sample = group_time * Fraction(hop.load) / plan.global_batch_size
+        transfer = plan.chunks[lower].transfer or TransferCost(latency=0.0, load=0.0)
+        per_sample = group_time * Fraction(transfer.load) / plan.global_batch_size
         free = 0
         for moment in sorted({time for time, _ in messages}):
             together = [piece for time, piece in messages if time == moment]
             samples = sum(piece.stop - piece.start for piece in together)
             free = max(free, moment) + int(samples * per_sample)
-            arrival = free + round(group_time * Fraction(hop.latency))
+            arrival = free + round(group_time * Fraction(transfer.latency))
             for piece in together:
                 chunk, micro_batch = (lower + 1, piece.target) if forward else (lower, piece.source)
                 assert starts[chunk, forward, micro_batch.key] >= arrival
@@ -235,8 +237,11 @@ def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
 @pytest.mark.slow
 @settings(deadline=None)
 @given(plan=pipelined_plans, forward_only=st.booleans())
-def test_hops_that_take_no_time_change_no_order(plan, forward_only):
-    none, no_time = with_hops(plan, None), with_hops(plan, Hop(latency=0.0, load=0.0))
+def test_transfers_that_take_no_time_change_no_order(plan, forward_only):
+    none, no_time = (
+        with_transfers(plan, None),
+        with_transfers(plan, TransferCost(latency=0.0, load=0.0)),
+    )
     options = {"forward_only": forward_only}
     assert lower_plan(no_time, **options) == lower_plan(none, **options)
 
@@ -244,8 +249,8 @@ def test_hops_that_take_no_time_change_no_order(plan, forward_only):
 @pytest.mark.slow
 @settings(deadline=None)
 @given(plan=lowerable_plans(schedule_names=("breadth_first",)))
-def test_breadth_first_ignores_hops(plan):
-    assert lower_plan(plan) == lower_plan(with_hops(plan, None))
+def test_breadth_first_ignores_transfers(plan):
+    assert lower_plan(plan) == lower_plan(with_transfers(plan, None))
 
 
 # Megatron's own.
@@ -266,7 +271,7 @@ def passes_of(rank):
 
 def word(action):
     if action.kind in RECEIVES:
-        kind = "F" if action.kind is Kind.RECEIVE_ACTIVATION else "B"
+        kind = "F" if action.kind is Kind.RECV_F else "B"
         return f"R{action.chunk}{kind}{action.micro_batch}"
     return str(action)
 
@@ -292,18 +297,21 @@ def test_1f1b_receives_what_is_computed_next():
     found = with_receives_at_last(lower_plan(plan).ranks[1])
     words = [word(each).split(">")[0] for each in found if each.kind in COMPUTE | TRANSFERS]
     assert " ".join(words) == (
-        "R1F0 1F0 1SA0 R1F1 1F1 1SA1 R1F2 1F2 1SA2 R1B0 1B0 1SG0 R1F3 1F3 1SA3 R1B1 1B1 1SG1 "
-        "R1B2 1B2 1SG2 R1B3 1B3 1SG3"
+        "R1F0 1F0 1SEND_F0 R1F1 1F1 1SEND_F1 R1F2 1F2 1SEND_F2 R1B0 1B0 1SEND_B0 R1F3 1F3 "
+        "1SEND_F3 R1B1 1B1 1SEND_B1 "
+        "R1B2 1B2 1SEND_B2 R1B3 1B3 1SEND_B3"
     )
 
 
 def test_a_gradient_has_left_when_the_next_one_was_sent():
     actions = with_receives_posted(passes_of(1))
-    closings = {str(actions[s]): str(actions[at]) for s, at in gradient_closings(actions).items()}
-    found = {send.split(">")[0]: closed for send, closed in closings.items()}
+    waited_at = {
+        str(actions[s]): str(actions[at]) for s, at in gradients_waited_at(actions).items()
+    }
+    found = {send.split(">")[0]: closed for send, closed in waited_at.items()}
     assert found == {
-        **{"3SG0": "1F2", "3SG1": "1F3", "1SG0": "3F2", "1SG1": "3F3"},
-        **{"3SG2": "1B2", "3SG3": "1B3", "1SG2": "NORM", "1SG3": "NORM"},
+        **{"3SEND_B0": "1F2", "3SEND_B1": "1F3", "1SEND_B0": "3F2", "1SEND_B1": "3F3"},
+        **{"3SEND_B2": "1B2", "3SEND_B3": "1B3", "1SEND_B2": "NORM", "1SEND_B3": "NORM"},
     }
 
 

@@ -20,12 +20,12 @@ from zorse_megatron.live import start_watch, watcher
 from zorse_megatron.live.hub import Hub, LineSocket, Member
 from zorse_megatron.live.root_cause import (
     FailureKind,
-    Limits,
     Report,
     RootCause,
+    Timeouts,
     report_of_end,
 )
-from zorse_megatron.live.watched_rank import RankPage, WatchedRank
+from zorse_megatron.live.watched_rank import SharedState, WatchedRank
 from zorse_megatron.live.watcher import last_line
 
 ALL = range(3)
@@ -33,7 +33,7 @@ WRONG = PlanError("No", [Problem(where="plan.json", found="a", expected="b", rem
 
 
 def root_cause(*found: tuple[int, FailureKind, float], ended: tuple[int, ...] = ()) -> RootCause:
-    new = RootCause(3, Limits())
+    new = RootCause(3, Timeouts())
     for rank, kind, at_s in found:
         new.note(Report(rank=rank, kind=kind, reason=kind.name), at_s)
     new.ended.update(ended)
@@ -172,11 +172,13 @@ def test_how_a_process_ends_says_what_befell_it(
 def test_the_last_word_of_a_rank_is_understood(
     error: BaseException | None, kind: FailureKind, reason: str | None
 ) -> None:
-    page = RankPage()
-    with contextlib.suppress(BaseException), WatchedRank(page, Limits()).last_words():
+    shared = SharedState()
+    with contextlib.suppress(BaseException), WatchedRank(shared, Timeouts()).last_words():
         if error is not None:
             raise error
-    report = report_of_end(0, status=0, word=page.word.read(), phase="", memory_ran_out=False)
+    report = report_of_end(
+        0, status=0, word=shared.exit_reason.read(), phase="", memory_ran_out=False
+    )
     assert report.kind is kind
     assert reason is None or report.reason == reason
 
@@ -191,9 +193,9 @@ class Job:
     """The watchers of three ranks in one process, without ranks."""
 
     def __init__(self) -> None:
-        self.hub = Hub(WORLD_SIZE, limits=Limits(), describe=str, host="here")
+        self.hub = Hub(WORLD_SIZE, timeouts=Timeouts(), describe=str, host="here")
         self.address = f"127.0.0.1 {self.hub.address}"
-        self.members = [Member(rank, limits=Limits(), host="here") for rank in (1, 2)]
+        self.members = [Member(rank, timeouts=Timeouts(), host="here") for rank in (1, 2)]
         self.late: set[int] = set()
         """Ranks that have not found the hub's address so far."""
         self.now_s = 0.0
@@ -299,10 +301,10 @@ def test_the_time_is_that_of_megatrons_flag(
 ) -> None:
     """Of the command, without Megatron."""
     write_lab(tmp_path)
-    found: list[Limits] = []
+    found: list[Timeouts] = []
 
-    def watched(_plan: object, limits: Limits, _node: str) -> None:
-        found.append(limits)
+    def watched(_plan: object, timeouts: Timeouts, _node: str) -> None:
+        found.append(timeouts)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pretrain, "_watched", watched)
@@ -311,7 +313,7 @@ def test_the_time_is_that_of_megatrons_flag(
     for more in ([], ["--distributed-timeout-minutes", "3"]):
         with pytest.raises(KeyboardInterrupt):
             pretrain.run([*FLAGS, *more, "--zorse-plan", str(tmp_path / "plan.json")])
-    assert [limits.exit_s for limits in found] == [600, 180]
+    assert [timeouts.exit_s for timeouts in found] == [600, 180]
 
 
 # Large jobs.
@@ -330,7 +332,7 @@ def file_limit() -> Iterator[int]:
 def test_a_rank_that_joins_costs_the_hub_the_same_however_many_have_joined() -> None:
     """With all told of each join, 2,000 ranks took the hub 39 s: its own rank took it for dead."""
     num_ranks = 12 * RANKS_PER_NODE
-    hub = Hub(num_ranks, limits=Limits(), describe=str, host="node 0")
+    hub = Hub(num_ranks, timeouts=Timeouts(), describe=str, host="node 0")
     port = hub.listener.getsockname()[1]
     lines = {}
     for rank in reversed(range(1, num_ranks)):  # each takes the word from the one before
@@ -358,7 +360,7 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
     ours, theirs = socket.socketpair()
     beyond = socket.socket(fileno=os.dup2(ours.fileno(), 2000))
     rank = os.posix_spawnp("sleep", ["sleep", "0.5"], os.environ)
-    page, looks = RankPage(), 0
+    shared, looks = SharedState(), 0
 
     class Post(Member):
         @property
@@ -376,14 +378,14 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
             nonlocal looks
             looks += 1
 
-    page.word.write(f"{FailureKind.DONE.name}:")
+    shared.exit_reason.write(f"{FailureKind.DONE.name}:")
     monkeypatch.setattr(watcher, "end_as", lambda status: None)
     watcher.Watcher(
         rank=1,
         process=rank,
-        page=page,
-        post=Post(1, limits=Limits(), host="here"),
-        limits=Limits(),
+        shared=shared,
+        post=Post(1, timeouts=Timeouts(), host="here"),
+        timeouts=Timeouts(),
         describe=str,
         find_hub=None,
     ).run()

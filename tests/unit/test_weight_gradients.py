@@ -61,7 +61,7 @@ def test_a_breadth_first_plan_gains_while_it_drains():
 def test_all_stages_hold_as_many_micro_batches():
     """The first stage p of them for their backward, the last p - 1 for their weight gradients."""
     plan = equal_stages(4, 16)
-    memory = FakeMemory(kept={"none": 1000}, delayed=1000)
+    memory = FakeMemory(saved={"none": 1000}, delayed=1000)
     peaks = [
         each.by_category[Category.ACTIVATIONS].num_bytes for each in run(plan, memory=memory).memory
     ]
@@ -71,9 +71,9 @@ def test_all_stages_hold_as_many_micro_batches():
 def test_a_plan_may_let_fewer_weight_gradients_wait():
     """The last stage with one sample, so it drains with p - 2 weight gradients less."""
     plan = equal_stages(4, 16)
-    groups = tuple(replace(group, delayed_samples=1) for group in plan.groups)
+    groups = tuple(replace(group, delayed_wgrad_samples=1) for group in plan.groups)
     less = replace(plan, groups=groups)
-    memory = FakeMemory(kept={"none": 1000}, delayed=1000)
+    memory = FakeMemory(saved={"none": 1000}, delayed=1000)
     found = run(less, memory=memory)
     peaks = [each.by_category[Category.ACTIVATIONS].num_bytes for each in found.memory]
     assert peaks == [4000, 4000, 3000, 2000]
@@ -84,9 +84,9 @@ def test_a_plan_may_let_fewer_weight_gradients_wait():
 def test_what_a_backward_leaves_is_held_until_its_weight_gradients():
     """A single rank: 1000 bytes from the forward, and 1500 in place of them until the W."""
     plan = equal_stages(1, 1)
-    found = run(plan, memory=FakeMemory(kept={"none": 1000}, delayed=1500))
+    found = run(plan, memory=FakeMemory(saved={"none": 1000}, delayed=1500))
     assert found.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 1500
-    less = run(plan, memory=FakeMemory(kept={"none": 1000}, delayed=500))
+    less = run(plan, memory=FakeMemory(saved={"none": 1000}, delayed=500))
     assert less.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 1000
 
 
@@ -104,7 +104,7 @@ def test_every_backward_of_a_split_group_has_its_weight_gradients(plan):
         assert len(weights) == (len(backwards) if split else 0)
         for action in weights:
             word = f"{action.chunk}{{}}{action.micro_batch}"
-            assert at[word.format("B")] < at[word.format("W")] < at[f"{action.chunk}REDUCE"]
+            assert at[word.format("B")] < at[word.format("W")] < at[f"{action.chunk}REDUCE_GRAD"]
         for chunk in {action.chunk for action in weights}:
             order = [action.micro_batch for action in backwards if action.chunk == chunk]
             assert order == [action.micro_batch for action in weights if action.chunk == chunk]
@@ -120,9 +120,9 @@ def test_splitting_changes_no_evaluation(plan):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("0F0 0W0 0B0 0REDUCE", "0W0 before its backward"),
-        ("0F0 0B0 0W0 0W0 0REDUCE", "0W0 before its backward, or twice"),
-        ("0F0 0F1 0B0 0W0 0B1 0REDUCE 0W1", "0REDUCE before all gradients of weights"),
+        ("0F0 0W0 0B0 0REDUCE_GRAD", "0W0 before its backward"),
+        ("0F0 0B0 0W0 0W0 0REDUCE_GRAD", "0W0 before its backward, or twice"),
+        ("0F0 0F1 0B0 0W0 0B1 0REDUCE_GRAD 0W1", "0REDUCE_GRAD before all gradients of weights"),
         ("0F0 0F1 0B0 0W0 0B1", r"lacks weight gradients of .* \{\(0, 1\)\}"),
     ],
 )
@@ -156,7 +156,7 @@ def test_inputs_and_output_gradients_of_four_matrices_are_kept():
         seq_length=10,
     )
     assert delayed_elements(model) == 10 * 64 * 16
-    # In a set of 2 what is whole stays: 2 inputs and 2 output gradients of width h.
+    # In a TP group of 2 what is whole stays: 2 inputs and 2 output gradients of width h.
     assert delayed_elements(model, tensor_parallel=2) == 10 * 64 * (4 + 6)
     assert delayed_elements(model, tensor_parallel=2, splits_inputs=True) == 10 * 64 * (3 + 6)
 

@@ -20,7 +20,7 @@ from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed, job_dt
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.live.checkpoint_choice import Chooser
 from zorse_megatron.log import say
-from zorse_megatron.plan.plan import Plan, Recompute, set_of_rank
+from zorse_megatron.plan.plan import Plan, Recompute, tp_group_of_rank
 
 
 def argument_hooks(
@@ -33,9 +33,9 @@ def argument_hooks(
 
     fit = partial(fit_to_plan, plan=plan, world_size=world_size, kinds=kinds)
     has_own_heads = any(
-        parts is not None and parts.kv_groups is not None
+        tp_shards is not None and tp_shards.kv_groups is not None
         for group in plan.groups
-        for parts in (replica.unequal_parts for replica in group.replicas)
+        for tp_shards in (replica.uneven_tp_shards for replica in group.replicas)
     )
     return {
         **({under_plan.CHECK_HEADS: with_any_heads} if has_own_heads else {}),
@@ -146,7 +146,7 @@ def fit_to_plan(
     if getattr(args, "overlap_param_gather", False):
         args.overlap_param_gather = False
         notes.append("parameters are gathered where the action list says (no overlap yet)")
-    notes += _set_degree(args, plan)
+    notes += _set_tp_degree(args, plan)
     dtypes = compute_dtypes(plan, job_dtype(args))
     if args.zorse_per_token_loss and "fp16" in dtypes:
         notes.append(
@@ -161,13 +161,13 @@ def fit_to_plan(
     return notes
 
 
-def _set_degree(args: Namespace, plan: Plan) -> list[str]:
-    """Let this rank's arguments say the degree of its own tensor-parallel set; returns notes.
+def _set_tp_degree(args: Namespace, plan: Plan) -> list[str]:
+    """Let this rank's arguments say the degree of its own tensor-parallel group; returns notes.
 
     The command's own degree stays in `args.zorse_command_degree`: the vocabulary is padded for it.
     """
     args.zorse_command_degree = wanted = args.tensor_model_parallel_size
-    args.tensor_model_parallel_size = len(set_of_rank(plan, args.rank))
+    args.tensor_model_parallel_size = len(tp_group_of_rank(plan, args.rank))
     degrees = {len(replica.ranks) for group in plan.groups for replica in group.replicas}
     notes = []
     if degrees != {wanted}:
@@ -205,7 +205,7 @@ def set_recompute(transformer_config: Any, recompute: Recompute) -> None:
         transformer_config.recompute_num_layers = recompute.num_layers or _ALL_LAYERS
 
 
-# Numbers of heads that the ranks of a tensor-parallel set do not divide.
+# Numbers of heads that the ranks of a tensor-parallel group do not divide.
 
 
 def with_any_heads(stock: Callable[[Any], None]) -> Callable[[Any], None]:

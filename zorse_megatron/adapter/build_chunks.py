@@ -26,13 +26,13 @@ from zorse_megatron.adapter.groups.process_groups import (
 )
 from zorse_megatron.adapter.memory import before_first_step
 from zorse_megatron.adapter.model.initial_weights import copy_single_process_weights
-from zorse_megatron.adapter.model.unequal_parts import LocalSizes
+from zorse_megatron.adapter.model.uneven_tp_shards import LocalSizes
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.rank_plan import RankPlan
-from zorse_megatron.plan.plan import holds_equal_parts
+from zorse_megatron.plan.plan import has_equal_tp_shards
 from zorse_megatron.runtime.host_link import HostLink, copied_to_host
 from zorse_megatron.schedule.actions import chunks_left_in_host
-from zorse_megatron.schedule.tensor_parallel_parts import has_uneven_parts
+from zorse_megatron.schedule.tensor_parallel_parts import has_uneven_tp_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class ChunkBuilder:
     model_config: Any
     """The script's (`cfg_container.model`)."""
     local_sizes: LocalSizes | None
-    """Of a rank of a set with unequal parts."""
+    """Of a rank of a TP group with uneven TP shards."""
     link: HostLink | None
     """For what the plan offloads."""
     weight_gradients: WeightGradients | None
@@ -96,13 +96,13 @@ class ChunkBuilder:
             ),
             is_mixed=at.is_mixed,
             place=at.place,
-            unlike=None if holds_equal_parts(at.group) else at.group,
+            mixed_group=None if has_equal_tp_shards(at.group) else at.group,
             delays_weights=self.weight_gradients is not None,
             regions=at.groups.regions,
             **kwargs,
         )
         if wrapped.shards is not None:
-            wrapped.shards.release()
+            wrapped.shards.reshard()
             if chunk in chunks_left_in_host(at.actions):
                 with before_first_step(at.rank, self.link):
                     wrapped.shards.offload()
@@ -129,11 +129,11 @@ class ChunkBuilder:
     def _saves_blocks(self) -> bool:
         """Whether parameters are no regular grid of parts for some ranks of the job.
 
-        The copies of a tied embedding are one tensor, so sets of two groups matter, too.
+        The copies of a tied embedding are one tensor, so TP groups of two groups matter, too.
         """
         groups = self.at.plan.groups
         degrees = {len(replica.ranks) for group in groups for replica in group.replicas}
-        return len(degrees) > 1 or any(map(has_uneven_parts, groups))
+        return len(degrees) > 1 or any(map(has_uneven_tp_shards, groups))
 
     def _set_initial_weights(self, models: list[Any]) -> None:
         layers = [self.at.plan.chunks[chunk].layers for chunk in self.at.chunks]

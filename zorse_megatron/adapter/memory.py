@@ -82,7 +82,7 @@ def state_bytes(optimizers: list[Any]) -> int:
     return sum(storages.values()) + sum(passing)
 
 
-class KeptActivations:
+class SavedActivations:
     """Counts what forwards keep for their backwards, by storage, also while an action runs.
 
     A saved tensor counts from when autograd saves it until it drops it: what a backward computes
@@ -118,10 +118,10 @@ class KeptActivations:
         away_bytes = self._away_bytes()
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept = tensor.detach()
+            saved = tensor.detach()
             if not self.is_parameter(tensor.untyped_storage().data_ptr()):
-                self.hold(kept, away_bytes=away_bytes)
-            return kept
+                self.hold(saved, away_bytes=away_bytes)
+            return saved
 
         if key is not None and self.offload is not None:
             with self.offload.keeping(key, keep):
@@ -193,12 +193,12 @@ def make_ledger(
     )
 
 
-def watch_logits(models: list[Any], kept: KeptActivations) -> None:
+def watch_logits(models: list[Any], saved: SavedActivations) -> None:
     """Count logits while the loss is made of them: nothing saves them for a backward."""
     for model in models:
         head = getattr(unwrap_model(model), "output_layer", None)
         if head is not None:
-            head.register_forward_hook(lambda _head, _inputs, outputs: kept.hold(outputs[0]))
+            head.register_forward_hook(lambda _head, _inputs, outputs: saved.hold(outputs[0]))
 
 
 @contextmanager
@@ -230,7 +230,7 @@ def is_parameter(models: list[Any], address: int) -> bool:
 _FLOAT32_BYTES = 4
 
 
-def kept_bytes_by_chunk(
+def saved_bytes_by_chunk(
     models: Mapping[int, Any],
     *,
     samples: int,
@@ -337,12 +337,12 @@ def host_need(
     optimizers: Sequence[Any],
     *,
     actions: Sequence[Action],
-    kept_bytes: Callable[[], Mapping[int, int]],
+    saved_bytes: Callable[[], Mapping[int, int]],
     pinned: bool,
 ) -> dict[str, int]:
     """Category -> bytes that wait in the host at most, of one rank; before the first step.
 
-    `models`: chunk -> wrapped model; `kept_bytes`: makes chunk -> what a micro-batch of it keeps
+    `models`: chunk -> wrapped model; `saved_bytes`: makes chunk -> what a micro-batch of it keeps
     there; `pinned`: whether the host's memory is pinned, as for a GPU.
     """
     need = dict.fromkeys(("parameters", "optimizer state", "gradients", "activations"), 0)
@@ -363,7 +363,7 @@ def host_need(
     if offload.optimizer_state:
         need["optimizer state"] = _state_bytes(models, optimizers, pinned=pinned)
     if offload.activations:
-        need["activations"] = most_away(actions, kept_bytes())
+        need["activations"] = most_away(actions, saved_bytes())
     return need
 
 

@@ -1,4 +1,4 @@
-"""What a rank of a tensor-parallel set holds of each parameter of its model.
+"""What a rank of a tensor-parallel group holds of each parameter of its model.
 
 Megatron's layers mark the axis along which a parameter is cut. How they cut it is theirs to know:
 `ColumnParallelLinear` and `VocabParallelEmbedding` give each rank consecutive rows, which for the
@@ -10,33 +10,40 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.runtime.mailbox import SetPlace
-from zorse_megatron.schedule.tensor_parallel_parts import SetParts, TensorPart, UnitKind, cut_part
+from zorse_megatron.runtime.mailbox import TpRank
+from zorse_megatron.schedule.tensor_parallel_parts import (
+    TensorPart,
+    TpPartition,
+    UnitKind,
+    cut_part,
+)
 
 _GATED = "mlp.linear_fc1."
 _UNIT = "zorse_unit"
 
 
 def held_part(
-    name: str, parameter: torch.Tensor, parts: SetParts, *, is_gated: bool, index: int
+    name: str, parameter: torch.Tensor, tp_shards: TpPartition, *, is_gated: bool, index: int
 ) -> TensorPart:
-    """What rank `index` of a set with these parts holds as `parameter`; `name`: in the model."""
+    """What rank `index` of a TP group with these parts holds as `parameter`; `name`: in the
+    model."""
     shape, axis = list(parameter.shape), cut_axis(parameter)
     if axis is not None:
         kind, blocks = kind_of(name), _blocks(name, is_gated)
-        if parts.has_any(kind, index):
-            shape[axis] = parts.whole_length(kind, index, shape[axis])
+        if tp_shards.has_any(kind, index):
+            shape[axis] = tp_shards.whole_length(kind, index, shape[axis])
         else:
-            units = parts.units(kind) or ()
+            units = tp_shards.units(kind) or ()
             shape[axis] = blocks * sum(units) * getattr(parameter, _UNIT, 1)
-    return part_of_whole(name, shape, axis, parts, is_gated=is_gated, index=index)
+    return part_of_whole(name, shape, axis, tp_shards, is_gated=is_gated, index=index)
 
 
 def held_parts(
-    module: torch.nn.Module, config: Any, place: SetPlace | None
+    module: torch.nn.Module, config: Any, place: TpRank | None
 ) -> dict[torch.nn.Parameter, TensorPart]:
-    """What a rank holds of each parameter of `module`; `place`: None of a rank without a set."""
-    index, parts = (0, SetParts(degree=1)) if place is None else (place.index, place.parts)
+    """What a rank holds of each parameter of `module`; `place`: None of a rank without a TP
+    group."""
+    index, parts = (0, TpPartition(degree=1)) if place is None else (place.index, place.tp_shards)
     is_gated = bool(config.gated_linear_unit)
     return {
         parameter: held_part(name, parameter, parts, is_gated=is_gated, index=index)
@@ -55,13 +62,13 @@ def mark_unit(module: torch.nn.Module, length: int) -> None:
 
 
 def part_of_whole(
-    name: str, shape: Any, axis: int | None, parts: SetParts, *, is_gated: bool, index: int
+    name: str, shape: Any, axis: int | None, tp_shards: TpPartition, *, is_gated: bool, index: int
 ) -> TensorPart:
     """The same, from the shape of the whole parameter."""
     if axis is None:
         return TensorPart(shape=tuple(shape), axis=None)
     blocks = _blocks(name, is_gated)
-    return cut_part(shape, axis, parts, kind_of(name), index=index, blocks=blocks)
+    return cut_part(shape, axis, tp_shards, kind_of(name), index=index, blocks=blocks)
 
 
 def _blocks(name: str, is_gated: bool) -> int:

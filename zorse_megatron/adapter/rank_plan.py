@@ -20,13 +20,13 @@ from zorse_megatron.adapter.samples import SampleKind, sample_kind
 from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.memory_settings import settings_of_rank
-from zorse_megatron.plan.plan import Group, Offload, Plan, set_of_rank
-from zorse_megatron.runtime.mailbox import SetPlace
-from zorse_megatron.schedule.actions import Action, ActionLists, released_chunks
+from zorse_megatron.plan.plan import Group, Offload, Plan, tp_group_of_rank
+from zorse_megatron.runtime.mailbox import TpRank
+from zorse_megatron.schedule.actions import Action, ActionLists, resharded_chunks
 from zorse_megatron.schedule.communicators import Communicator
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
-from zorse_megatron.schedule.tensor_parallel_parts import SetParts
+from zorse_megatron.schedule.tensor_parallel_parts import TpPartition
 from zorse_megatron.schedule.validate import check_executable
 
 
@@ -54,8 +54,8 @@ class RankPlan:
     chunks: tuple[int, ...]
     sharded_chunks: frozenset[int]
     """Those that the list gathers before it computes with them."""
-    place: SetPlace | None
-    """In this rank's tensor-parallel set; None: it is alone in it."""
+    place: TpRank | None
+    """In this rank's tensor-parallel group; None: it is alone in it."""
     offload: Offload
     dtypes: tuple[ComputeDtype, ...]
     """Group -> the type that it computes in."""
@@ -114,8 +114,8 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
         stages=stock_stages_of(plan),
         micro_batches=replica_micro_batches(plan, args.rank),
         chunks=plan.chunks_of_group(group),
-        sharded_chunks=released_chunks(training.ranks[args.rank]),
-        place=_set_place(plan, args.rank, groups),
+        sharded_chunks=resharded_chunks(training.ranks[args.rank]),
+        place=_tp_rank(plan, args.rank, groups),
         offload=settings_of_rank(plan, args.rank).offload,
         dtypes=dtypes,
         is_mixed=is_mixed(plan),
@@ -136,15 +136,15 @@ def executable_lists(plan: Plan, *, tied: bool) -> tuple[ActionLists, ActionList
     return lists
 
 
-def _set_place(plan: Plan, rank: int, groups: PlanGroups) -> SetPlace | None:
-    ranks = set_of_rank(plan, rank)
+def _tp_rank(plan: Plan, rank: int, groups: PlanGroups) -> TpRank | None:
+    ranks = tp_group_of_rank(plan, rank)
     if len(ranks) == 1:
         return None
     group, replica = plan.replica_of_rank(rank)
-    return SetPlace(
+    return TpRank(
         index=ranks.index(rank),
         degree=len(ranks),
-        group=groups.set,
+        group=groups.tp_group,
         is_split=bool(get_args().sequence_parallel),
-        parts=SetParts.of(plan.groups[group].replicas[replica]),
+        tp_shards=TpPartition.of(plan.groups[group].replicas[replica]),
     )

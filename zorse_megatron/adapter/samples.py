@@ -23,31 +23,31 @@ from zorse_megatron.adapter.groups.global_groups import (
     one_data_parallel_rank,
     presented,
 )
-from zorse_megatron.runtime.batch_sampler import Course, PlanBatchSampler
+from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment, PlanBatchSampler
 
 LoaderBuilder = Callable[[Any, int], Any]
 
 
 def plan_loader_builder(
-    stock: LoaderBuilder, *, global_batch_size: int, course: Course
+    stock: LoaderBuilder, *, global_batch_size: int, assignment: MicroBatchAssignment
 ) -> LoaderBuilder:
     """Wrap stock's `build_pretraining_data_loader` so that its loaders follow the plan.
 
-    `course`: of the training, whose loader stock builds first; evaluations stay as the plan's file
-    has them.
+    `assignment`: of the training, whose loader stock builds first; evaluations stay as the plan's
+    file has them.
     """
-    courses = chain([course], (Course(course.at(0)) for _ in count()))
+    assignments = chain([assignment], (MicroBatchAssignment(assignment.at(0)) for _ in count()))
 
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
         with one_data_parallel_rank():
             loader = stock(dataset, consumed_samples)
-        own = next(courses)
+        own = next(assignments)
         if loader is None or not own.at(0):
             return loader
         sampler: Any = PlanBatchSampler(
             loader.batch_sampler,
             global_batch_size=global_batch_size,
-            course=own,
+            assignment=own,
         )
         # A loader's sampler cannot be replaced, so the loader is built again around ours.
         return torch.utils.data.DataLoader(

@@ -14,7 +14,7 @@ from zorse_megatron.adapter.compute_dtype import start_from_main
 from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
 from zorse_megatron.adapter.loss import IdleReplicaLosses, whole_group_losses
 from zorse_megatron.adapter.memory import (
-    KeptActivations,
+    SavedActivations,
     before_first_step,
     is_parameter,
     make_ledger,
@@ -32,8 +32,8 @@ from zorse_megatron.adapter.session_executor import make_executor
 from zorse_megatron.adapter.session_optimizer import build_optimizer, tied_embedding
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.watching import RunWatch
-from zorse_megatron.plan.plan import holds_equal_parts
-from zorse_megatron.runtime.batch_sampler import Course
+from zorse_megatron.plan.plan import has_equal_tp_shards
+from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.offload import ActivationOffload
@@ -47,7 +47,7 @@ class SessionParts:
 
     at: RankPlan
     run: PlanRun
-    course: Course
+    assignment: MicroBatchAssignment
     """Of the training."""
     trace: Trace
     watch: RunWatch | None
@@ -78,7 +78,7 @@ class PlanSession:
         self.runner: MegatronChunkRunner | None = None
         """Of a training step, from its first forward to its optimizer step."""
         self.activations: ActivationOffload | None = None
-        self.kept: KeptActivations | None = None
+        self.kept: SavedActivations | None = None
 
     def build_optimizer(
         self, config: Any, model_chunks: list[Any], config_overrides: Any = None, **options: Any
@@ -136,7 +136,7 @@ class PlanSession:
             prepared = watch.begin(self.num_done)
             self.lists = self.lists if prepared is None else prepared.lists
         executor.micro_batches = (
-            at.micro_batches if forward_only else self.parts.course.at(self.num_done)
+            at.micro_batches if forward_only else self.parts.assignment.at(self.num_done)
         )
         runner = self._new_runner(inputs, len(executor.micro_batches))
         if not forward_only:
@@ -213,16 +213,16 @@ class PlanSession:
         if self.parts.at.is_mixed:
             start_from_main(models, self.optimizers)
         for model in models:
-            if model.parted:
+            if model.mixed_tp:
                 model.shards.on_summed = self._sample_memory
-            if model.parted and not model.shards.releases:
-                model.shards.gather()  # a checkpoint has been loaded into what ranks own
+            if model.mixed_tp and not model.shards.reshards:
+                model.shards.unshard()  # a checkpoint has been loaded into what ranks own
         of_models = partial(is_parameter, models)
         if self.parts.at.offload.activations:
             assert self.parts.link is not None
             self.activations = ActivationOffload(link=self.parts.link, stays=of_models)
         if watches_memory:
-            self.kept = KeptActivations(of_models, self.activations)
+            self.kept = SavedActivations(of_models, self.activations)
             watch_logits(models, self.kept)
             if self.parts.weight_gradients is not None:
                 self.parts.weight_gradients.kept = self.kept
@@ -248,9 +248,9 @@ class PlanSession:
         """What stock adds up over the data-parallel group, on a rank of the last chunk."""
         at = self.parts.at
         losses = self.parts.idle_losses.complete(losses)
-        has_twins = holds_equal_parts(at.group)  # then that group has one rank of each replica
+        has_twins = has_equal_tp_shards(at.group)  # then that group has one rank of each replica
         if at.place is not None and at.place.index and not has_twins:
-            # Another rank of the set reports them.
+            # Another rank of the TP group reports them.
             losses = [{name: torch.zeros_like(v) for name, v in each.items()} for each in losses]
         if forward_only and at.samples.means_are_averaged:
             return whole_group_losses(losses, at.groups.group)

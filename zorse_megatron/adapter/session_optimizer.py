@@ -13,8 +13,8 @@ from zorse_megatron.adapter.compute_dtype import take_exact, with_one_loss_scale
 from zorse_megatron.adapter.memory import (
     before_first_step,
     host_need,
-    kept_bytes_by_chunk,
     main_bytes,
+    saved_bytes_by_chunk,
 )
 from zorse_megatron.adapter.optimizer.distributed_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.optimizer.shard_update import Update, choose_update, say_update
@@ -70,7 +70,7 @@ def build_optimizer(
     say_update(
         [choose_update(each, update, at.device, streams=streams) for each in parts], at.device
     )
-    if any(group.gradient_wire for group in at.plan.groups):
+    if any(group.grad_reduce_dtype for group in at.plan.groups):
         # Said now on every node: its first rank may be in a group that sends none in 16 bits.
         why_not_triton(at.device)
     _share_host_memory(at, models, parts, link, host_limit_bytes)
@@ -124,8 +124,8 @@ def _share_host_memory(
     held_bytes = link.host_bytes if link is not None else 0
     if at.offload.optimizer_state:
         held_bytes += main_bytes(optimizers)
-    kept_bytes = partial(
-        kept_bytes_by_chunk,
+    saved_bytes = partial(
+        saved_bytes_by_chunk,
         by_chunk,
         samples=max((m.size for m in at.micro_batches), default=0),
         seq_length=at.sequence_length,
@@ -143,7 +143,7 @@ def _share_host_memory(
             by_chunk,
             optimizers,
             actions=at.actions,
-            kept_bytes=kept_bytes,
+            saved_bytes=saved_bytes,
             pinned=on_gpu,
         ),
         available_bytes=available_host_bytes(),

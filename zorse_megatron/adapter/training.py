@@ -21,7 +21,7 @@ from zorse_megatron.adapter.checkpoint.saved_optimizer import PARALLEL_HOOKS
 from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
 from zorse_megatron.adapter.groups import global_groups
 from zorse_megatron.adapter.loss import IdleReplicaLosses, tell_last_rank
-from zorse_megatron.adapter.model.unequal_parts import (
+from zorse_megatron.adapter.model.uneven_tp_shards import (
     LocalSizes,
     size_hooks,
     with_sequence_parallelism,
@@ -51,7 +51,7 @@ from zorse_megatron.log import complain
 from zorse_megatron.plan.memory_settings import settings_of_rank
 from zorse_megatron.plan.plan import Offload
 from zorse_megatron.plan.plan_file import fingerprint
-from zorse_megatron.runtime.batch_sampler import Course
+from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment
 from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.host_link import HostLink
@@ -97,13 +97,13 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
 
 def _parts(at: RankPlan, run: PlanRun) -> SessionParts:
     of_device = CudaClock() if at.device.type == "cuda" else HostClock()
-    course = Course(at.micro_batches)
+    assignment = MicroBatchAssignment(at.micro_batches)
     return SessionParts(
         at=at,
         run=run,
-        course=course,
+        assignment=assignment,
         trace=Trace(num_steps=None if run.trace_directory else 0, clock=of_device),
-        watch=make_watch(at, run, course, run.clock or of_device),
+        watch=make_watch(at, run, assignment, run.clock or of_device),
         link=None if at.offload == Offload() else (run.make_host_link or HostLink)(at.device),
         weight_gradients=WeightGradients() if at.group.split_backward else None,
         idle_losses=IdleReplicaLosses.of(at.plan, at.rank, at.groups.group),
@@ -149,7 +149,7 @@ def _configure(cfg: Any, at: RankPlan) -> LocalSizes | None:
     recompute = settings_of_rank(at.plan, at.rank).recompute
     if recompute is not None:
         set_recompute(cfg.model.transformer, recompute)
-    if at.place is None or at.place.parts.are_equal:
+    if at.place is None or at.place.tp_shards.are_equal:
         return None
     local_sizes = LocalSizes(cfg.model, at.place)
     local_sizes.show()
@@ -179,7 +179,7 @@ def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | No
         under_plan.BUILD_LOADER: partial(
             plan_loader_builder,
             global_batch_size=at.plan.global_batch_size,
-            course=parts.course,
+            assignment=parts.assignment,
         ),
         under_plan.BUILD_DATASETS: partial(datasets_on_rank_0, rank=at.rank),
         **_report_hooks(at),

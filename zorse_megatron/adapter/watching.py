@@ -26,7 +26,7 @@ from zorse_megatron.live.run_status import IterationTimes, LinkTimes, RunStatus
 from zorse_megatron.log import complain, say
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import dump_plan
-from zorse_megatron.runtime.batch_sampler import Course, batches_ahead
+from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment, batches_ahead
 from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedule.actions import edges_of
@@ -68,7 +68,7 @@ class Switching:
 
     balancer: Balancer
     preparation: Preparation
-    course: Course
+    assignment: MicroBatchAssignment
     rank: int
     num_prefetched: int
     """Micro-batches that a data loader has ready before they are wanted."""
@@ -93,8 +93,8 @@ class Switching:
         if number > 0 and seconds:  # the first one is not like the others
             self.balancer.add(number, seconds)
         self._agree(codes, done)
-        if self._candidate is None and self.balancer.wish is not None:
-            self._start(self.balancer.wish)
+        if self._candidate is None and self.balancer.proposal is not None:
+            self._start(self.balancer.proposal)
 
     def from_iteration(self, number: int) -> Prepared | None:
         """What is run from this iteration on; None: as before."""
@@ -139,7 +139,7 @@ class Switching:
         fewest = min(count for plan in plans for row in counts_of(plan) for count in row if count)
         first = done + batches_ahead(num_prefetched=self.num_prefetched, fewest=fewest)
         if mine := prepared.micro_batches(self.rank):
-            self.course.change(first, mine)
+            self.assignment.change(first, mine)
         self._agreed = first, prepared
 
     def _say(self, number: int, prepared: Prepared) -> None:
@@ -376,7 +376,7 @@ class RunWatch:
             self.switching.take(ranks[0].number, seconds, codes, done=done)
 
     def _seconds(self, ranks: tuple[IterationTimes, ...]) -> dict[Worker, float]:
-        """Of a micro-batch of each replica: of a set's slowest rank."""
+        """Of a micro-batch of each replica: of a TP group's slowest rank."""
         return {
             (group, index): max(
                 ranks[rank].micro_batch_s for rank in self.plan.groups[group].replicas[index].ranks
@@ -394,8 +394,10 @@ def _times_of(row: Sequence[float]) -> IterationTimes:
 _PREFETCH_FACTOR = 2
 
 
-def make_watch(at: RankPlan, run: PlanRun, course: Course, clock: Clock) -> RunWatch | None:
-    """Make it if it was asked for; a collective call. `course`: of the training."""
+def make_watch(
+    at: RankPlan, run: PlanRun, assignment: MicroBatchAssignment, clock: Clock
+) -> RunWatch | None:
+    """Make it if it was asked for; a collective call. `assignment`: of the training."""
     if not run.rebalances and run.status_directory is None:
         return None
     links = LinkTimes(edges=edges_of((at.training,)), world_size=at.plan.world_size)
@@ -410,7 +412,7 @@ def make_watch(at: RankPlan, run: PlanRun, course: Course, clock: Clock) -> RunW
         plan=at.plan,
         times=StepTimes(clock, behind=int(isinstance(clock, CudaClock))),
         exchange=Exchange(timeout=at.timeout),
-        switching=_switching(at, course) if run.rebalances else None,
+        switching=_switching(at, assignment) if run.rebalances else None,
         links=links,
         rank=at.rank,
         reporter=StatusReporter(status, directory=run.status_directory),
@@ -420,14 +422,14 @@ def make_watch(at: RankPlan, run: PlanRun, course: Course, clock: Clock) -> RunW
     )
 
 
-def _switching(at: RankPlan, course: Course) -> Switching:
+def _switching(at: RankPlan, assignment: MicroBatchAssignment) -> Switching:
     links = frozenset(edges_of((at.training, at.evaluation)))
     if dist.get_backend() != "nccl":  # which has a communicator for each link, made at the start
         links = frozenset(permutations(range(at.plan.world_size), 2))
     return Switching(
         balancer=Balancer(plan=at.plan),
         preparation=Preparation.of(at.plan, at.training, tied=at.tied_embeddings, links=links),
-        course=course,
+        assignment=assignment,
         rank=at.rank,
         num_prefetched=_PREFETCH_FACTOR * get_args().num_workers,
     )

@@ -21,9 +21,16 @@ _FROM_STATUS = (
 )
 _USE_ALL = "Leave it out: GPUs that slow the others are left out, unless there is --use-all."
 _NO_PRICES = "Plan for a cluster file of the GPUs that you pay for: prices are no longer counted."
+_RENAMED = {
+    "--wire": "--grad-reduce-dtype",
+    "--sets-across-nodes": "--tp-across-nodes",
+    "--equal-parts": "--even-tp",
+    "--host-activations": "--activation-offload",
+}
 _REMOVED = {
     "compare-plans": "Run zorse compare --simulated: the same in the simulator.",
     "plan --may-leave-out": _USE_ALL,
+    **{f"plan {old}": f"It is now {new}." for old, new in _RENAMED.items()},
     "plan --used-cluster": f"{_USE_ALL} The cluster file of the others is written beside --out.",
     **dict.fromkeys(("plan --objective", "plan --budget", "plan --frontier"), _NO_PRICES),
     "follow": _FROM_STATUS,

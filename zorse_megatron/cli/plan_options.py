@@ -29,7 +29,7 @@ from zorse_megatron.inputs.rank_placement import cluster_problems
 from zorse_megatron.inputs.status import RUNNING_PLAN_NAME, Status, load_status
 from zorse_megatron.live.move_costs import move_cost
 from zorse_megatron.live.rebalance import with_counts
-from zorse_megatron.plan.plan import GradientCommDtype, Plan
+from zorse_megatron.plan.plan import GradReduceDtype, Plan
 from zorse_megatron.plan.plan_file import fingerprint, load_plan
 from zorse_megatron.plan.spans import spans_of, spell
 
@@ -232,10 +232,10 @@ class SearchOptions:
     strategy: Annotated[
         str, typer.Option(help="zorse, or a baseline: stock, zorse-paper or cephalo.")
     ] = "zorse"
-    comm_dtype: Annotated[
+    grad_reduce_dtype: Annotated[
         str | None,
         typer.Option(
-            "--wire",
+            "--grad-reduce-dtype",
             help="Communication dtype for gradients, bf16 or fp16, used by the groups it makes "
             "faster. Gradients are still summed in fp32, but sending rounds them. Default: none.",
         ),
@@ -245,19 +245,21 @@ class SearchOptions:
         typer.Option(
             "--max-tp",
             min=1,
-            help="Most ranks of a tensor-parallel set; 1: no sets. Default: a node's GPUs.",
+            help="Most ranks of a tensor-parallel group; 1: no TP groups. Default: a node's GPUs.",
         ),
     ] = None
-    sets_across_nodes: Annotated[
+    tp_across_nodes: Annotated[
         bool,
         typer.Option(
-            "--sets-across-nodes", help="Let tensor-parallel sets have ranks on two nodes."
+            "--tp-across-nodes",
+            help="Let tensor-parallel groups have ranks on two nodes.",
         ),
     ] = False
-    equal_parts: Annotated[
+    even_tensor_parallel: Annotated[
         bool,
         typer.Option(
-            "--equal-parts", help="Give the ranks of a tensor-parallel set equal parts only."
+            "--even-tp",
+            help="Give the ranks of a tensor-parallel group even TP shards only.",
         ),
     ] = False
     split_backward: Annotated[
@@ -271,7 +273,7 @@ class SearchOptions:
     offload_activations: Annotated[
         bool,
         typer.Option(
-            "--host-activations",
+            "--activation-offload",
             help="Search plans, too, that keep activations in host memory without recomputing all "
             "layers. Takes about as long again.",
         ),
@@ -307,9 +309,9 @@ class SearchOptions:
             margin=self.margin,
             space=SearchSpace(
                 max_tensor_parallel=self.max_tensor_parallel,
-                sets_across_nodes=self.sets_across_nodes,
-                unequal_parts=not self.equal_parts,
-                gradient_comm_dtype=communication_dtype_named(self.comm_dtype),
+                tp_across_nodes=self.tp_across_nodes,
+                uneven_tp_shards=not self.even_tensor_parallel,
+                grad_reduce_dtype=grad_reduce_dtype_named(self.grad_reduce_dtype),
                 split_backward=self.split_backward,
                 offload_activations=self.offload_activations,
             ),
@@ -386,9 +388,9 @@ def tokens_named(text: str | None) -> Tokens | None:
     )
 
 
-def communication_dtype_named(name: str | None) -> GradientCommDtype | None:
+def grad_reduce_dtype_named(name: str | None) -> GradReduceDtype | None:
     """Return the type of that name. Raises CommandError for another text."""
     if name is None:
         return None
     remedy = "Omit it to send gradients in the dtype they are accumulated in."
-    return one_of(get_args(GradientCommDtype), name, "--wire", remedy)
+    return one_of(get_args(GradReduceDtype), name, "--grad-reduce-dtype", remedy)

@@ -13,7 +13,7 @@ from zorse_megatron.files.strict import read_file
 from zorse_megatron.files.wording import did_you_mean
 from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import Command, read_command, unknown_flags
-from zorse_megatron.flags.conditions import barring_sets
+from zorse_megatron.flags.conditions import barring_tp
 from zorse_megatron.flags.model_in_flags import (
     batch_size_from_flags,
     computing_from_flags,
@@ -49,12 +49,12 @@ class Workload:
     notes: tuple[str, ...] = ()
     """For people: of the training command, or of the model's file."""
     requested_tensor_parallel: int = 1
-    """Ranks of a tensor-parallel set, if the command says so; a plan may have others."""
+    """Ranks of a tensor-parallel group, if the command says so; a plan may have others."""
     file_flags: tuple[str, ...] | None = None
     """Megatron's flags for the model of a config.json, () where none can build it; None: it is of
     something else, and has those of its shape."""
-    barring_sets: tuple[str, ...] = ()
-    """Flags of the command with which no plan may have tensor-parallel sets."""
+    barring_tp: tuple[str, ...] = ()
+    """Flags of the command with which no plan may have tensor-parallel groups."""
 
 
 def workload_of(
@@ -165,7 +165,7 @@ def _from_flags(
         computing=computing_from_flags(command.args),
         notes=tuple(notes),
         requested_tensor_parallel=requested,
-        barring_sets=tuple(barring_sets(command.args)),
+        barring_tp=tuple(barring_tp(command.args)),
     )
     pairs = (
         ("--global-batch-size", batch, found.global_batch_size),

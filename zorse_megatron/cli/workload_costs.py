@@ -96,15 +96,15 @@ def costs_of_workload(
 
 
 def _space_of(space: "SearchSpace | None", workload: Workload) -> "SearchSpace":
-    """Without the tensor-parallel sets that the training command bars, with those it asks for."""
+    """Without the tensor-parallel groups that the training command bars, with those it asks for."""
     from zorse_megatron.planner.inputs.search_inputs import SearchSpace
 
-    if workload.barring_sets:
-        barring = workload.barring_sets
-        return replace(space or SearchSpace(), max_tensor_parallel=1, barring_sets=barring)
+    if workload.barring_tp:
+        barring = workload.barring_tp
+        return replace(space or SearchSpace(), max_tensor_parallel=1, barring_tp=barring)
     if space is None:
         return SearchSpace()
-    return replace(space, wished_tensor_parallel=workload.requested_tensor_parallel)
+    return replace(space, requested_tensor_parallel=workload.requested_tensor_parallel)
 
 
 def _dtype_notes(workload: Workload, dtype: DtypeChoice) -> Iterator[str]:

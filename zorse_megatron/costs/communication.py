@@ -2,7 +2,7 @@
 
 Gathers and scatters are rings, which is what NCCL runs for them: bytes per link over the bandwidth
 of the slowest link of the ring, plus the latency of the way round. Costs depend on the nodes of a
-set, not on pairs of ranks: O(ranks) to look at the arguments and O(nodes) for a new set.
+set, not on pairs of ranks: O(ranks) to look at the arguments and O(nodes) for a new ring.
 """
 
 import math
@@ -17,7 +17,7 @@ from zorse_megatron.costs.routes import DirectedLink, Routes
 from zorse_megatron.costs.topology import MeasuredNode, Topology
 from zorse_megatron.inputs.profile import Sharded
 
-# The network view of a collective over a set of ranks: nodes, not pairs of ranks.
+# The network view of a collective over a ring of ranks: nodes, not pairs of ranks.
 #
 # A ring visits the nodes one after the other, those on one switch and in one region together. It
 # enters and leaves each node once, so the node's NICs carry the ring's traffic once, whatever the
@@ -41,7 +41,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRanks:
-    """The ranks of a set that are on one node."""
+    """The ranks of a ring that are on one node."""
 
     count: int
     rate: Rate
@@ -51,7 +51,7 @@ class LocalRanks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSet:
+class RankRing:
     """Ranks of one collective, as a ring over nodes."""
 
     num_ranks: int
@@ -87,26 +87,28 @@ class RankSet:
         )
 
 
-class RankSets:
-    """Summarises sets of ranks of one cluster; what nodes that look alike add to them is kept.
+class RankRings:
+    """Summarises rings of ranks of one cluster; what nodes that look alike add to them is kept.
 
-    A search asks for thousands of sets of the same nodes.
+    A search asks for thousands of rings of the same nodes.
     """
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         spec = routes.spec
         numbers = range(len(spec.nodes))
-        looks: dict[object, int] = {}
-        self._look = [looks.setdefault(_look(node), len(looks)) for node in spec.nodes]
+        numbers_by_key: dict[object, int] = {}
+        self._look = [
+            numbers_by_key.setdefault(_look(node), len(numbers_by_key)) for node in spec.nodes
+        ]
         in_order = sorted(numbers, key=lambda node: (*_location(spec, node), node))
         self._place = {node: place for place, node in enumerate(in_order)}
         self._local: dict[tuple[int, int], LocalRanks] = {}
         self._crossings: dict[tuple[int, int], _Crossing] = {}
         self._exits: dict[tuple[int, tuple[int, ...]], float] = {}
 
-    def of(self, ranks: tuple[int, ...]) -> RankSet:
-        """Summarise a set of ranks. O(ranks + nodes * length of a route)."""
+    def of(self, ranks: tuple[int, ...]) -> RankRing:
+        """Summarise a ring of ranks. O(ranks + nodes * length of a route)."""
         spec = self._routes.spec
         on_node: dict[int, list[int]] = {}
         for rank, owner in zip(ranks, map(spec.node_of, ranks), strict=True):
@@ -120,7 +122,7 @@ class RankSets:
         ]
         kinds = tuple({id(each): each for each in crossings}.values())
         inside = {id(node): node for node in nodes if node.count > 1}  # equal ones are mostly one
-        return RankSet(
+        return RankRing(
             num_ranks=len(ranks),
             nodes=nodes,
             inside=tuple(dict.fromkeys(inside.values())),
@@ -300,8 +302,8 @@ class GraphComm:
     def __init__(self, spec: Topology) -> None:
         self.spec = spec
         self.routes = Routes(spec)
-        self._rank_sets = RankSets(self.routes)
-        self._sets: dict[tuple[int, ...], RankSet] = {}
+        self._rings = RankRings(self.routes)
+        self._known: dict[tuple[int, ...], RankRing] = {}
         self._factors: dict[tuple[tuple[int, ...], Sharded], float] = {}
         self._transfers: dict[tuple[int, int, int], float] = {}
         self._links: dict[tuple[int, int], tuple[tuple[str, float], ...]] = {}
@@ -357,7 +359,7 @@ class GraphComm:
             return 0.0
         shards = Shards.of(shard_bytes)
         factor = 1.0 if shards.is_even else self._factor(ranks, operation)
-        ring_s = factor * _around_s(self._set(ranks), shards)
+        ring_s = factor * _around_s(self._ring(ranks), shards)
         if not self.spec.unequal_shards or shards.is_even:
             return ring_s
         # No measured factor makes unequal shards faster than equal ones of the same total.
@@ -388,7 +390,7 @@ class GraphComm:
         _check(ranks, shard_bytes)
         if len(ranks) == 1 or not any(shard_bytes):
             return 0.0
-        members, message = self._set(ranks), Shards.of(shard_bytes).mean_bytes
+        members, message = self._ring(ranks), Shards.of(shard_bytes).mean_bytes
         nodes = [self.spec.node_of(rank) for rank in ranks]
         regions = [self.spec.nodes[node].region for node in nodes]
         between = max(largest_load(nodes, shard_bytes), largest_load(regions, shard_bytes))
@@ -402,7 +404,7 @@ class GraphComm:
         """The faster of a ring (scatter, then gather) and a tree over regions, nodes and GPUs."""
         if len(ranks) < 2:
             return 0.0
-        members = self._set(ranks)
+        members = self._ring(ranks)
         even = Shards.of((num_bytes / len(ranks),) * len(ranks))
         ring_s = 2 * _around_s(members, even)
         return min(ring_s, _tree_s(members, num_bytes))
@@ -411,10 +413,10 @@ class GraphComm:
         """PCIe of one GPU to host memory."""
         return self.spec.nodes[self.spec.node_of(rank)].host_link_bytes_per_s
 
-    def _set(self, ranks: tuple[int, ...]) -> RankSet:
-        if ranks not in self._sets:
-            self._sets[ranks] = self._rank_sets.of(ranks)
-        return self._sets[ranks]
+    def _ring(self, ranks: tuple[int, ...]) -> RankRing:
+        if ranks not in self._known:
+            self._known[ranks] = self._rings.of(ranks)
+        return self._known[ranks]
 
 
 def _make_room(remembered: dict[Any, Any]) -> None:
@@ -437,11 +439,11 @@ def _leave_node_s(node: MeasuredNode, num_bytes: int) -> float:
     return num_bytes / min(node.host_link_bytes_per_s, node.port_bytes_per_s)
 
 
-def _around_s(members: RankSet, shards: Shards) -> float:
+def _around_s(members: RankRing, shards: Shards) -> float:
     return shards.ring_bytes / members.ring_rate(shards.mean_bytes) + members.ring_latency_s
 
 
-def _tree_s(members: RankSet, num_bytes: int) -> float:
+def _tree_s(members: RankRing, num_bytes: int) -> float:
     """Reduce to one rank over a binary tree and send the result back the same way."""
     most_inside = max((node.count for node in members.nodes), default=1)
     inside_latency_s = max((node.floor_s for node in members.inside), default=0.0)

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.inputs.model import JobRecompute
-from zorse_megatron.plan.plan import Parts, Replica
+from zorse_megatron.plan.plan import Replica, TpShards
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
 RecomputeMode = Literal["none", "selective", "full"]
@@ -79,7 +79,7 @@ class MemoryCost(Protocol):
         `kind`: of the GPU, as kinds run different attention; None: what the model's usual GPU does.
         """
 
-    def kept_tensor_bytes(
+    def saved_tensor_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> tuple[int, ...]:
         """`activation_bytes`, tensor by tensor: what is a block each in host memory."""
@@ -104,70 +104,71 @@ class DtypeCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """One layer in two: a set's ranks meet after each, in a sum."""
+    """One layer in two: a TP group's ranks meet after each, in a sum."""
 
     attention: PassTimes
     mlp: PassTimes
 
 
-class SetComputeCost(ComputeCost, Protocol):
-    """Time of computations of one rank of a tensor-parallel set."""
+class TpComputeCost(ComputeCost, Protocol):
+    """Time of computations of one rank of a tensor-parallel group."""
 
     def layer_in_two(self, kind: str, micro_batch_size: int) -> LayerTimes:
         """`layer`, as its attention and its MLP, which together take as long."""
 
     def includes_collectives(self, kind: str, section: ModelSection) -> bool:
-        """Whether the times were measured in a set, so that its collectives are in them."""
+        """Whether the times were measured in a TP group, so that its collectives are in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetRankCosts(DtypeCosts):
-    """Costs of one rank of a set."""
+class TpRankCosts(DtypeCosts):
+    """Costs of one rank of a TP group."""
 
-    compute: SetComputeCost
+    compute: TpComputeCost
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPart:
-    """Which part of each layer a rank has: of a set of `degree` ranks, whose parts may be unequal.
+class TpShard:
+    """Which part of each layer a rank has: of a TP group of `degree` ranks, whose parts may be
+    unequal.
 
-    Ranks with equal parts are all the same: `parts` is None and `index` 0.
+    Ranks with even TP shards are all the same: `parts` is None and `index` 0.
     """
 
     degree: int = 1
-    parts: Parts | None = None
+    tp_shards: TpShards | None = None
     index: int = 0
 
     @classmethod
-    def of(cls, replica: Replica, rank: int) -> "RankPart":
+    def of(cls, replica: Replica, rank: int) -> "TpShard":
         """That of a plan's rank."""
-        degree, parts = len(replica.ranks), replica.unequal_parts
-        if parts is None or degree == 1:
+        degree, tp_shards = len(replica.ranks), replica.uneven_tp_shards
+        if tp_shards is None or degree == 1:
             return cls(degree=degree)
-        return cls(degree=degree, parts=parts, index=replica.ranks.index(rank))
+        return cls(degree=degree, tp_shards=tp_shards, index=replica.ranks.index(rank))
 
 
-WHOLE = RankPart()
+WHOLE = TpShard()
 
 
-class SetCosts(Protocol):
-    """Costs of tensor-parallel sets; see `costs.tensor_parallel_communication` for what is
+class TpCosts(Protocol):
+    """Costs of tensor-parallel groups; see `costs.tensor_parallel_communication` for what is
     inside.
     """
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether ranks of a set have a part of the sequence each, between layers."""
+        """Whether ranks of a TP group have a part of the sequence each, between layers."""
 
     @property
     def learns_positions(self) -> bool:
         """Whether the embedding has a table of positions, which every rank has whole."""
 
-    def of_rank(self, part: RankPart, dtype: ComputeDtype | None) -> SetRankCosts:
-        """Costs of a rank of a set; None: in the type of the job."""
+    def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
+        """Costs of a rank of a TP group; None: in the type of the job."""
 
     def cut_parameters(self, section: ModelSection) -> Mapping[UnitKind, int]:
-        """Parameters that sets cut by these units; of embedding and head their table."""
+        """Parameters that TP groups cut by these units; of embedding and head their table."""
 
 
 class CommCost(Protocol):
@@ -209,8 +210,8 @@ class JobCosts:
     """Costs of groups with a `compute_dtype`; those of other types count as the job's."""
     recompute: JobRecompute | None = None
     """What is recomputed in groups that do not say; None: nothing."""
-    sets: SetCosts | None = None
-    """Costs of tensor-parallel sets; None: plans have none."""
+    tp_costs: TpCosts | None = None
+    """Costs of tensor-parallel groups; None: plans have none."""
 
 
 # Times when kinds compute in different dtypes: one cost model per kind.
@@ -220,7 +221,7 @@ class JobCosts:
 class ByKind:
     """`ComputeCost` of several, one for each kind. Raises LookupError for an unknown kind."""
 
-    computes: Mapping[str, SetComputeCost]
+    computes: Mapping[str, TpComputeCost]
     """Kind -> its costs."""
 
     def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
@@ -252,7 +253,7 @@ class ByKind:
         return self.computes[kind].step_s(kind, num_parameters)
 
     def includes_collectives(self, kind: str, section: ModelSection) -> bool:
-        """Whether the times were measured in a set, so that its collectives are in them."""
+        """Whether the times were measured in a TP group, so that its collectives are in them."""
         return self.computes[kind].includes_collectives(kind, section)
 
 

@@ -285,7 +285,7 @@ class TransformerMemory(BytesByPrecision):
             other -= self._computed_bytes(mode, ran or attention)
         return micro_batch_size * (elements * bytes_of_element(self.dtype) + other)
 
-    def kept_tensor_bytes(
+    def saved_tensor_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> tuple[int, ...]:
         """`activation_bytes`, tensor by tensor: by formula, in proportion to what was measured."""

@@ -13,7 +13,7 @@ from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.communicators import (
     WORLD_CTAS,
     Communicator,
-    crowding_note,
+    deadlock_note,
     max_ctas,
     most_ctas,
     planned_communicators,
@@ -122,9 +122,9 @@ def fixed_bytes(plan: Plan, gpus: Sequence[GpuKind]) -> tuple[int, ...]:
     return tuple(sum(item.num_bytes for item in items) for items in fixed_items(plan, gpus))
 
 
-def crowding(plan: Plan, gpus: Sequence[GpuKind]) -> str | None:
-    """See `crowding_note`. `gpus`: of each rank."""
-    return crowding_note(plan, [_multiprocessors(gpu) for gpu in gpus])
+def deadlock_risk(plan: Plan, gpus: Sequence[GpuKind]) -> str | None:
+    """See `deadlock_note`. `gpus`: of each rank."""
+    return deadlock_note(plan, [_multiprocessors(gpu) for gpu in gpus])
 
 
 def planned_channels(plan: Plan, num_sms: Sequence[int]) -> Mapping[Communicator, int]:

@@ -102,7 +102,7 @@ def _candidates(profile: Profile, wanted: Wanted, kinds: Mapping[str, GpuKind]) 
         if times.part == wanted.part and times.gpu_kind in same_chip and _same_rate(times, wanted):
             model = replace(models[times.model], seq_length=times.seq_length)
             if times.tensor_parallel not in (1, wanted.tensor_parallel):
-                continue  # it has the collectives of other sets in it
+                continue  # it has the collectives of other TP groups in it
             if times.part == "layer" or _same_ends(model, wanted, times):
                 yield Series(times, model)
 
@@ -124,7 +124,7 @@ def _same_ends(model: ModelShape, wanted: Wanted, times: Times) -> bool:
 def _distance(series: Series, wanted: Wanted) -> float:
     model, other = series.model, wanted.model
     factors = {
-        # A rank of a set may hold none of the layer.
+        # A rank of a TP group may hold none of the layer.
         1.0: model.layer_matrix_parameters() / max(1, other.layer_matrix_parameters()),
         _PER_SEQUENCE_FACTOR: model.seq_length / other.seq_length,
         _PER_PARALLEL_FACTOR: series.times.tensor_parallel / wanted.tensor_parallel,
@@ -266,9 +266,9 @@ class ProfiledCompute:
         return Provenance(basis=basis, detail=said, off_by=error)
 
     def includes_collectives(self, kind: str, section: Part) -> bool:
-        """Whether the times were measured in a set, so that its collectives are in them.
+        """Whether the times were measured in a TP group, so that its collectives are in them.
 
-        In one of as many ranks: times of sets of other degrees are not used
+        In one of as many ranks: times of TP groups of other degrees are not used
         (`costs.profiled_compute.closest`).
         """
         found = self._closest(section, kind)

@@ -77,32 +77,32 @@ def stage_parameters(layers: Value, embedding: Value, layer: int, head: Value) -
     return layers * layer + embedding + head
 
 
-def kept_bytes(
-    layers: Value, recomputed: Value, whole: Value, kept: Value, *, at_once: int = 1
+def saved_bytes(
+    layers: Value, recomputed: Value, whole: Value, saved: Value, *, at_once: int = 1
 ) -> Value:
     """What layers keep of a micro-batch from its forward to its backward.
 
-    `whole`: of one layer; `kept`: of `at_once` layers that are recomputed, one input between them.
+    `whole`: of one layer; `saved`: of `at_once` layers that are recomputed, one input between them.
     """
-    return (layers - recomputed) * whole + -(-recomputed // at_once) * kept
+    return (layers - recomputed) * whole + -(-recomputed // at_once) * saved
 
 
 def working_bytes(
-    layers: int, recomputed: int, whole: int, kept: int, *, at_once: int = 1, left: int = 0
+    layers: int, recomputed: int, whole: int, saved: int, *, at_once: int = 1, left: int = 0
 ) -> int:
     """What a backward needs while layers are computed again, beyond what is there before or after.
 
-    Arguments as of `kept_bytes`; `left`: what each layer leaves behind for weight gradients that
+    Arguments as of `saved_bytes`; `left`: what each layer leaves behind for weight gradients that
     are computed apart. The first layers are computed again (Megatron's "block"), so the others have
     had their backwards.
     """
     if not recomputed:
         return 0
     behind, further = layers - recomputed, -(-recomputed // at_once) - 1
-    at_first = behind * left + further * kept
+    at_first = behind * left + further * saved
     at_last = (behind + further * at_once) * left
     again = max(at_first, at_last) + at_once * whole
-    before: int = kept_bytes(layers, recomputed, whole, kept, at_once=at_once)
+    before: int = saved_bytes(layers, recomputed, whole, saved, at_once=at_once)
     return max(0, again - max(before, layers * left))
 
 

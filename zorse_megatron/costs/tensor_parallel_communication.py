@@ -1,11 +1,12 @@
-"""Communication of tensor-parallel sets: inside computations, and between sets.
+"""Communication of tensor-parallel groups: inside computations, and between TP groups.
 
-Without sequence parallelism a layer sums two activations over the set forward and two gradients
-backward; the vocabulary-parallel embedding sums its output, the output layer its input's gradient
-(Shoeybi et al. 2019, arXiv 1909.08053, section 3). With it each sum is a reduce-scatter and an
-all-gather, which are as many bytes (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2); inputs
-that are gathered once more for the gradients of weights are not counted, as that gather overlaps
-with a product. The loss sums one number per token three times (`vocab_parallel_cross_entropy`).
+Without sequence parallelism a layer sums two activations over the TP group forward and two
+gradients backward; the vocabulary-parallel embedding sums its output, the output layer its input's
+gradient (Shoeybi et al. 2019, arXiv 1909.08053, section 3). With it each sum is a reduce-scatter
+and an all-gather, which are as many bytes (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2);
+inputs that are gathered once more for the gradients of weights are not counted, as that gather
+overlaps with a product. The loss sums one number per token three times
+(`vocab_parallel_cross_entropy`).
 
 Links are taken to be idle, and nothing overlaps with computation.
 """
@@ -20,13 +21,14 @@ _SUMS_OF_LOSS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetCollectives:
-    """Collectives of sets; `num_bytes` is a whole activation of a micro-batch, `ranks` a set."""
+class TpCollectives:
+    """Collectives of TP groups; `num_bytes` is a whole activation of a micro-batch, `ranks` a TP
+    group."""
 
     comm: CommCost
     sequence_parallel: bool
     learns_positions: bool = False
-    """See `SetCosts`."""
+    """See `TpCosts`."""
 
     def of(
         self, section: ModelSection, ranks: Sequence[int], num_bytes: int, num_tokens: int

@@ -190,7 +190,7 @@ def gathers(run: DoctorRun) -> Finding:
 
 
 def _num_gathers(plan: Plan) -> int:
-    return sum(action.kind is Kind.GATHER for action in lower_plan(plan).ranks[0])
+    return sum(action.kind is Kind.UNSHARD for action in lower_plan(plan).ranks[0])
 
 
 def prediction(run: DoctorRun) -> Finding:

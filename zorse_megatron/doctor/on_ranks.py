@@ -143,7 +143,7 @@ def _connecting(
     """Communicator -> what makes NCCL connect it; to be called by all ranks, in this order."""
     rank = dist.get_rank()
     groups = create_groups(plan, rank=rank, timeout=_TIMEOUT, channels=channels)
-    group_of: dict[str, Any] = {"group": groups.group, "set": groups.set}
+    group_of: dict[str, Any] = {"group": groups.group, "tp_group": groups.tp_group}
     if (regions := groups.regions) is not None:
         group_of |= {"region": regions.inside, "across": regions.across}
     _, *others = planned_communicators(plan)

@@ -66,7 +66,7 @@ def plan_of(groups: Sequence[Group], spans: Sequence[tuple[int, int]], schedule:
         chunks.append(Chunk(group=group, layers=(first, first + layers)))
         first += layers
     return Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=sum(each.num_samples for each in groups[0].replicas),
         model=ModelFingerprint(num_layers=first),
         groups=tuple(groups),

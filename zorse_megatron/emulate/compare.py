@@ -141,11 +141,11 @@ def _misfit(compared: ComparedSystem) -> Problem:
 
 
 def _members(group: Group) -> str:
-    """How many ranks a group has, those of tensor-parallel sets together."""
+    """How many ranks a group has, those of tensor-parallel groups together."""
     degrees = Counter(len(replica.ranks) for replica in group.replicas)
     alone = degrees.pop(1, 0)
     sets = [
-        (f"{count} sets" if count > 1 else "a set") + f" of {degree}"
+        (f"{count} TP groups" if count > 1 else "a TP group") + f" of {degree}"
         for degree, count in sorted(degrees.items(), reverse=True)
     ]
     return " + ".join([*sets, *([str(alone)] if alone else [])])

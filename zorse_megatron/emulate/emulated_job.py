@@ -19,17 +19,18 @@ VARIABLE = "ZORSE_EMULATION"
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSets:
-    """The tensor-parallel sets of a job."""
+class JobTpGroups:
+    """The tensor-parallel groups of a job."""
 
     ranks: tuple[tuple[int, ...], ...]
-    """Rank of the job -> the ranks of its set."""
+    """Rank of the job -> the ranks of its TP group."""
     memories: tuple[MemoryCost, ...]
     """Rank -> the memory model of a rank that has all of each layer."""
     measured: tuple[frozenset[ModelSection], ...]
-    """Rank -> parts of the model whose times were measured with the set's collectives in them."""
+    """Rank -> parts of the model whose times were measured with the TP group's collectives in
+    them."""
     cut_parameters: Mapping[ModelSection, Mapping[UnitKind, int]]
-    """See `costs.interface.SetCosts`."""
+    """See `costs.interface.TpCosts`."""
     sequence_length: int
     """Of the real model."""
 
@@ -55,8 +56,8 @@ class EmulatedJob:
     """Sequence length of the tiny model."""
     hidden_size: int
     """Hidden size of the tiny model."""
-    sets: JobSets | None
-    """None: every rank is a set of its own."""
+    tp_groups: JobTpGroups | None
+    """None: every rank is a TP group of its own."""
     dilation: float | None
     """See `rank_clock.Pace`."""
     directory: Path

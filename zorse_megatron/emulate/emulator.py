@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.costs.interface import WHOLE, DtypeCosts, ModelSection, RankPart, SetCosts
+from zorse_megatron.costs.interface import WHOLE, DtypeCosts, ModelSection, TpCosts, TpShard
 from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate.conductor import conducted
 from zorse_megatron.emulate.emulated_job import (
     VARIABLE,
     EmulatedJob,
-    JobSets,
+    JobTpGroups,
     SelfTest,
     self_test_of,
 )
@@ -26,9 +26,9 @@ from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.rank_jobs import SERVER, ForkClient, RankJob, RanksEnd
 from zorse_megatron.emulate.tiny_model import HIDDEN_SIZE, TinyTraining, training_flags
 from zorse_megatron.gpus.gpu import ComputeDtype
-from zorse_megatron.plan.plan import Plan, Replica, set_of_rank
+from zorse_megatron.plan.plan import Plan, Replica, tp_group_of_rank
 from zorse_megatron.plan.plan_file import save_plan
-from zorse_megatron.plan.tensor_parallel_rules import sets_of
+from zorse_megatron.plan.tensor_parallel_rules import tp_groups_of
 from zorse_megatron.planner.baselines.stock_layouts import Grid
 from zorse_megatron.planner.baselines.stock_plans import layout_flags
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -204,7 +204,7 @@ class Emulator:
                 perturbation=perturbation,
                 sequence_length=self.training.shape.sequence_length,
                 hidden_size=HIDDEN_SIZE,
-                sets=None if layout is None else sets_of_job(self.inputs, layout, kinds),
+                tp_groups=None if layout is None else tp_groups_of_job(self.inputs, layout, kinds),
                 dilation=self.dilation,
                 directory=directory,
             )
@@ -243,7 +243,7 @@ class Emulator:
 
     def _flags(self, system: System, job: EmulatedJob) -> list[str]:
         flags = [*training_flags(self.training, self.data), *system.flags]
-        if self.training.sequence_parallel and job.sets is not None:
+        if self.training.sequence_parallel and job.tp_groups is not None:
             flags.append("--sequence-parallel")
         if system.plan is None:
             # A plan turns it on itself; said in its command, fp16 groups would have sums to scale.
@@ -253,13 +253,13 @@ class Emulator:
         return [*flags, "--micro-batch-size", "1", "--zorse-plan", str(path)]
 
     def _stock_vocabulary(self, job: EmulatedJob) -> list[str]:
-        """Stock pads the vocabulary to a multiple of this times the degree of its sets.
+        """Stock pads the vocabulary to a multiple of this times the degree of its TP groups.
 
         All systems are to have as many rows, and so the same loss.
         """
-        if job.sets is None:
+        if job.tp_groups is None:
             return []
-        rows = self.training.shape.vocabulary_rows // len(job.sets.ranks[0])
+        rows = self.training.shape.vocabulary_rows // len(job.tp_groups.ranks[0])
         return ["--make-vocab-size-divisible-by", str(rows)]
 
 
@@ -329,7 +329,7 @@ def _losses(metrics: Path) -> tuple[float, ...]:
     return tuple(json.loads(line)["lm loss"] for line in lines)
 
 
-# What each rank of an emulated job costs, alone or in a tensor-parallel set.
+# What each rank of an emulated job costs, alone or in a tensor-parallel group.
 
 
 _SECTIONS: tuple[ModelSection, ...] = ("embedding", "layer", "head")
@@ -342,20 +342,20 @@ def costs_of_ranks(inputs: Inputs, plan: Plan | None, world_size: int) -> tuple[
     return tuple(_of_rank(inputs, plan, rank) for rank in range(world_size))
 
 
-def sets_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobSets | None:
-    """What ranks need to know of their sets; None where each rank is one.
+def tp_groups_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobTpGroups | None:
+    """What ranks need to know of their TP groups; None where each rank is one.
 
     `kinds`: of each rank's GPU.
     """
-    sets = inputs.sets
-    if sets is None or not list(sets_of(plan)):
+    tp_costs = inputs.tp_costs
+    if tp_costs is None or not list(tp_groups_of(plan)):
         return None
     ranks = range(plan.world_size)
-    return JobSets(
-        ranks=tuple(set_of_rank(plan, rank) for rank in ranks),
+    return JobTpGroups(
+        ranks=tuple(tp_group_of_rank(plan, rank) for rank in ranks),
         memories=tuple(_whole(inputs, _place(plan, rank)[1]).memory for rank in ranks),
-        measured=tuple(_measured(sets, kinds, *_place(plan, rank)) for rank in ranks),
-        cut_parameters={each: dict(sets.cut_parameters(each)) for each in _SECTIONS},
+        measured=tuple(_measured(tp_costs, kinds, *_place(plan, rank)) for rank in ranks),
+        cut_parameters={each: dict(tp_costs.cut_parameters(each)) for each in _SECTIONS},
         sequence_length=inputs.sequence_length,
     )
 
@@ -376,21 +376,21 @@ def _whole(inputs: Inputs, dtype: ComputeDtype | None) -> DtypeCosts:
 
 def _of_rank(inputs: Inputs, plan: Plan, rank: int) -> DtypeCosts:
     replica, dtype = _place(plan, rank)
-    part = RankPart.of(replica, rank)
+    part = TpShard.of(replica, rank)
     if part == WHOLE:
         return _whole(inputs, dtype)
-    assert inputs.sets is not None
-    return inputs.sets.of_rank(part, dtype)
+    assert inputs.tp_costs is not None
+    return inputs.tp_costs.of_rank(part, dtype)
 
 
 def _measured(
-    sets: SetCosts, kinds: tuple[str, ...], replica: Replica, dtype: ComputeDtype | None
+    tp_costs: TpCosts, kinds: tuple[str, ...], replica: Replica, dtype: ComputeDtype | None
 ) -> frozenset[ModelSection]:
-    """Sections of the model whose collectives are in the times of all ranks of a set."""
+    """Sections of the model whose collectives are in the times of all ranks of a TP group."""
     if len(replica.ranks) == 1:
         return frozenset()
     computes = {
-        rank: sets.of_rank(RankPart.of(replica, rank), dtype).compute for rank in replica.ranks
+        rank: tp_costs.of_rank(TpShard.of(replica, rank), dtype).compute for rank in replica.ranks
     }
     return frozenset(
         section

@@ -1,4 +1,5 @@
-"""The tiny model that is trained in place of the real one, cut by sets as they cut the real one."""
+"""The tiny model that is trained in place of the real one, cut by TP groups as they cut the real
+one."""
 
 import dataclasses
 import math
@@ -8,14 +9,14 @@ from itertools import accumulate, pairwise
 
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.inputs.model import JobRecompute, ModelShape, PositionEmbedding
-from zorse_megatron.plan.plan import ModelFingerprint, Parts, Plan, Replica
-from zorse_megatron.plan.tensor_parallel_rules import sets_of
+from zorse_megatron.plan.plan import ModelFingerprint, Plan, Replica, TpShards
+from zorse_megatron.plan.tensor_parallel_rules import tp_groups_of
 
-# Sizes of the tiny model, such that sets cut it as they cut the real one.
+# Sizes of the tiny model, such that TP groups cut it as they cut the real one.
 #
-# Without sets its sizes do not matter. With them it has as many KV groups as the real model, a
-# sequence and a vocabulary that all sets divide, and as many columns as make unequal parts come out
-# in the real proportion.
+# Without TP groups its sizes do not matter. With them it has as many KV groups as the real model, a
+# sequence and a vocabulary that all TP groups divide, and as many columns as make uneven TP shards
+# come out in the real proportion.
 
 
 # No parameter is padded, so that buckets end where the real model's do.
@@ -32,7 +33,7 @@ _MOST_UNITS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TinyShape:
-    """What depends on the sets of the plans that are trained."""
+    """What depends on the TP groups of the plans that are trained."""
 
     sequence_length: int = SEQUENCE_LENGTH
     num_heads: int = NUM_HEADS
@@ -41,12 +42,12 @@ class TinyShape:
     vocabulary_rows: int = VOCABULARY
     """Padding included."""
     position_embedding: PositionEmbedding | None = None
-    """The real model's, where there are sets: of learned positions they sum more."""
+    """The real model's, where there are TP groups: of learned positions they sum more."""
 
     @classmethod
     def of(cls, model: ModelShape, plans: Iterable[Plan]) -> "TinyShape":
         """That in which the real model's plans can be trained."""
-        replicas = [replica for plan in plans for _, replica in sets_of(plan)]
+        replicas = [replica for plan in plans for _, replica in tp_groups_of(plan)]
         if not replicas:
             return cls()
         degrees = math.lcm(*(len(replica.ranks) for replica in replicas))
@@ -80,21 +81,21 @@ class TinyShape:
         return dataclasses.replace(plan, model=model, groups=groups)
 
     def _replica(self, replica: Replica) -> Replica:
-        parts = replica.parts
-        if parts is None:
+        tp_shards = replica.tp_shards
+        if tp_shards is None:
             return replica
-        scaled = Parts(
-            kv_groups=parts.kv_groups,
-            mlp_columns=_in_proportion(parts.mlp_columns, self.ffn_hidden_size),
-            vocabulary_rows=_in_proportion(parts.vocabulary_rows, self.vocabulary_rows),
+        scaled = TpShards(
+            kv_groups=tp_shards.kv_groups,
+            mlp_columns=_in_proportion(tp_shards.mlp_columns, self.ffn_hidden_size),
+            vocabulary_rows=_in_proportion(tp_shards.vocabulary_rows, self.vocabulary_rows),
         )
-        return dataclasses.replace(replica, parts=scaled)
+        return dataclasses.replace(replica, tp_shards=scaled)
 
 
 def _units(replicas: Iterable[Replica]) -> Iterator[int]:
-    """How many equal pieces of the MLP unequal parts are made of."""
+    """How many equal pieces of the MLP uneven TP shards are made of."""
     for replica in replicas:
-        counts = None if replica.parts is None else replica.parts.mlp_columns
+        counts = None if replica.tp_shards is None else replica.tp_shards.mlp_columns
         if counts:
             units = sum(counts) // math.gcd(*counts)
             if units <= _MOST_UNITS:
@@ -140,7 +141,7 @@ class TinyTraining:
     seed: int = 1234
     shape: TinyShape = field(default_factory=TinyShape)
     sequence_parallel: bool = False
-    """Whether the sets of plans split the sequence."""
+    """Whether the TP groups of plans split the sequence."""
 
 
 def training_flags(training: TinyTraining, data: Sequence[str]) -> list[str]:

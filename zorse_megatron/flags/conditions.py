@@ -20,8 +20,8 @@ from zorse_megatron.flags.table import defaults, further_rows, spelling_of
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.plan.memory_settings import said_settings
-from zorse_megatron.plan.plan import Plan, holds_equal_parts
-from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, set_problems, sets_of
+from zorse_megatron.plan.plan import Plan, has_equal_tp_shards
+from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, tp_groups_of, tp_problems
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 
 Filled = Iterator[Mapping[str, object]]
@@ -74,9 +74,9 @@ def layout(num_layers: Sequence[int]) -> str | None:
     return "E" + "|".join(f"t*{number}" for number in num_layers) + "L"
 
 
-def barring_sets(args: Namespace) -> list[str]:
-    """Flags with which no plan may have sets, as they are spelled."""
-    barred = [row for row in further_rows() if row.when == plan_has_sets.__name__]
+def barring_tp(args: Namespace) -> list[str]:
+    """Flags with which no plan may have TP groups, as they are spelled."""
+    barred = [row for row in further_rows() if row.when == plan_has_tp_groups.__name__]
     return [
         spelling_of(name)
         for row in barred
@@ -198,8 +198,8 @@ def sums_are_as_narrow_as_messages(case: Case, plan: Plan, name: str) -> Filled:
     if job_dtype(case.args) != "fp16" or is_mixed(plan) or case.value(name):
         return
     for number, group in enumerate(plan.groups):
-        if group.gradient_wire is not None:
-            yield {"group": number, "dtype": group.gradient_wire}
+        if group.grad_reduce_dtype is not None:
+            yield {"group": number, "dtype": group.grad_reduce_dtype}
 
 
 def messages_lack_a_loss_scale(case: Case, plan: Plan, name: str) -> Filled:
@@ -207,7 +207,7 @@ def messages_lack_a_loss_scale(case: Case, plan: Plan, name: str) -> Filled:
     if "fp16" in compute_dtypes(plan, job_dtype(case.args)):
         return
     for number, group in enumerate(plan.groups):
-        if group.gradient_wire == "fp16":
+        if group.grad_reduce_dtype == "fp16":
             yield {"group": number}
 
 
@@ -279,47 +279,48 @@ def embeddings_are_tied_otherwise(case: Case, plan: Plan, name: str) -> Filled:
         yield {"planned": not tied}
 
 
-def plan_has_sets(case: Case, plan: Plan, name: str) -> Filled:
-    """Tensor-parallel sets, with which other values than the row's are not exact."""
-    for where, _ in sets_of(plan):
+def plan_has_tp_groups(case: Case, plan: Plan, name: str) -> Filled:
+    """Tensor-parallel groups, with which other values than the row's are not exact."""
+    for where, _ in tp_groups_of(plan):
         yield {"own": _or_default(case.value(name), name), "set": where}
         return
 
 
-def vocabulary_has_unequal_parts(case: Case, plan: Plan, name: str) -> Filled:
+def vocabulary_is_uneven(case: Case, plan: Plan, name: str) -> Filled:
     """Where cross entropy is fused at all."""
-    parts = [replica.unequal_parts for _, replica in sets_of(plan)]
-    if case.value("cross_entropy_loss_fusion") and any(p and p.vocabulary_rows for p in parts):
+    tp_shards = [replica.uneven_tp_shards for _, replica in tp_groups_of(plan)]
+    if case.value("cross_entropy_loss_fusion") and any(p and p.vocabulary_rows for p in tp_shards):
         yield {}
 
 
-def sets_between_lack_masks(case: Case, plan: Plan, name: str) -> Filled:
-    """Scripts broadcast masks in sets of the first and of the last stage only.
+def tp_groups_between_lack_masks(case: Case, plan: Plan, name: str) -> Filled:
+    """Scripts broadcast masks in TP groups of the first and of the last stage only.
 
-    Source: `megatron.core.utils.get_batch_on_this_tp_rank`; other ranks of a set in between would
-    attend by a mask that nobody has written.
+    Source: `megatron.core.utils.get_batch_on_this_tp_rank`; other ranks of a TP group in between
+    would attend by a mask that nobody has written.
     """
     makes_masks = getattr(case.args, "create_attention_mask_in_dataloader", True)
     if not (case.value(name) and makes_masks):
         return
     between = tuple(f"groups[{chunk.group}]." for chunk in plan.chunks[1:-1])
-    for where, _ in sets_of(plan):
+    for where, _ in tp_groups_of(plan):
         if where.startswith(between):
             yield {"set": where}
             return
 
 
-def replicas_hold_unlike_parts(case: Case, plan: Plan, name: str) -> Filled:
-    """Stock compares hashes over the data-parallel group, where unlike replicas hold other parts.
+def replicas_differ_in_tp_shards(case: Case, plan: Plan, name: str) -> Filled:
+    """Stock compares hashes over the data-parallel group, where replicas that differ in TP shards
+    hold other parts.
 
     Source: `megatron.core.utils.check_param_hashes_across_dp_replicas`.
     """
-    unlike = [n for n, group in enumerate(plan.groups) if not holds_equal_parts(group)]
+    unlike = [n for n, group in enumerate(plan.groups) if not has_equal_tp_shards(group)]
     if case.value(name) is not None and unlike:
         yield {"group": unlike[0]}
 
 
-def sets_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
+def tp_groups_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
     """Sizes of the command; a plan that knows its model has been checked by itself."""
     known, grouped = plan.model, case.value("group_query_attention")
     has_heads = known.num_query_groups or known.num_attention_heads
@@ -331,7 +332,7 @@ def sets_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
         vocab_size=None if known.vocab_size else case.integer("padded_vocab_size"),
         sequence_length=case.integer("seq_length") if case.value("sequence_parallel") else None,
     )
-    for each in set_problems(plan, sizes):
+    for each in tp_problems(plan, sizes):
         yield {
             "of": each.where,
             "counts": each.found,
@@ -380,11 +381,11 @@ OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
         batch_is_no_multiple,
         model_is_another,
         embeddings_are_tied_otherwise,
-        plan_has_sets,
-        vocabulary_has_unequal_parts,
-        sets_between_lack_masks,
-        replicas_hold_unlike_parts,
-        sets_cannot_divide,
+        plan_has_tp_groups,
+        vocabulary_is_uneven,
+        tp_groups_between_lack_masks,
+        replicas_differ_in_tp_shards,
+        tp_groups_cannot_divide,
         weight_gradients_cannot_wait,
     )
 }

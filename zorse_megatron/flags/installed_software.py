@@ -161,7 +161,7 @@ def with_cpu_flags(argv: Sequence[str], *, has_plan: bool = False) -> list[str]:
     """Return `argv` (without the program) followed by the CPU flags that it lacks.
 
     `has_plan`: torch's norms are made to support sequence parallelism then
-    (`adapter.model.unequal_parts`). Raises FlagError with every flag in it that cannot work on a
+    (`adapter.model.uneven_tp_shards`). Raises FlagError with every flag in it that cannot work on a
     CPU.
     """
     command = _fitted(argv, {_GPU}, passed=("--sequence-parallel",) if has_plan else ())

@@ -174,7 +174,8 @@ _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsil
 
 @dataclass(frozen=True, kw_only=True)
 class OtherShape(ModelShape):
-    """A model whose layers have other parameters than Megatron's, whole on every rank of a set."""
+    """A model whose layers have other parameters than Megatron's, whole on every rank of a TP
+    group."""
 
     more_in_layer: int = 0
     """Parameters beside those of Megatron's layer; below 0: it has fewer."""

@@ -89,14 +89,14 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Those of one layer that sets cut by KV groups."""
+        """Those of one layer that TP groups cut by KV groups."""
         matrices = self.hidden_size * (2 * self.query_width + self.key_value_width)
         has_bias = self.linear_bias or self.qkv_bias
         return matrices + (self.query_width + self.key_value_width if has_bias else 0)
 
     @property
     def mlp_parameters(self) -> int:
-        """Those of one layer that sets cut by columns of the MLP."""
+        """Those of one layer that TP groups cut by columns of the MLP."""
         matrices = self.hidden_size * (self.ffn_input_width + self.ffn_hidden_size)
         return matrices + (self.ffn_input_width if self.linear_bias else 0)
 
@@ -360,7 +360,7 @@ class Computing:
     hidden_dropout: bool = False
     attention_dropout: bool = False
     sequence_parallel: bool = False
-    """Whether tensor-parallel sets split activations between layers along the sequence, too."""
+    """Whether tensor-parallel groups split activations between layers along the sequence, too."""
     narrow_gradients: bool = False
     """Whether 16-bit training accumulates gradients in 16 bits."""
     recompute: JobRecompute | None = None

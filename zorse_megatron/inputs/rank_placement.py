@@ -8,7 +8,7 @@ from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.plan.plan import Plan
-from zorse_megatron.plan.rules import without_units
+from zorse_megatron.plan.rules import without_members
 
 _MAX_LISTED = 4
 
@@ -52,7 +52,7 @@ def cluster_problems(plan: Plan, cluster: Cluster, source: str = "plan") -> Iter
             remedy=_remedy(plan, cluster, source),
         )
         return
-    for problem in without_units(plan, cluster.gpu_kinds, cluster.kinds):
+    for problem in without_members(plan, cluster.gpu_kinds, cluster.kinds):
         yield replace(problem, where=f"{source}: {problem.where}")
     kinds = plan.cluster.gpu_kinds if plan.cluster else None
     if kinds is None:

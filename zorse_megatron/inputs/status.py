@@ -126,7 +126,7 @@ class StatusError(ZorseError):
 STATUS_FILE = FileKind(
     name="status",
     syntax="JSON",
-    document="docs/rebalance.md",
+    document="docs/elastic.md",
     error=StatusError,
     root=Status,
 )

@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.command import split_ours, split_script
-from zorse_megatron.live.root_cause import LEAST_SILENCE_S, Limits
+from zorse_megatron.live.root_cause import LEAST_SILENCE_S, Timeouts
 
 _NEED_PLAN = (
     "--zorse-cluster",
@@ -50,7 +50,7 @@ class PretrainCommand:
     update: Literal["auto", "stock", "fused"]
     skips_damaged: bool
     rebalances: bool
-    limits: Limits
+    timeouts: Timeouts
     megatron: tuple[str, ...]
 
 
@@ -71,7 +71,7 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
     update = _choice("--zorse-update", ours, _UPDATES, _CHOSEN, problems)
     damaged = _choice("--zorse-damaged-checkpoint", ours, ("stop", "skip"), _SKIPPED, problems)
     rebalance = _choice("--zorse-rebalance", ours, ("on", "off"), _REBALANCED, problems)
-    limits = _limits(ours["--zorse-silence-limit"], problems)
+    timeouts = _timeouts(ours["--zorse-silence-limit"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
     paths = {flag: None if text is None else Path(text) for flag, text in ours.items()}
@@ -88,7 +88,7 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
         update=update or "auto",
         skips_damaged=damaged == "skip",
         rebalances=rebalance == "on",
-        limits=limits,
+        timeouts=timeouts,
         megatron=megatron,
     )
 
@@ -155,10 +155,10 @@ def _choice(
     return None
 
 
-def _limits(text: str | None, problems: list[Problem]) -> Limits:
+def _timeouts(text: str | None, problems: list[Problem]) -> Timeouts:
     """Read a number of seconds; notes a problem with anything else."""
     if text is None:
-        return Limits()
+        return Timeouts()
     try:
         silence_s = float(text)
     except ValueError:
@@ -172,8 +172,8 @@ def _limits(text: str | None, problems: list[Problem]) -> Limits:
                 remedy="Leave it out for 15; torchrun and the batch script wait for 30 and 60.",
             )
         )
-        return Limits()
-    return Limits(silence_s=silence_s)
+        return Timeouts()
+    return Timeouts(silence_s=silence_s)
 
 
 def _unknown_flag(flag: str) -> Problem:

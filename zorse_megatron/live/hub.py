@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from zorse_megatron.live.root_cause import FailureKind, Limits, Report, RootCause
+from zorse_megatron.live.root_cause import FailureKind, Report, RootCause, Timeouts
 
 # Lines of JSON over a socket that never blocks.
 
@@ -88,12 +88,12 @@ class Hub:
     """Serves the watchers of all other ranks."""
 
     def __init__(
-        self, world_size: int, *, limits: Limits, describe: Callable[[int], str], host: str
+        self, world_size: int, *, timeouts: Timeouts, describe: Callable[[int], str], host: str
     ) -> None:
         """`describe`: names a rank for people; `host`: name of this node."""
         self.describe = describe
-        self.limits = limits
-        self.root_cause = RootCause(world_size, limits)
+        self.timeouts = timeouts
+        self.root_cause = RootCause(world_size, timeouts)
         self.token = secrets.token_hex(8)
         self.listener = _listen(world_size)
         self.hosts = {0: host}
@@ -211,12 +211,12 @@ class Hub:
 
     def _look_for_silent(self, now_s: float) -> None:
         for rank, at_s in self.last_heard_s.items():
-            if now_s - at_s > self.limits.silence_s and rank not in self.root_cause.ended:
+            if now_s - at_s > self.timeouts.silence_s and rank not in self.root_cause.ended:
                 self.root_cause.note(silent(rank, now_s - at_s), now_s)
 
     def _look_for_absent(self, now_s: float) -> None:
         """Give up those that do not come to where the others have met."""
-        limit_s = self.limits.meeting_s
+        limit_s = self.timeouts.meeting_s
         if self._came_s is None or now_s - self._came_s <= limit_s:
             return
         for rank in set(range(self.root_cause.world_size)) - self.hosts.keys() - self._absent:
@@ -228,7 +228,7 @@ class Hub:
         if self._said_s is not None:
             self._part(now_s, self._said_s)
         elif self._told_s is not None:
-            silence_s = self.limits.silence_s
+            silence_s = self.timeouts.silence_s
             silent_ranks = {r for r, at_s in self.last_heard_s.items() if now_s - at_s > silence_s}
             joined = {rank for rank in self._members.values() if rank is not None} | {0}
             reachable = joined - silent_ranks
@@ -259,7 +259,7 @@ class Hub:
             self._own_end_s is not None
             and mine is not None
             and mine[0].kind is FailureKind.DONE
-            and now_s - self._own_end_s > self.limits.exit_s
+            and now_s - self._own_end_s > self.timeouts.exit_s
         )
 
     def _speak(self, now_s: float) -> None:
@@ -323,9 +323,9 @@ _BYE_S = 45.0
 class Member:
     """The connection to the hub. Until its address is known, reports wait."""
 
-    def __init__(self, rank: int, *, limits: Limits, host: str) -> None:
+    def __init__(self, rank: int, *, timeouts: Timeouts, host: str) -> None:
         self.rank = rank
-        self.limits = limits
+        self.timeouts = timeouts
         self.host = host
         self.stop: FailureKind | None = None
         """Why this rank has to end, once it has to."""
@@ -382,7 +382,7 @@ class Member:
             self._talk(self._line, now_s)
         if self._ended_s is not None and (
             self.lost_hub is not None
-            or (self.is_joined and now_s - self._ended_s > self.limits.exit_s + _BYE_S)
+            or (self.is_joined and now_s - self._ended_s > self.timeouts.exit_s + _BYE_S)
         ):
             self.is_over = True
 
@@ -420,7 +420,7 @@ class Member:
             return
         if not line.is_open:
             self._lose("is gone, and so is the process that watched it")
-        elif now_s - self._heard_s > self.limits.silence_s:
+        elif now_s - self._heard_s > self.timeouts.silence_s:
             line.close()
             self._lose(silent(0, now_s - self._heard_s).reason)
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zorse_megatron.live.watched_rank import RankPage, WatchedRank
+from zorse_megatron.live.watched_rank import SharedState, WatchedRank
 
 _KEY = "zorse/watch"
 _LINGER_S = 60.0
@@ -18,23 +18,23 @@ def exchange(rank: WatchedRank, hub_address: str) -> dist.Store | None:
 
     Returns the store, which is to be kept while the process lives: torchrun's, or rank 0's own, of
     which `init_process_group` will find the server. Raises ConnectionError where rank 0 does not
-    come in time (`Limits.meeting_s`).
+    come in time (`Timeouts.meeting_s`).
     """
-    if rank.page is None:
+    if rank.shared is None:
         return None
     with contextlib.suppress(dist.DistError):
-        store = _store(timedelta(seconds=rank.limits.meeting_s))
+        store = _store(timedelta(seconds=rank.timeouts.meeting_s))
         rank.join(_exchanged(store, hub_address))
         return store
     # Not from the store's error: nobody is there who could name another rank as its cause.
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    raise ConnectionError(f"rank 0 has not come to {where} in {rank.limits.meeting_s:g} s")
+    raise ConnectionError(f"rank 0 has not come to {where} in {rank.timeouts.meeting_s:g} s")
 
 
-def exchange_for_dead_rank(page: RankPage, hub_address: str) -> None:
+def exchange_for_dead_rank(shared: SharedState, hub_address: str) -> None:
     """As `exchange`, in a process of its own in place of a rank that has ended before it could."""
     store = _store(timedelta(seconds=_LINGER_S))
-    page.address.write(_exchanged(store, hub_address))
+    shared.address.write(_exchanged(store, hub_address))
     if hub_address:
         time.sleep(_LINGER_S)  # the others still have to read it
 

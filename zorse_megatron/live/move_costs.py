@@ -2,7 +2,7 @@
 
 Who owns what is known to the byte only where the model is built (`adapter.moving`). Here a shard is
 a part of its chunk's layers in their order, which differs in the order of parameters within a
-layer, and a set's ranks own equal parts of what their replica owns.
+layer, and a TP group's ranks own equal parts of what their replica owns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -77,8 +77,8 @@ def owners(plan: Plan, model: ModelShape) -> Owners:
         replicas = plan.groups[chunk.group].replicas
         bounds = shard_bounds(sum(parts.values()), [each.shard_weight for each in replicas])
         for replica, (first, stop) in zip(replicas, bounds, strict=True):
-            of_set = shard_bounds(stop - first, [1.0] * len(replica.ranks))
-            for rank, (start, end) in zip(replica.ranks, of_set, strict=True):
+            of_tp_group = shard_bounds(stop - first, [1.0] * len(replica.ranks))
+            for rank, (start, end) in zip(replica.ranks, of_tp_group, strict=True):
                 for name, block in _blocks(parts, first + start, first + end):
                     found[rank].setdefault(name, []).append(block)
     return found

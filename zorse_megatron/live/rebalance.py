@@ -1,7 +1,7 @@
 """When a run changes its counts of micro-batches, and to what: the same on every rank.
 
 Needs neither torch nor the planner. Measured seconds go in; a plan that differs in counts only, and
-its action lists, come out: see docs/rebalance.md.
+its action lists, come out: see docs/elastic.md.
 """
 
 import math
@@ -193,7 +193,7 @@ class Balancer:
     refused: set[Counts] = field(default_factory=set)
     """Counts that cannot be, such as for lack of memory."""
     _steps_in_favour: int = 0
-    _wish: Counts | None = None
+    _proposal: Counts | None = None
 
     def add(self, step: int, seconds: Mapping[Worker, float]) -> None:
         """Take one step's seconds of a micro-batch, of every replica that has any."""
@@ -202,22 +202,22 @@ class Balancer:
             speed.add(step, each, _replica(self.plan, worker).num_microbatches)
         better = self._better()
         self._steps_in_favour = 0 if better is None else self._steps_in_favour + 1
-        self._wish = better if self._steps_in_favour >= _PATIENCE else None
+        self._proposal = better if self._steps_in_favour >= _PATIENCE else None
 
     @property
-    def wish(self) -> Counts | None:
+    def proposal(self) -> Counts | None:
         """The counts that should be; None where they are good enough, or nothing is sure."""
-        return self._wish
+        return self._proposal
 
     def change_to(self, plan: Plan) -> None:
         """Another plan, with other counts, is in force now."""
         self.plan = plan
-        self._steps_in_favour, self._wish = 0, None
+        self._steps_in_favour, self._proposal = 0, None
 
     def refuse(self, counts: Counts) -> None:
         """These counts cannot be."""
         self.refused.add(counts)
-        self._steps_in_favour, self._wish = 0, None
+        self._steps_in_favour, self._proposal = 0, None
 
     def _better(self) -> Counts | None:
         groups = self._times()

@@ -17,7 +17,7 @@ from zorse_megatron.schedule.actions import (
 from zorse_megatron.schedule.lower import in_flight_limits, lower_plan
 from zorse_megatron.schedule.pipeline_schedules import Worker
 from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
-from zorse_megatron.schedule.transfer_windows import receive_openings, send_closings
+from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 from zorse_megatron.schedule.validate import check_executable
 
 # What the lists of a plan let its ranks hold at most, in samples: the measure of what fits.
@@ -90,15 +90,15 @@ def _messages(actions: Sequence[Action]) -> int:
         for position, action in enumerate(actions)
         if action.kind in COMPUTE
     }
-    openings = receive_openings(actions)
-    closings = send_closings(actions)
+    posted_at = receives_posted_at(actions)
+    waited_at = sends_waited_at(actions)
     for position, action in enumerate(actions):
         if action.kind in RECEIVES:
-            start = openings[position]
-            forward = action.kind is Kind.RECEIVE_ACTIVATION
+            start = posted_at[position]
+            forward = action.kind is Kind.RECV_F
             stop = takes[forward, action.chunk, action.micro_batch]
         elif action.kind in SENDS:
-            start, stop = position, closings[position]
+            start, stop = position, waited_at[position]
         else:
             continue
         assert action.samples is not None

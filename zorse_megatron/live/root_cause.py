@@ -32,13 +32,13 @@ class FailureKind(enum.Enum):
     """On request; as a rule all ranks do so together."""
     EXITED_WELL = ("exited well", 4, 0.0)
     """With status 0: another rank may still finish what only it has to, such as the upload of a
-    log. It has as long as others would wait for it: see `Limits.exit_s`."""
+    log. It has as long as others would wait for it: see `Timeouts.exit_s`."""
     ASKED_TO_END = ("asked to end", 5, 3.0)
     """By SIGTERM and its like, as a rule together with all others."""
     REFUSED = ("refused", 6, 20.0)
     """Input that is wrong: every other rank comes to the same error, if it is given the time."""
     LOST_CONTACT = ("lost contact", 7, 5.0)
-    """To some other rank, whose fault may be seen later: see `Limits.silence_s`."""
+    """To some other rank, whose fault may be seen later: see `Timeouts.silence_s`."""
     DONE = ("done", 8, float("inf"))
 
     @property
@@ -68,7 +68,7 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Timeouts:
     """How long what may be harmless is put up with."""
 
     silence_s: float = 15.0
@@ -102,9 +102,9 @@ class Report:
 class RootCause:
     """Collects reports; says who is to blame once that is clear."""
 
-    def __init__(self, world_size: int, limits: Limits) -> None:
+    def __init__(self, world_size: int, timeouts: Timeouts) -> None:
         self.world_size = world_size
-        self.limits = limits
+        self.timeouts = timeouts
         self.reports: dict[int, tuple[Report, float]] = {}
         self.ended: set[int] = set()
         self.met_s = 0.0
@@ -145,7 +145,7 @@ class RootCause:
             return worst
         if len(joined) < self.world_size:
             first_s = min(at_s for _, at_s in faults)
-            due_s = max(due_s, first_s + self.limits.joining_s)
+            due_s = max(due_s, first_s + self.timeouts.joining_s)
         return worst if now_s >= due_s else None
 
     def _since_s(self, report: Report, at_s: float) -> float:
@@ -154,11 +154,11 @@ class RootCause:
 
     def _patience_s(self, report: Report) -> float:
         if report.kind is FailureKind.LOST_CONTACT:
-            return self.limits.silence_s + report.kind.patience_s
+            return self.timeouts.silence_s + report.kind.patience_s
         if report.kind in _GO_ALONE and self._is_missed():
             return 1.0
         if report.kind is FailureKind.EXITED_WELL:
-            return self.limits.exit_s
+            return self.timeouts.exit_s
         return report.kind.patience_s
 
     def _is_missed(self) -> bool:

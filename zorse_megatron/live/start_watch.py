@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from zorse_megatron.live.hub import Hub, Member
-from zorse_megatron.live.root_cause import Limits
-from zorse_megatron.live.watched_rank import RankPage, WatchedRank, watch_parent
+from zorse_megatron.live.root_cause import Timeouts
+from zorse_megatron.live.watched_rank import SharedState, WatchedRank, watch_parent
 from zorse_megatron.live.watcher import FORWARDED, Watcher, forward
 
 
@@ -25,7 +25,7 @@ def watched(
     *,
     describe: Callable[[int], str],
     host: str,
-    limits: Limits | None = None,
+    timeouts: Timeouts | None = None,
 ) -> tuple[WatchedRank, str]:
     """Let a child of this process be the rank, watched by this process; return in the child.
 
@@ -33,18 +33,18 @@ def watched(
     the watchers of the other ranks need (see `exchange`), else "". A job of one rank is not
     watched. To be called before CUDA is initialised, which does not survive a fork.
     """
-    limits = limits or Limits()
+    timeouts = timeouts or Timeouts()
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     if world_size == 1:
-        return WatchedRank(None, limits), ""
-    page = RankPage()
-    page.phase.write("at its start")
+        return WatchedRank(None, timeouts), ""
+    shared = SharedState()
+    shared.phase.write("at its start")
     post: Hub | Member
     if rank == 0:
-        post = Hub(world_size, limits=limits, describe=describe, host=host)
+        post = Hub(world_size, timeouts=timeouts, describe=describe, host=host)
         address = post.address
     else:
-        post, address = Member(rank, limits=limits, host=host), ""
+        post, address = Member(rank, timeouts=timeouts, host=host), ""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -55,19 +55,19 @@ def watched(
         if isinstance(post, Hub):
             post.listener.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-        watch_parent(page, limits, parent)
-        return WatchedRank(page, limits), address
+        watch_parent(shared, timeouts, parent)
+        return WatchedRank(shared, timeouts), address
     forward(process)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    _watch(process, rank, page, post, limits, describe, address)
+    _watch(process, rank, shared, post, timeouts, describe, address)
 
 
 def _watch(  # noqa: PLR0917
     process: int,
     rank: int,
-    page: RankPage,
+    shared: SharedState,
     post: Hub | Member,
-    limits: Limits,
+    timeouts: Timeouts,
     describe: Callable[[int], str],
     hub_address: str,
 ) -> NoReturn:
@@ -77,16 +77,16 @@ def _watch(  # noqa: PLR0917
     watcher = Watcher(
         rank=rank,
         process=process,
-        page=page,
+        shared=shared,
         post=post,
-        limits=limits,
+        timeouts=timeouts,
         describe=describe,
-        find_hub=lambda: _find_hub(page, hub_address),
+        find_hub=lambda: _find_hub(shared, hub_address),
     )
     watcher.run()
 
 
-def _find_hub(page: RankPage, hub_address: str) -> int:
+def _find_hub(shared: SharedState, hub_address: str) -> int:
     """Start a process that finds the hub in place of a rank that has not come so far."""
     process = os.fork()
     if process:
@@ -94,7 +94,7 @@ def _find_hub(page: RankPage, hub_address: str) -> int:
     try:
         from zorse_megatron.live.hub_address import exchange_for_dead_rank
 
-        exchange_for_dead_rank(page, hub_address)
+        exchange_for_dead_rank(shared, hub_address)
     finally:
         os._exit(0)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.live.root_cause import FailureKind, Limits
+from zorse_megatron.live.root_cause import FailureKind, Timeouts
 from zorse_megatron.processes import end_with_parent
 
 # Memory that a rank and its watcher share, so that the rank's last words outlive it.
@@ -50,13 +50,13 @@ class SharedText:
         return 1 + slot * (_LENGTH.size + _CAPACITY_BYTES) + _LENGTH.size
 
 
-class RankPage:
+class SharedState:
     """What a rank and its watcher tell each other."""
 
     def __init__(self) -> None:
         self.phase = SharedText()
         """By the rank: what it is doing."""
-        self.word = SharedText()
+        self.exit_reason = SharedText()
         """By the rank: how it is about to end, see `root_cause.report_of_word`."""
         self.address = SharedText()
         """By the rank: where the watcher of rank 0 listens."""
@@ -103,30 +103,30 @@ _LIBRARIES = ("gloo", "NCCL", "Connection closed by peer", "Broken pipe")
 class WatchedRank:
     """What a rank tells its watcher. Without a watcher, nobody hears it."""
 
-    def __init__(self, page: RankPage | None, limits: Limits) -> None:
-        self.page = page
-        self.limits = limits
+    def __init__(self, shared: SharedState | None, timeouts: Timeouts) -> None:
+        self.shared = shared
+        self.timeouts = timeouts
 
     def enter(self, phase: str) -> None:
         """Say what this rank does from now on, as it reads after "was killed": "in a save"."""
-        if self.page is not None:
-            self.page.phase.write(phase)
+        if self.shared is not None:
+            self.shared.phase.write(phase)
 
     def join(self, address: str) -> None:
         """Say where the watcher of rank 0 listens: "host port password"."""
-        if self.page is not None:
-            self.page.address.write(address)
+        if self.shared is not None:
+            self.shared.address.write(address)
 
     def say(self, kind: FailureKind, why: str = "") -> None:
         """Say how this rank is about to end; `why`: what follows the rank's name in a sentence."""
-        if self.page is not None:
-            self.page.word.write(f"{kind.name}:{why}")
+        if self.shared is not None:
+            self.shared.exit_reason.write(f"{kind.name}:{why}")
 
     def wait_for_the_end(self) -> None:
         """Wait for the one at fault to be named; returns if it is this rank itself."""
-        until_s = time.monotonic() + self.limits.silence_s + 10
+        until_s = time.monotonic() + self.timeouts.silence_s + 10
         # The listening thread ends the process if it is not.
-        while self.page is not None and not self.page.is_blamed and time.monotonic() < until_s:
+        while self.shared is not None and not self.shared.is_blamed and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
 
     @contextmanager
@@ -164,24 +164,26 @@ class WatchedRank:
         self.say(FailureKind.DONE)
 
 
-def watch_parent(page: RankPage, limits: Limits, parent: int) -> None:
+def watch_parent(shared: SharedState, timeouts: Timeouts, parent: int) -> None:
     """In the new rank: end when the watcher says so, is gone, or stands still."""
     end_with_parent()
     if os.getppid() != parent:
         os._exit(LOST_RANK)
-    threading.Thread(target=_listen, args=(page, limits, parent), name="watch", daemon=True).start()
+    threading.Thread(
+        target=_listen, args=(shared, timeouts, parent), name="watch", daemon=True
+    ).start()
 
 
-def _listen(page: RankPage, limits: Limits, parent: int) -> None:
-    beat, since_s, looked_s = page.beat, time.monotonic(), time.monotonic()
+def _listen(shared: SharedState, timeouts: Timeouts, parent: int) -> None:
+    beat, since_s, looked_s = shared.beat, time.monotonic(), time.monotonic()
     while True:
         time.sleep(_LOOK_S)
         now_s = time.monotonic()
-        if page.beat != beat or now_s - looked_s > 1:  # or this process has stood still, too
-            beat, since_s = page.beat, now_s
+        if shared.beat != beat or now_s - looked_s > 1:  # or this process has stood still, too
+            beat, since_s = shared.beat, now_s
         looked_s = now_s
-        stands_still = now_s - since_s > limits.silence_s + 10
-        if page.must_end or stands_still or os.getppid() != parent:
+        stands_still = now_s - since_s > timeouts.silence_s + 10
+        if shared.must_end or stands_still or os.getppid() != parent:
             sys.stdout.flush()
             sys.stderr.flush()
             # The main thread is inside a collective that cannot be interrupted.

@@ -19,12 +19,12 @@ from typing import NoReturn
 from zorse_megatron.live.hub import Hub, Member, sentence
 from zorse_megatron.live.root_cause import (
     FailureKind,
-    Limits,
     Report,
+    Timeouts,
     report_of_end,
     report_of_word,
 )
-from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK, RankPage
+from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK, SharedState
 
 _TICK_S = 0.1
 _GAP_S = 2.0
@@ -45,9 +45,9 @@ class Watcher:
 
     rank: int
     process: int
-    page: RankPage
+    shared: SharedState
     post: Hub | Member
-    limits: Limits
+    timeouts: Timeouts
     describe: Callable[[int], str]
     find_hub: Callable[[], int] | None
     """Starts a process that does so in place of a rank that has ended too soon."""
@@ -73,10 +73,10 @@ class Watcher:
             if now_s - before_s > _GAP_S:
                 self._forgive(now_s - before_s)
             before_s = now_s
-            self.page.count_beat()
+            self.shared.count_beat()
             self._look(now_s)
             self._obey(now_s)
-            self.post.work(self.page.address.read(), now_s)
+            self.post.work(self.shared.address.read(), now_s)
         self._leave()
 
     def _forgive(self, gap_s: float) -> None:
@@ -97,20 +97,20 @@ class Watcher:
         elif ended:
             self._take_end(os.waitstatus_to_exitcode(status), now_s)
             return
-        if self._stopped_s is not None and now_s - self._stopped_s > self.limits.stopped_s:
+        if self._stopped_s is not None and now_s - self._stopped_s > self.timeouts.stopped_s:
             why = f"has been stopped (SIGSTOP) for {now_s - self._stopped_s:.0f} s"
             self._stopped_s = float("inf")
-            phase = self.page.phase.read()
+            phase = self.shared.phase.read()
             report = Report(rank=self.rank, kind=FailureKind.STOPPED, reason=why, phase=phase)
             self.post.report(report, now_s, ended=False)
         self._hear(now_s)
 
     def _hear(self, now_s: float) -> None:
-        word = self.page.word.read()
+        word = self.shared.exit_reason.read()
         if word == self._said:
             return
         self._said = word
-        report = report_of_word(self.rank, word=word, phase=self.page.phase.read())
+        report = report_of_word(self.rank, word=word, phase=self.shared.phase.read())
         # That it is done counts when it has ended.
         if report is not None and report.kind is not FailureKind.DONE:
             self.own_fault = report.kind is not FailureKind.LOST_CONTACT
@@ -122,8 +122,8 @@ class Watcher:
         report = report_of_end(
             self.rank,
             status=status,
-            word=self.page.word.read(),
-            phase=self.page.phase.read(),
+            word=self.shared.exit_reason.read(),
+            phase=self.shared.phase.read(),
             memory_ran_out=_oom_kills() > self._oom_kills,
         )
         if self._end_by_s is None:
@@ -137,7 +137,7 @@ class Watcher:
         """Whether the hub is unknown, here or to a rank that would ask this one's store for it."""
         if isinstance(self.post, Hub):
             return len(self.post.hosts) < self.post.root_cause.world_size
-        return not self.page.address.read()
+        return not self.shared.address.read()
 
     def _look_after_helper(self, now_s: float) -> None:
         if self._helper is None:
@@ -156,10 +156,10 @@ class Watcher:
         if self._end_by_s is None:
             if self._is_blamed:
                 self.own_fault = True
-                self.page.blame()
+                self.shared.blame()
             self._end_by_s = now_s + (_GUILTY_S if self.own_fault else _SURVIVOR_S)
             if not self.own_fault:
-                self.page.end()
+                self.shared.end()
         if now_s > self._end_by_s or self._stopped_s is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process, signal.SIGKILL)
@@ -184,7 +184,7 @@ class Watcher:
             return self.post.is_over
         # Also when its work is done: srun counts the seconds that others have from the first end.
         nobody_hears = not self.post.is_joined and self._helper is None
-        return self.post.is_over or (nobody_hears and not self.page.address.read())
+        return self.post.is_over or (nobody_hears and not self.shared.address.read())
 
     def _leave(self) -> NoReturn:
         assert self.status is not None

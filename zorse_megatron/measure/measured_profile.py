@@ -262,7 +262,7 @@ def _with_memory(
         and m.gpu_kind == series.gpu_kind
     ]
     # Layers keep their activations until their backward; of the head there is one at a time.
-    held_bytes = found.peak_bytes if found.part == "head" else found.kept_bytes
+    held_bytes = found.peak_bytes if found.part == "head" else found.saved_bytes
     elements = -(-held_bytes // found.micro_batch_size // element_bytes(series.dtype))
     entry = PartMemory(
         part=found.part,

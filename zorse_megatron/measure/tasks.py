@@ -231,7 +231,7 @@ class MeasuredPass:
     forward_s: float
     backward_s: float
     parameters: int
-    kept_bytes: int
+    saved_bytes: int
     """From forward to backward, without input and output."""
     peak_bytes: int
     """While both run."""

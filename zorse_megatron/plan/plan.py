@@ -25,7 +25,7 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-GradientCommDtype = Literal["bf16", "fp16"]
+GradReduceDtype = Literal["bf16", "fp16"]
 ScheduleName = Literal["1f1b", "interleaved", "breadth_first"]
 
 
@@ -37,8 +37,8 @@ def refuse_non_integer(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
-class Parts:
-    """What each rank of a tensor-parallel set holds of a layer; what is absent is cut equally."""
+class TpShards:
+    """What each rank of a tensor-parallel group holds of a layer; what is absent is cut equally."""
 
     kv_groups: tuple[Count, ...] | None = None
     """KV groups of attention, with their query heads."""
@@ -47,10 +47,10 @@ class Parts:
     vocabulary_rows: tuple[Count, ...] | None = None
     """Rows of the embedding table and of the output layer, padding included."""
 
-    def unequal(self) -> "Parts | None":
+    def unequal(self) -> "TpShards | None":
         """What is not cut as it would be if nothing were said; None: all of it is."""
         said = {name: counts for name, counts in vars(self).items() if len(set(counts or ())) > 1}
-        return Parts(**said) if said else None
+        return TpShards(**said) if said else None
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -82,7 +82,7 @@ class Replica:
     """One data-parallel member of a group, and its share of the work and of the state."""
 
     ranks: Annotated[tuple[int, ...], Field(min_length=1)]
-    """Global ranks of this replica: one rank, or the ranks of a tensor-parallel set in order."""
+    """Global ranks of this replica: one rank, or the ranks of a tensor-parallel group in order."""
     micro_batch_size: Positive
     """Samples that the replica runs at once."""
     num_microbatches: Count
@@ -91,8 +91,9 @@ class Replica:
     """Relative share of the group's training state; 0 for a replica that owns none."""
     region: str | None = None
     """Where the ranks are; samples stay in a region where counts allow. Absent: nowhere special."""
-    parts: Parts | None = None
-    """Unequal parts of the ranks of a tensor-parallel set, in their order; absent: equal parts."""
+    tp_shards: TpShards | None = None
+    """Uneven TP shards of the ranks of a tensor-parallel group, in their order; absent: equal
+    parts."""
     recompute: Recompute | None = None
     """Activation recomputation of this replica; absent: as its group."""
     offload: Offload | None = None
@@ -104,9 +105,9 @@ class Replica:
         return self.micro_batch_size * self.num_microbatches
 
     @property
-    def unequal_parts(self) -> Parts | None:
+    def uneven_tp_shards(self) -> TpShards | None:
         """The parts, as far as they are not those of a plan that says none."""
-        return None if self.parts is None else self.parts.unequal()
+        return None if self.tp_shards is None else self.tp_shards.unequal()
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -125,11 +126,11 @@ class Group:
     """Samples in flight beyond what is needed where messages take no time; absent: none."""
     split_backward: bool | None = None
     """Whether gradients of weights are a computation of their own; absent: part of the backward."""
-    delayed_samples: Positive | None = None
+    delayed_wgrad_samples: Positive | None = None
     """Most samples whose weight gradients wait; absent: one round of every earlier group."""
     compute_dtype: ComputeDtype | None = None
     """In which type the group computes; absent: as the training command says."""
-    gradient_wire: GradientCommDtype | None = None
+    grad_reduce_dtype: GradReduceDtype | None = None
     """In which type gradients are sent and then summed in fp32; absent: as they are kept."""
     hierarchical: bool | None = None
     """Whether sums are made in each region first, then between regions; absent: over all ranks."""
@@ -141,7 +142,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
-class Hop:
+class TransferCost:
     """How long messages are on their way to the next chunk, and gradients back.
 
     In parts of the time in which a group computes its part of the global batch.
@@ -161,7 +162,7 @@ class Chunk:
     """Number of the group that holds the layers."""
     layers: tuple[int, int]
     """[first, stop): the first transformer layer and the one after the last, counted from 0."""
-    hop: Hop | None = None
+    transfer: TransferCost | None = None
     """How long the way to the next chunk is, where that counts; absent: it takes no time."""
 
 
@@ -226,7 +227,7 @@ class Predictions:
 class Plan:
     """How to train one model on one cluster."""
 
-    schema_version: Annotated[Literal[1], BeforeValidator(refuse_non_integer)]
+    schema_version: Annotated[Literal[2], BeforeValidator(refuse_non_integer)]
     """Version of the plan file format."""
     global_batch_size: Positive
     """Samples per iteration; the replicas of every group add up to it."""
@@ -272,15 +273,15 @@ class Plan:
 # The ranks that communicate along each axis of parallelism, of a plan's unequal groups.
 
 
-def set_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The tensor-parallel set of `rank`: the ranks of its replica, in order of their parts."""
+def tp_group_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The tensor-parallel group of `rank`: the ranks of its replica, in order of their parts."""
     group, replica = plan.replica_of_rank(rank)
     return plan.groups[group].replicas[replica].ranks
 
 
-def holds_equal_parts(group: Group) -> bool:
+def has_equal_tp_shards(group: Group) -> bool:
     """Whether all replicas cut layers into the same parts, so that each rank has twins."""
-    return len({(len(replica.ranks), replica.unequal_parts) for replica in group.replicas}) == 1
+    return len({(len(replica.ranks), replica.uneven_tp_shards) for replica in group.replicas}) == 1
 
 
 def data_parallel_ranks(group: Group) -> tuple[tuple[int, ...], ...]:
@@ -289,7 +290,7 @@ def data_parallel_ranks(group: Group) -> tuple[tuple[int, ...], ...]:
     Where replicas hold equal parts: those with the same part, one of each replica. Otherwise all
     ranks of the group.
     """
-    if not holds_equal_parts(group):
+    if not has_equal_tp_shards(group):
         return (tuple(sorted(group.ranks)),)
     parts = zip(*(replica.ranks for replica in group.replicas), strict=True)
     return tuple(tuple(sorted(part)) for part in parts)

@@ -14,11 +14,18 @@ from zorse_megatron.files.strict import FileKind, built, check_version, plain, r
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _REMOVED = {
     "rank_settings": "It was removed: say recompute and offload in the replica, for all of its "
     "ranks, or in the group.",
 }
+_RENAMED = {
+    "hop": "transfer",
+    "gradient_wire": "grad_reduce_dtype",
+    "delayed_samples": "delayed_wgrad_samples",
+    "parts": "tp_shards",
+}
+"""Keys of version 1."""
 PLAN_FILE = FileKind(
     name="plan",
     syntax="JSON",
@@ -26,6 +33,7 @@ PLAN_FILE = FileKind(
     error=PlanError,
     root=Plan,
     removed=_REMOVED,
+    renamed=_RENAMED,
 )
 _FINGERPRINT_CHARACTERS = 16
 

@@ -17,11 +17,11 @@ from zorse_megatron.plan.plan import (
     Plan,
     Replica,
     data_parallel_ranks,
-    holds_equal_parts,
+    has_equal_tp_shards,
     ranks_by_region,
 )
 from zorse_megatron.plan.spans import Span, gaps, overlaps, spans_of, spell
-from zorse_megatron.plan.tensor_parallel_rules import parts_problems
+from zorse_megatron.plan.tensor_parallel_rules import tp_shards_problems
 
 # Which parameters each schedule takes, and their values; the first one is the default.
 SCHEDULE_PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -40,15 +40,15 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         _ranks,
         _layers,
         _chunk_groups,
-        _hops,
+        _transfers,
         _batch,
         _shard_weights,
-        parts_problems,
+        tp_shards_problems,
         _recomputed_layers,
         hierarchical_problems,
         _lengths,
         _extra_in_flight,
-        _delayed_samples,
+        _delayed_wgrad_samples,
         _compute_dtypes,
         _schedule_parameters,
     )
@@ -155,19 +155,19 @@ def _chunk_groups(plan: Plan) -> Iterator[Problem]:
             )
 
 
-def _hops(plan: Plan) -> Iterator[Problem]:
-    """Hops are between chunks of two groups."""
+def _transfers(plan: Plan) -> Iterator[Problem]:
+    """Transfers are between chunks of two groups."""
     for index, chunk in enumerate(plan.chunks):
-        if chunk.hop is None:
+        if chunk.transfer is None:
             continue
         is_last = index == len(plan.chunks) - 1
         if is_last or plan.chunks[index + 1].group == chunk.group:
             yield Problem(
-                where=f"chunks[{index}].hop",
-                found="a hop after the last chunk"
+                where=f"chunks[{index}].transfer",
+                found="a transfer after the last chunk"
                 if is_last
-                else f"a hop to chunks[{index + 1}] of the same group {chunk.group}",
-                expected="a hop only to a chunk of another group",
+                else f"a transfer to chunks[{index + 1}] of the same group {chunk.group}",
+                expected="a transfer only to a chunk of another group",
                 remedy="Remove it: nothing is sent there.",
             )
 
@@ -250,14 +250,14 @@ def _extra_in_flight(plan: Plan) -> Iterator[Problem]:
             )
 
 
-def _delayed_samples(plan: Plan) -> Iterator[Problem]:
+def _delayed_wgrad_samples(plan: Plan) -> Iterator[Problem]:
     for number, group in enumerate(plan.groups):
-        if group.delayed_samples and not group.split_backward:
+        if group.delayed_wgrad_samples and not group.split_backward:
             yield Problem(
-                where=f"groups[{number}].delayed_samples",
-                found=f"{group.delayed_samples} without split_backward",
+                where=f"groups[{number}].delayed_wgrad_samples",
+                found=f"{group.delayed_wgrad_samples} without split_backward",
                 expected="split_backward with it: true, or no weight gradients wait",
-                remedy="Add it, or remove delayed_samples.",
+                remedy="Add it, or remove delayed_wgrad_samples.",
             )
 
 
@@ -265,10 +265,10 @@ def _compute_dtypes(plan: Plan) -> Iterator[Problem]:
     """GPUs have units for what their group computes in, as far as their kinds are known."""
     kinds = plan.cluster.gpu_kinds if plan.cluster else None
     if kinds is not None and len(kinds) == plan.world_size:
-        yield from without_units(plan, kinds, GPU_KINDS)
+        yield from without_members(plan, kinds, GPU_KINDS)
 
 
-def without_units(
+def without_members(
     plan: Plan, kinds: Sequence[str], known: Mapping[str, GpuKind]
 ) -> Iterator[Problem]:
     """Yield groups with kinds that lack units for their type. `kinds`: of each rank."""
@@ -349,7 +349,7 @@ def _regions(where: str, group: Group) -> Iterator[Problem]:
             expected="replicas in two regions or more",
             remedy="Remove it: there is one level only.",
         )
-    elif holds_equal_parts(group):
+    elif has_equal_tp_shards(group):
         yield from _scattered(where, group, len(regions))
 
 
@@ -369,17 +369,17 @@ def _scattered(where: str, group: Group, num_regions: int) -> Iterator[Problem]:
 
 
 def _settings(where: str, group: Group) -> Iterator[Problem]:
-    if not holds_equal_parts(group):
+    if not has_equal_tp_shards(group):
         yield Problem(
             where=f"{where}.hierarchical",
             found="true, with replicas that cut their layers differently",
             expected="replicas of equal numbers of ranks, with equal parts",
             remedy="Remove it: such replicas exchange parts directly.",
         )
-    if group.gradient_wire is not None:
+    if group.grad_reduce_dtype is not None:
         yield Problem(
-            where=f"{where}.gradient_wire",
-            found=f'"{group.gradient_wire}" with hierarchical',
+            where=f"{where}.grad_reduce_dtype",
+            found=f'"{group.grad_reduce_dtype}" with hierarchical',
             expected="one of the two",
             remedy="Remove one: 16-bit gradients go to their owners directly.",
         )

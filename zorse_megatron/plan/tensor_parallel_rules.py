@@ -1,4 +1,4 @@
-"""What a model must be like for a plan's tensor-parallel sets to hold parts of its layers.
+"""What a model must be like for a plan's tensor-parallel groups to hold parts of its layers.
 
 Sizes that are not known are not compared: a plan may leave them out, and the training command has
 them all.
@@ -19,7 +19,7 @@ _TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DividedSizes:
-    """Sizes of a model that sets divide."""
+    """Sizes of a model that TP groups divide."""
 
     num_attention_heads: int | None = None
     num_query_groups: int | None = None
@@ -41,7 +41,7 @@ def sizes_of(plan: Plan) -> DividedSizes:
     )
 
 
-def sets_of(plan: Plan) -> Iterator[tuple[str, Replica]]:
+def tp_groups_of(plan: Plan) -> Iterator[tuple[str, Replica]]:
     """Yield the replicas of several ranks, with their place in the plan."""
     for number, group in enumerate(plan.groups):
         for index, replica in enumerate(group.replicas):
@@ -49,20 +49,20 @@ def sets_of(plan: Plan) -> Iterator[tuple[str, Replica]]:
                 yield f"groups[{number}].replicas[{index}].ranks", replica
 
 
-def set_problems(plan: Plan, sizes: DividedSizes) -> Iterator[Problem]:
-    """Yield every set that cannot hold parts of a model of these sizes."""
-    for where, replica in sets_of(plan):
+def tp_problems(plan: Plan, sizes: DividedSizes) -> Iterator[Problem]:
+    """Yield every TP group that cannot hold parts of a model of these sizes."""
+    for where, replica in tp_groups_of(plan):
         degree = len(replica.ranks)
         given = (
-            {title: getattr(replica.parts, field) for field, title in _TITLES.items()}
-            if replica.parts
+            {title: getattr(replica.tp_shards, field) for field, title in _TITLES.items()}
+            if replica.tp_shards
             else {}
         )
         for name, size, remedy in _divided(sizes):
             counts = given.get(name)
             if counts is not None and size is not None and sum(counts) != size:
                 yield Problem(
-                    where=where.replace(".ranks", ".parts"),
+                    where=where.replace(".ranks", ".tp_shards"),
                     found=f"{list(counts)}, {sum(counts)} {name} in all",
                     expected=f"{size}, as the model has",
                     remedy="Parts neither overlap nor leave anything out: correct the numbers.",
@@ -77,7 +77,7 @@ def set_problems(plan: Plan, sizes: DividedSizes) -> Iterator[Problem]:
                 )
 
 
-def parts_problems(plan: Plan) -> Iterator[Problem]:
+def tp_shards_problems(plan: Plan) -> Iterator[Problem]:
     """Parts have one entry per rank, and together they are the whole, where that is known."""
     model = plan.model
     wholes = {
@@ -87,9 +87,9 @@ def parts_problems(plan: Plan) -> Iterator[Problem]:
     }
     for index, group in enumerate(plan.groups):
         for number, replica in enumerate(group.replicas):
-            for name, whole in wholes.items() if replica.parts else ():
-                counts = getattr(replica.parts, name)
-                where = f"groups[{index}].replicas[{number}].parts.{name}"
+            for name, whole in wholes.items() if replica.tp_shards else ():
+                counts = getattr(replica.tp_shards, name)
+                where = f"groups[{index}].replicas[{number}].tp_shards.{name}"
                 if counts is not None:
                     yield from _counts_problems(where, replica, counts, whole)
 
@@ -115,19 +115,19 @@ def _counts_problems(
 
 
 def _divided(sizes: DividedSizes) -> Iterator[tuple[str, int | None, str]]:
-    whole = "Each rank holds whole KV groups: use a set of fewer ranks, or give its parts."
+    whole = "Each rank holds whole KV groups: use a TP group of fewer ranks, or give its tp_shards."
     yield "KV groups", sizes.num_query_groups, whole
     if sizes.num_query_groups is None:
         yield "attention heads", sizes.num_attention_heads, whole
     yield (
         "columns of the MLP",
         sizes.ffn_hidden_size,
-        "Use a set of another number of ranks, or give its parts.",
+        "Use a TP group of another number of ranks, or give its tp_shards.",
     )
     yield (
         "rows of the vocabulary",
         sizes.vocab_size,
-        "Pad the vocabulary to a multiple (--make-vocab-size-divisible-by), or give its parts.",
+        "Pad the vocabulary to a multiple (--make-vocab-size-divisible-by), or give its tp_shards.",
     )
     yield (
         "positions of a sequence",

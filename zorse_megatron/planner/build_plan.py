@@ -7,7 +7,16 @@ from itertools import pairwise
 from typing import Any
 
 from zorse_megatron.costs.topology import Topology
-from zorse_megatron.plan.plan import Chunk, Group, Hop, Offload, Plan, Recompute, Replica, Schedule
+from zorse_megatron.plan.plan import (
+    Chunk,
+    Group,
+    Offload,
+    Plan,
+    Recompute,
+    Replica,
+    Schedule,
+    TransferCost,
+)
 from zorse_megatron.planner.closed_form.candidate import Estimate, layers_of_chunks
 from zorse_megatron.planner.closed_form.communication import CommunicationCosts, in_two_levels
 from zorse_megatron.planner.closed_form.device_groups import (
@@ -57,7 +66,7 @@ class Builder:
             for group, extra in zip(groups, estimate.extras, strict=True)
         ]
         plan = Plan(
-            schema_version=1,
+            schema_version=2,
             global_batch_size=self.inputs.global_batch_size,
             model=self.inputs.model,
             groups=tuple(groups),
@@ -69,13 +78,13 @@ class Builder:
         is_hierarchical = self.in_flight.communication.is_hierarchical
         stages = enumerate(estimate.stages)
         levels = [number for number, stage in stages if is_hierarchical(stage.device_group)]
-        return in_two_levels(self.inputs.units.expanded(plan), levels)
+        return in_two_levels(self.inputs.members.expanded(plan), levels)
 
     def _chunks(self, estimate: Estimate) -> tuple[Chunk, ...]:
         chunks = chunks_of(estimate.layers, estimate.candidate.num_chunks)
         rows = zip(estimate.stages, estimate.costs, strict=True)
         busy_s = max(self._split(stage, cost).time_s for stage, cost in rows)
-        return with_hops(chunks, estimate.stages, self.in_flight.communication, busy_s)
+        return with_transfers(chunks, estimate.stages, self.in_flight.communication, busy_s)
 
     def _bare_group(self, stage: Stage, cost: StageCost) -> Group:
         shares = self._split(stage, cost).shares
@@ -227,31 +236,34 @@ def with_regions(plan: Plan, spec: Topology) -> Plan:
 # Where it counts is decided with the groups' positions (`in_flight`): estimates depend on it too.
 
 
-def with_hops(
+def with_transfers(
     chunks: Sequence[Chunk],
     stages: Sequence[Stage],
     communication: CommunicationCosts,
     busy_s: float,
 ) -> tuple[Chunk, ...]:
-    """The chunks with the hops after them that count.
+    """The chunks with the transfers after them that count.
 
     `stages`: of each group. `busy_s`: how long the slowest group computes.
     """
     pairs = [(chunk.group, after.group) for chunk, after in pairwise(chunks)]
-    found: dict[tuple[int, int], Hop | None] = {}
+    found: dict[tuple[int, int], TransferCost | None] = {}
     for pair in set(pairs):
         source, target = (stages[group] for group in pair)
         slow = source.position.slow_after or target.position.slow_before
         # A group with fewer layers than chunks is left out of a turn: two of another one meet.
         if slow and pair[0] != pair[1]:
-            found[pair] = _hop(source, target, communication, busy_s)
-    hops = [found.get(pair) for pair in pairs]
-    return tuple(replace(chunk, hop=hop) for chunk, hop in zip(chunks, [*hops, None], strict=True))
+            found[pair] = _transfer(source, target, communication, busy_s)
+    transfers = [found.get(pair) for pair in pairs]
+    return tuple(
+        replace(chunk, transfer=transfer)
+        for chunk, transfer in zip(chunks, [*transfers, None], strict=True)
+    )
 
 
-def _hop(
+def _transfer(
     source: Stage, target: Stage, communication: CommunicationCosts, busy_s: float
-) -> Hop | None:
+) -> TransferCost | None:
     """What shared links take for each sample, and what one message takes beyond that.
 
     None where a message is on its way for as long as the whole batch: nothing could hide that.
@@ -262,7 +274,7 @@ def _hop(
     alone_s = communication.transfer_s(path, size=size, round_samples=0)
     latency = max(0.0, alone_s - size * per_sample_s) / busy_s
     load = communication.inputs.global_batch_size * per_sample_s / busy_s
-    return Hop(latency=_short(latency), load=_short(load)) if latency < 0.999 else None
+    return TransferCost(latency=_short(latency), load=_short(load)) if latency < 0.999 else None
 
 
 def _short(value: float) -> float:

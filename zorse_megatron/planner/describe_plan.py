@@ -31,7 +31,7 @@ def structure(plan: Plan, kinds: Sequence[str]) -> tuple[object, ...]:
 
 
 def members(group: Group, kinds: Sequence[str]) -> str:
-    """How many GPUs of which kinds a group has, those in sets with their number of ranks."""
+    """How many GPUs of which kinds a group has, those in TP groups with their number of ranks."""
     counts = Counter(_of(replica, kinds) for replica in group.replicas)
     return " + ".join(f"{count}{said}" for said, count in sorted(counts.items()))
 

@@ -164,7 +164,7 @@ class Evaluator:
         self.num_computations += computations(plan)
         with gc_paused():
             try:
-                return simulate_plan(self.inputs.units.base, plan, merge_equal_ranks=True)
+                return simulate_plan(self.inputs.members.base, plan, merge_equal_ranks=True)
             except (PlanError, SimulationError):
                 return None
 
@@ -233,14 +233,14 @@ class Evaluator:
         )
 
     def _host_needs(self, plan: Plan, result: SimulationResult) -> tuple[NodeHostMemory, ...]:
-        inputs = self.inputs.units.base
+        inputs = self.inputs.members.base
         is_known = any(host is not None for host in inputs.host_bytes)
         return host_needs(inputs, result) if is_known and offloads_anything(plan) else ()
 
     def _overflow_bytes(self, rank: int, peak_bytes: int) -> int:
         """What a rank has too much, of its unit as that is counted."""
-        units = self.inputs.units
-        return math.ceil((peak_bytes - units.base.capacities_bytes[rank]) / units.share(rank))
+        members = self.inputs.members
+        return math.ceil((peak_bytes - members.base.capacities_bytes[rank]) / members.share(rank))
 
 
 class _Shorter:

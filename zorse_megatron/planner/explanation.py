@@ -13,18 +13,18 @@ from zorse_megatron.planner.baselines.stock_best import StockAtBest
 from zorse_megatron.planner.baselines.stock_plans import grid_of_plan
 from zorse_megatron.planner.describe_plan import members
 from zorse_megatron.planner.groupings.pools import hardware_key
-from zorse_megatron.planner.inputs.joined_inputs import UnitCompute, joined
-from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, may_join
-from zorse_megatron.planner.inputs.tensor_parallel_units import JoinedSet
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, allows_tp_degree
+from zorse_megatron.planner.inputs.tensor_parallel_inputs import MemberCompute, with_tp_groups
+from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup
 from zorse_megatron.planner.other_searches import Replans
 from zorse_megatron.planner.outcome import LinkBound
-from zorse_megatron.planner.search.tensor_parallel_choices import choices_of_parts
+from zorse_megatron.planner.search.tensor_parallel_choices import tp_shards_to_try
 from zorse_megatron.planner.simulate_plan import NodeHostMemory, host_sentences
 from zorse_megatron.schedule.actions import TRANSFERS, Kind, parse_action
 from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.simulate.tasks import REPORT
 
-# Why a plan has tensor-parallel sets of a kind of GPU, or none.
+# Why a plan has tensor-parallel groups of a kind of GPU, or none.
 
 
 _SIZES = (1, 2, 4, 8)
@@ -33,7 +33,7 @@ _LINKS = {"pcie": "PCIe", "nvlink": "NVLink", "nvswitch": "NVSwitch"}
 
 @dataclass(frozen=True, kw_only=True)
 class PairCosts:
-    """A layer of a sample on one GPU, and on a set of two like it."""
+    """A layer of a sample on one GPU, and on a TP group of two like it."""
 
     kind: str
     link: str
@@ -44,14 +44,14 @@ class PairCosts:
 
     @property
     def rate(self) -> float:
-        """Throughput of the set over that of its GPUs, each by itself."""
+        """Throughput of the TP group over that of its GPUs, each by itself."""
         return self.alone_s / (2 * (self.computing_s + self.collectives_s))
 
 
 def pair_costs(inputs: Inputs) -> list[PairCosts]:
     """Of each kind with two GPUs on a node, each kind of node once, at its best micro-batch."""
     found: dict[object, PairCosts] = {}
-    if inputs.sets is None or not may_join(inputs, 2):
+    if inputs.tp_costs is None or not allows_tp_degree(inputs, 2):
         return []
     for index, node in enumerate(inputs.spec.nodes):
         for kind, count in Counter(node.gpu_kinds).items():
@@ -65,13 +65,13 @@ def pair_costs(inputs: Inputs) -> list[PairCosts]:
 
 
 def _pair(inputs: Inputs, ranks: tuple[int, int], link: str) -> PairCosts | None:
-    choices = choices_of_parts(inputs, ranks)
+    choices = tp_shards_to_try(inputs, ranks)
     if not choices:
         return None
-    units = joined(inputs, (JoinedSet(ranks=ranks, parts=choices[0]),))
-    compute = units.compute
-    kind = next(each for each in units.kinds if each not in inputs.kinds)
-    assert isinstance(compute, UnitCompute)
+    grouped = with_tp_groups(inputs, (TpGroup(ranks=ranks, tp_shards=choices[0]),))
+    compute = grouped.compute
+    kind = next(each for each in grouped.kinds if each not in inputs.kinds)
+    assert isinstance(compute, MemberCompute)
     sizes = [size for size in _SIZES if size <= inputs.global_batch_size]
     rows = []
     for size in sizes:
@@ -90,9 +90,9 @@ def _pair(inputs: Inputs, ranks: tuple[int, int], link: str) -> PairCosts | None
     return min(rows, key=lambda row: row.computing_s + row.collectives_s)
 
 
-def set_sentences(inputs: Inputs, plan: Plan) -> Iterator[str]:
+def tp_sentences(inputs: Inputs, plan: Plan) -> Iterator[str]:
     """Yield for each kind of GPU why TP is used or not; nothing where it cannot be."""
-    used = _kinds_in_sets(inputs, plan)
+    used = _kinds_in_tp_groups(inputs, plan)
     if inputs.space.max_tensor_parallel == 1 and not used:
         yield f"TP not used: {_ruled_out(inputs.space)}."
         return
@@ -114,14 +114,14 @@ def set_sentences(inputs: Inputs, plan: Plan) -> Iterator[str]:
 
 
 def _ruled_out(space: SearchSpace) -> str:
-    if space.barring_sets:
-        several = len(space.barring_sets) > 1
-        return f"{' and '.join(space.barring_sets)} rule{'' if several else 's'} it out"
+    if space.barring_tp:
+        several = len(space.barring_tp) > 1
+        return f"{' and '.join(space.barring_tp)} rule{'' if several else 's'} it out"
     return "--max-tp 1"
 
 
 def _slower(rate: float) -> str:
-    """Compare a set with its GPUs apart, by their throughput.
+    """Compare a TP group with its GPUs apart, by their throughput.
 
     >>> _slower(0.75), _slower(0.999), _slower(1.02)
     ('25 % slower', 'no faster', '2.0 % faster per layer, not per iteration,')
@@ -131,8 +131,8 @@ def _slower(rate: float) -> str:
     return f"{percent(1 - rate)} slower" if rate < 0.999 else "no faster"
 
 
-def _kinds_in_sets(inputs: Inputs, plan: Plan) -> dict[str, set[int]]:
-    """Kind -> numbers of ranks of the sets that it is in."""
+def _kinds_in_tp_groups(inputs: Inputs, plan: Plan) -> dict[str, set[int]]:
+    """Kind -> numbers of ranks of the TP groups that it is in."""
     found: dict[str, set[int]] = {}
     for group in plan.groups:
         for replica in group.replicas:
@@ -149,13 +149,13 @@ _NAMES = {
     Kind.BACKWARD: "backward",
     Kind.WEIGHT_GRADIENT: "weight gradients",
     **dict.fromkeys(TRANSFERS, "transfers between groups"),
-    Kind.REDUCE: "sums of gradients",
+    Kind.REDUCE_GRAD: "sums of gradients",
     Kind.TIE: "the tied embedding",
     **dict.fromkeys((Kind.SCALE, Kind.NORM), "statistics"),
     Kind.STEP: "optimizer step",
-    Kind.GATHER: "gathers of parameters",
+    Kind.UNSHARD: "gathers of parameters",
     **dict.fromkeys(
-        (Kind.RELEASE, Kind.OFFLOAD, Kind.FETCH, Kind.OFFLOAD_GRADIENTS),
+        (Kind.RESHARD, Kind.OFFLOAD, Kind.FETCH, Kind.OFFLOAD_GRAD),
         "copies to and from the host",
     ),
 }
@@ -321,7 +321,7 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     yield from critical_sentences(plan, found.critical_path, found.iteration_s)
     yield f"{fullest_phrase(found.headroom)}."
     yield from host_sentences(found.host)
-    yield from set_sentences(inputs, plan)
+    yield from tp_sentences(inputs, plan)
     split = [str(number) for number, group in enumerate(plan.groups) if group.split_backward]
     if split:
         yield (
@@ -459,7 +459,7 @@ _SAID = {
     "num_microbatches": "as many micro-batches on each replica",
     "shard_weight": "equal shards",
     "ranks": "one tensor-parallel degree",
-    "parts": "equal parts in tensor parallelism",
+    "tp_shards": "even TP shards in tensor parallelism",
     "recompute": "one recompute setting",
     "parameters": "parameters on the GPUs alone",
     "gradients": "gradients on the GPUs alone",

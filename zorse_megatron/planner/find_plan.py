@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from zorse_megatron.costs.process_memory import crowding
+from zorse_megatron.costs.process_memory import deadlock_risk
 from zorse_megatron.errors import Problem
 from zorse_megatron.plan.memory_settings import offloads_anything, said_settings
 from zorse_megatron.plan.plan import Plan, Predictions
@@ -44,7 +44,7 @@ from zorse_megatron.planner.search.finish_plan import (
     with_split_backwards,
 )
 from zorse_megatron.planner.search.local_moves import with_changes
-from zorse_megatron.planner.search.tensor_parallel_search import search_with_sets
+from zorse_megatron.planner.search.tensor_parallel_search import search_with_tp
 from zorse_megatron.planner.search.zorse_search import SearchResult
 from zorse_megatron.planner.shortage import no_plan
 from zorse_megatron.simulate.iteration import micro_batch_times
@@ -216,10 +216,10 @@ def _searched_in_hosts(
     In closed form all copies that have time seem to be free, so that one search of both may lose
     the plan that the simulator prefers.
     """
-    found = search_with_sets(_without_activations(inputs), on_progress)
+    found = search_with_tp(_without_activations(inputs), on_progress)
     if not inputs.space.offload_activations:
         return found
-    return found + search_with_sets(inputs, on_progress)
+    return found + search_with_tp(inputs, on_progress)
 
 
 def _without_activations(inputs: Inputs) -> Inputs:
@@ -270,9 +270,10 @@ def _rejected(inputs: Inputs, search: _Searched, best: Evaluation) -> Iterator[R
 
 
 def _notes(inputs: Inputs, best: Evaluation) -> Iterator[str]:
-    if any(group.gradient_wire for group in best.plan.groups):
+    if any(group.grad_reduce_dtype for group in best.plan.groups):
         yield (
-            "some groups send gradients in 16 bits, as --wire allows: each part is rounded once "
+            "some groups send gradients in 16 bits, as --grad-reduce-dtype allows: each part is "
+            "rounded once "
             "before the fp32 sum"
         )
     if any(group.hierarchical for group in best.plan.groups):
@@ -281,9 +282,9 @@ def _notes(inputs: Inputs, best: Evaluation) -> Iterator[str]:
             "region, then between regions"
         )
     yield f"{100 * inputs.memory_margin:.3g} % of every GPU's memory is reserved (--margin)"
-    crowded = inputs.gpus and crowding(best.plan, [inputs.gpus[kind] for kind in inputs.kinds])
-    if crowded:
-        yield crowded
+    at_risk = inputs.gpus and deadlock_risk(best.plan, [inputs.gpus[kind] for kind in inputs.kinds])
+    if at_risk:
+        yield at_risk
     if best.is_extrapolated:
         yield "the iteration was extrapolated from two shorter batches"
     if offloads_anything(best.plan) and any(host is None for host in inputs.host_bytes):

@@ -229,7 +229,7 @@ def explore(
 
 
 def short_search(part_of: PartOf) -> Search:
-    """Return a search with a small part of the usual effort, without tensor-parallel sets."""
+    """Return a search with a small part of the usual effort, without tensor-parallel groups."""
 
     def search_on(ranks: Selection) -> float:
         part = part_of(ranks)

@@ -47,10 +47,10 @@ _LOOKS = {
     Kind.BACKWARD: _BACKWARD,
     Kind.WEIGHT_GRADIENT: _WEIGHT_GRADIENT,
     **dict.fromkeys(TRANSFERS, _TRANSFER),
-    **dict.fromkeys((Kind.REDUCE, Kind.TIE, Kind.SCALE, Kind.NORM), _REDUCE),
+    **dict.fromkeys((Kind.REDUCE_GRAD, Kind.TIE, Kind.SCALE, Kind.NORM), _REDUCE),
     Kind.STEP: _STEP,
-    Kind.GATHER: _GATHER,
-    **dict.fromkeys((Kind.RELEASE, Kind.OFFLOAD, Kind.FETCH, Kind.OFFLOAD_GRADIENTS), _OTHER),
+    Kind.UNSHARD: _GATHER,
+    **dict.fromkeys((Kind.RESHARD, Kind.OFFLOAD, Kind.FETCH, Kind.OFFLOAD_GRAD), _OTHER),
 }
 
 

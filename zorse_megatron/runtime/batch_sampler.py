@@ -7,7 +7,7 @@ from zorse_megatron.schedule.samples import MicroBatch
 # Which micro-batches a replica runs of each global batch: they may change between two.
 
 
-class Course:
+class MicroBatchAssignment:
     """A replica's micro-batches, by the number of the global batch, counted from 0.
 
     A data loader is ahead of the training: what it has cut stays as it was cut.
@@ -50,12 +50,12 @@ class PlanBatchSampler:
         global_order: Collection[list[int]],
         *,
         global_batch_size: int,
-        course: Course,
+        assignment: MicroBatchAssignment,
     ) -> None:
         """`global_order`: lists of indices, in the order in which one process would read them."""
         self.global_order = global_order
         self.global_batch_size = global_batch_size
-        self.course = course
+        self.assignment = assignment
         # Kept from one pass over the data to the next: a global batch may span two epochs.
         self.pending: list[int] = []
         self.number = 0
@@ -70,7 +70,7 @@ class PlanBatchSampler:
             while len(self.pending) >= self.global_batch_size:
                 batch = self.pending[: self.global_batch_size]
                 self.pending = self.pending[self.global_batch_size :]
-                micro_batches = self.course.cut(self.number)
+                micro_batches = self.assignment.cut(self.number)
                 self.number += 1
                 for micro_batch in micro_batches:
                     yield batch[micro_batch.start : micro_batch.stop]

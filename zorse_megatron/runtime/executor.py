@@ -55,10 +55,10 @@ class ChunkRunner(Protocol):
     def step(self, chunk: int) -> None:
         """Optimizer step on this rank's shard of the chunk, unless it was decided not to."""
 
-    def gather(self, chunk: int) -> None:
+    def unshard(self, chunk: int) -> None:
         """Unshard the chunk's parameters from the group's shards."""
 
-    def release(self, chunk: int) -> None:
+    def reshard(self, chunk: int) -> None:
         """Drop the chunk's unsharded parameters, keep this rank's shard."""
 
     def fetch(self, chunk: int) -> None:
@@ -214,7 +214,7 @@ class Executor:
         output = runner.forward(chunk, micro_batch, activation)
         if chunk != self.last_chunk:
             assert output is not None
-            self._pass_on(Kind.SEND_ACTIVATION, chunk, chunk + 1, micro_batch, output)
+            self._pass_on(Kind.SEND_F, chunk, chunk + 1, micro_batch, output)
 
     def _backward(self, action: Action, runner: ChunkRunner) -> None:
         chunk, micro_batch = self._operands(action)
@@ -225,7 +225,7 @@ class Executor:
         input_gradient = runner.backward(chunk, micro_batch, gradient)
         if chunk != 0:
             assert input_gradient is not None
-            self._pass_on(Kind.SEND_GRADIENT, chunk, chunk - 1, micro_batch, input_gradient)
+            self._pass_on(Kind.SEND_B, chunk, chunk - 1, micro_batch, input_gradient)
 
     def _take(
         self, chunk: int, source: int, micro_batch: MicroBatch, *, activation: bool
@@ -240,7 +240,7 @@ class Executor:
     ) -> None:
         """Keep what `chunk` made for its neighbour `target`, here or after a send."""
         if target in self.chunks:
-            key = kind is Kind.SEND_ACTIVATION, target, micro_batch.index
+            key = kind is Kind.SEND_F, target, micro_batch.index
             self.handed_over[key] = tensor
         else:
             self.to_send[kind, chunk, micro_batch.index] = tensor
@@ -257,13 +257,13 @@ class Executor:
 
     def _on_state(self, action: Action, runner: ChunkRunner) -> None:
         on_chunk = {
-            Kind.REDUCE: runner.reduce,
+            Kind.REDUCE_GRAD: runner.reduce,
             Kind.STEP: runner.step,
-            Kind.GATHER: runner.gather,
-            Kind.RELEASE: runner.release,
+            Kind.UNSHARD: runner.unshard,
+            Kind.RESHARD: runner.reshard,
             Kind.FETCH: runner.fetch,
             Kind.OFFLOAD: runner.offload,
-            Kind.OFFLOAD_GRADIENTS: runner.offload_gradients,
+            Kind.OFFLOAD_GRAD: runner.offload_gradients,
         }
         on_rank = {Kind.TIE: runner.tie, Kind.SCALE: runner.scale, Kind.NORM: runner.norm}
         if action.kind in on_rank:

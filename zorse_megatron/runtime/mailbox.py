@@ -1,8 +1,8 @@
 """Tensors sent between chunks: split and joined along the batch dimension.
 
-Between tensor-parallel sets they are also split along the sequence
-(`schedule.tensor_parallel_parts`). A set whose ranks each need the whole gathers it inside itself
-when it is taken, right before the computation that all its ranks come to next.
+Between tensor-parallel groups they are also split along the sequence
+(`schedule.tensor_parallel_parts`). A TP group whose ranks each need the whole gathers it inside
+itself when it is taken, right before the computation that all its ranks come to next.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,23 +16,23 @@ from zorse_megatron.runtime.collectives import all_gather_uneven
 from zorse_megatron.runtime.transport import Receive, Transport, Work
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.samples import MicroBatch
-from zorse_megatron.schedule.tensor_parallel_parts import SequenceSlice, SetParts, slice_of_rank
-from zorse_megatron.schedule.transfer_windows import receive_openings, send_closings
+from zorse_megatron.schedule.tensor_parallel_parts import SequenceSlice, TpPartition, slice_of_rank
+from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 
-# Where a rank is in its tensor-parallel set, and what of an activation it has.
+# Where a rank is in its tensor-parallel group, and what of an activation it has.
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetPlace:
-    """One rank of a set; a rank that is a set of its own has none."""
+class TpRank:
+    """One rank of a TP group; a rank that is a TP group of its own has none."""
 
     index: int
     degree: int
     group: dist.ProcessGroup
-    """The set's ranks, in order."""
+    """The TP group's ranks, in order."""
     is_split: bool
-    """Whether activations between layers are split over the set (sequence parallelism)."""
-    parts: SetParts
+    """Whether activations between layers are split over the TP group (sequence parallelism)."""
+    tp_shards: TpPartition
     """What its ranks hold of each layer."""
 
     @property
@@ -103,8 +103,8 @@ class Mailbox:
     transport: Transport
     spec: ActivationSpec
     global_batch_size: int
-    place: SetPlace | None = None
-    """This rank's, in a set of several ranks."""
+    place: TpRank | None = None
+    """This rank's, in a TP group of several ranks."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Surrounds what waits for other ranks."""
     sent: Callable[[int, int, int], None] = lambda peer, tag, num_bytes: None
@@ -118,16 +118,16 @@ class Mailbox:
     """Position in the list -> receives (with theirs) whose buffers are opened there."""
     _opened: dict[int, Receive] = field(default_factory=dict)
     """Position of a receive that has not been launched."""
-    _closings: Mapping[int, int] = field(default_factory=dict)
+    _waited_at: Mapping[int, int] = field(default_factory=dict)
 
     def begin(self, actions: Sequence[Action]) -> None:
         """Start a list: from now on positions are those of its actions."""
         left = self.incoming or self.leaving
         assert not left, "the list before this one left tensors behind"
-        self._closings = send_closings(actions)
+        self._waited_at = sends_waited_at(actions)
         self._to_open = {}
-        for position, opening in receive_openings(actions).items():
-            self._to_open.setdefault(opening, []).append((position, actions[position]))
+        for position, post_position in receives_posted_at(actions).items():
+            self._to_open.setdefault(post_position, []).append((position, actions[position]))
 
     def come_to(self, position: int) -> None:
         """Open the buffers of the receives that may begin before this action; let go of sends.
@@ -176,7 +176,7 @@ class Mailbox:
         tag = self._tag(action)
         self.sent(action.peer, tag, part.numel() * part.element_size())
         work = self.transport.send(part, peer=action.peer, tag=tag)
-        self.leaving.setdefault(self._closings[position], []).append((work, part))
+        self.leaving.setdefault(self._waited_at[position], []).append((work, part))
 
     def take(self, *, activation: bool, chunk: int, micro_batch: MicroBatch) -> torch.Tensor:
         """Wait for all pieces of a micro-batch; join them along the batch dimension."""
@@ -199,7 +199,8 @@ class Mailbox:
         return torch.cat(pieces, dim=1, out=whole)
 
     def _assembled(self, parts: Sequence[_Incoming], micro_batch: MicroBatch) -> torch.Tensor:
-        """Put parts of sequences in their places; what other ranks of the set have is gathered."""
+        """Put parts of sequences in their places; what other ranks of the TP group have is
+        gathered."""
         first, last = self._held
         count = micro_batch.stop - micro_batch.start
         whole = self.spec.empty(count, self.spec.dtype, (first, last))
@@ -253,12 +254,12 @@ class Mailbox:
     @staticmethod
     def _key(action: Action) -> tuple[bool, int, int]:
         assert action.chunk is not None and action.micro_batch is not None
-        return action.kind is Kind.RECEIVE_ACTIVATION, action.chunk, action.micro_batch
+        return action.kind is Kind.RECV_F, action.chunk, action.micro_batch
 
     def _tag(self, action: Action) -> int:
         """A number that both ends derive, and no other transfer of the step shares."""
         assert action.chunk is not None and action.samples is not None
-        gradient = action.kind in (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
+        gradient = action.kind in (Kind.SEND_B, Kind.RECV_B)
         # Name the boundary by its lower chunk, which both ends can tell.
         boundary = min(action.chunk, action.other_chunk)
         return 2 * (boundary * self.global_batch_size + action.samples[0]) + gradient

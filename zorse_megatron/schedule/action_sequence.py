@@ -2,7 +2,7 @@
 
 In the sequence a transfer is a single event, which stands after the computation that produces it
 and before the one that consumes it; a collective is a single event of all ranks of its group; and
-a computation is one of all ranks of a tensor-parallel set, as collectives are inside.
+a computation is one of all ranks of a tensor-parallel group, as collectives are inside.
 Each rank's list is the part of the sequence that the rank takes part in. So the first action of
 the sequence that is not done yet can always be done: no order of execution can deadlock, not even
 if every send waited for its receive and every collective for all of its ranks.
@@ -176,10 +176,10 @@ class _Sequence:
         """Append one transfer between `chunk` and `chunk + 1` to both ranks' lists."""
         lower, upper = ends
         samples = piece.start, piece.stop
-        kinds = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
+        kinds = (Kind.RECV_B, Kind.SEND_B)
         self.lists[lower].append(
             Action(
-                kind=kinds[0] if gradient else Kind.SEND_ACTIVATION,
+                kind=kinds[0] if gradient else Kind.SEND_F,
                 chunk=chunk,
                 micro_batch=piece.source.index,
                 peer=upper,
@@ -189,7 +189,7 @@ class _Sequence:
         )
         self.lists[upper].append(
             Action(
-                kind=kinds[1] if gradient else Kind.RECEIVE_ACTIVATION,
+                kind=kinds[1] if gradient else Kind.RECV_F,
                 chunk=chunk + 1,
                 micro_batch=piece.target.index,
                 peer=lower,
@@ -239,7 +239,7 @@ def between_units(
     for at in range(len(units) + 1):
         actions: list[Action] = []
         if at > 0 and units[at - 1].ends_backward:
-            actions.append(Action(kind=Kind.REDUCE, chunk=chunks[at - 1]))
+            actions.append(Action(kind=Kind.REDUCE_GRAD, chunk=chunks[at - 1]))
         if not resident:
             actions += _moves(chunks, at, offload=offload)
         found.append(tuple(actions))
@@ -247,20 +247,20 @@ def between_units(
 
 
 def _moves(chunks: Sequence[int], at: int, *, offload: bool) -> list[Action]:
-    """RELEASE and OFFLOAD of the unit before `at`; GATHER and FETCH for those after it."""
+    """RESHARD and OFFLOAD of the unit before `at`; UNSHARD and FETCH for those after it."""
     steps: list[tuple[Kind, int]] = []
     if at > 0 and not _is_kept(chunks, at):
-        steps.append((Kind.RELEASE, chunks[at - 1]))
+        steps.append((Kind.RESHARD, chunks[at - 1]))
         if offload and chunks[at - 1] not in chunks[at : at + _FETCHED_AHEAD + 1]:
             steps.append((Kind.OFFLOAD, chunks[at - 1]))
     if at == 0 and offload:
         steps.append((Kind.FETCH, chunks[0]))
     if at < len(chunks) and (at == 0 or chunks[at] == chunks[at - 1]):
-        steps.append((Kind.GATHER, chunks[at]))  # it had to wait for the release
+        steps.append((Kind.UNSHARD, chunks[at]))  # it had to wait for the release
     if at == 0 and offload and _is_fetched(chunks, 1):
         steps.append((Kind.FETCH, chunks[1]))
     if at + 1 < len(chunks) and chunks[at + 1] != chunks[at] and not _is_kept(chunks, at):
-        steps.append((Kind.GATHER, chunks[at + 1]))
+        steps.append((Kind.UNSHARD, chunks[at + 1]))
     if offload and _is_fetched(chunks, at + _FETCHED_AHEAD):
         steps.append((Kind.FETCH, chunks[at + _FETCHED_AHEAD]))
     return [Action(kind=kind, chunk=chunk) for kind, chunk in steps]
@@ -281,7 +281,8 @@ def _is_fetched(chunks: Sequence[int], at: int) -> bool:
 
 
 def reductions(boundaries: Boundaries, events: Iterable[Event]) -> list[GroupEvent]:
-    """A REDUCE of each chunk when its gradients are there; those of one moment in reverse order."""
+    """A REDUCE_GRAD of each chunk when its gradients are there; those of one moment in reverse
+    order."""
     ends = [0] * (boundaries.last + 1)
     for event in events:
         if not event.forward:
@@ -290,7 +291,7 @@ def reductions(boundaries: Boundaries, events: Iterable[Event]) -> list[GroupEve
         GroupEvent(
             time=ends[chunk],
             group=boundaries.groups[chunk],
-            actions=(Action(kind=Kind.REDUCE, chunk=chunk),),
+            actions=(Action(kind=Kind.REDUCE_GRAD, chunk=chunk),),
         )
         for chunk in reversed(range(boundaries.last + 1))
     ]
@@ -311,5 +312,5 @@ def update_actions(plan: Plan, group: int, *, tied: bool, gathers: bool) -> list
     for chunk in chunks:
         actions.append(Action(kind=Kind.STEP, chunk=chunk))
         if gathers:
-            actions.append(Action(kind=Kind.GATHER, chunk=chunk))
+            actions.append(Action(kind=Kind.UNSHARD, chunk=chunk))
     return actions

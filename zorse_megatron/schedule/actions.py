@@ -7,24 +7,24 @@ An action prints as a short word and parses back:
 | `1F3`         | forward of chunk 1 on this rank's micro-batch 3                          |
 | `1B3`         | backward of the same                                                     |
 | `1W3`         | the gradients of weights that `1B3` has left out                         |
-| `1SA3>4[8:12]`| start to send samples 8..11 of chunk 1's output (activation) to rank 4   |
-| `2RA0<1[8:12]`| start to receive them from rank 1, for chunk 2's micro-batch 0           |
-| `2SG0>1[8:12]`| start to send the gradient of those samples back to rank 1               |
-| `1RG3<4[8:12]`| start to receive it from rank 4, for chunk 1's micro-batch 3             |
-| `1SA3>4[8:12,0:1/2]` | the first half of each sequence of them, to a tensor-parallel set   |
-| `1REDUCE`     | sum chunk 1's gradients over its group into each rank's shard            |
+| `1SEND_F3>4[8:12]`| start to send samples 8..11 of chunk 1's output (activation) to rank 4   |
+| `2RECV_F0<1[8:12]`| start to receive them from rank 1, for chunk 2's micro-batch 0           |
+| `2SEND_B0>1[8:12]`| start to send the gradient of those samples back to rank 1               |
+| `1RECV_B3<4[8:12]`| start to receive it from rank 4, for chunk 1's micro-batch 3             |
+| `1SEND_F3>4[8:12,0:1/2]` | the first half of each sequence of them, to a tensor-parallel group   |
+| `1REDUCE_GRAD`     | sum chunk 1's gradients over its group into each rank's shard            |
 | `TIE`         | sum the tied embedding's gradient over the first and the last chunk      |
 | `SCALE`       | divide all gradients by the global batch's number of tokens              |
 | `NORM`        | norm and overflow of all gradients: whether to step, and how to clip     |
 | `1STEP`       | optimizer step on this rank's shard of chunk 1                           |
-| `1GATHER`     | unshard chunk 1's parameters from the group's shards                     |
-| `1RELEASE`    | drop chunk 1's unsharded parameters, keep the shard                      |
+| `1UNSHARD`     | unshard chunk 1's parameters from the group's shards                     |
+| `1RESHARD`    | drop chunk 1's unsharded parameters, keep the shard                      |
 | `1OFFLOAD`    | let the shard of chunk 1's parameters be in host memory only             |
 | `1FETCH`      | copy it from there to the GPU                                            |
-| `1OFFLOADG`   | let the shard of chunk 1's gradients wait in host memory for the step    |
+| `1OFFLOAD_GRAD`   | let the shard of chunk 1's gradients wait in host memory for the step    |
 
 Sends and receives only start a transfer; a receive may begin some computations before its place in
-the list (`receive_openings`). A forward or backward waits for the receives that it consumes; a
+the list (`receives_posted_at`). A forward or backward waits for the receives that it consumes; a
 send's buffer is kept until it has left.
 
 In a list with `1W3`, `1B3` computes gradients of inputs, and of the weights only what Megatron's
@@ -35,12 +35,12 @@ Only what goes to another rank is sent. Replicas of a group run the same micro-b
 its chunks, so between neighbouring chunks of one group there are no sends and receives: `2F3`
 takes what `1F3` on the same rank has left, and `1B3` the gradient that `2B3` has left.
 
-REDUCE, GATHER and FETCH only start something, too. A forward or backward waits for the GATHER of
-its chunk that precedes it, a GATHER for the FETCH of its chunk, NORM for everything. A REDUCE
-frees the unsharded gradients of a chunk that the list RELEASEs. An OFFLOAD copies only if a STEP
-has changed the shard since it was fetched; a STEP writes the new parameters of a chunk whose shard
-is in host memory there. An OFFLOADG waits for the chunk's REDUCE, and for the OFFLOADG before it to
-have left; STEP brings back what waits.
+REDUCE_GRAD, UNSHARD and FETCH only start something, too. A forward or backward waits for the
+UNSHARD of its chunk that precedes it, a UNSHARD for the FETCH of its chunk, NORM for everything. A
+REDUCE_GRAD frees the unsharded gradients of a chunk that the list RESHARDs. An OFFLOAD copies only
+if a STEP has changed the shard since it was fetched; a STEP writes the new parameters of a chunk
+whose shard is in host memory there. An OFFLOAD_GRAD waits for the chunk's REDUCE_GRAD, and for the
+OFFLOAD_GRAD before it to have left; STEP brings back what waits.
 """
 
 import re
@@ -57,34 +57,34 @@ class Kind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
     WEIGHT_GRADIENT = "W"
-    SEND_ACTIVATION = "SA"
-    RECEIVE_ACTIVATION = "RA"
-    SEND_GRADIENT = "SG"
-    RECEIVE_GRADIENT = "RG"
-    REDUCE = "REDUCE"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
     TIE = "TIE"
     SCALE = "SCALE"
     NORM = "NORM"
     STEP = "STEP"
-    GATHER = "GATHER"
-    RELEASE = "RELEASE"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
     OFFLOAD = "OFFLOAD"
     FETCH = "FETCH"
-    OFFLOAD_GRADIENTS = "OFFLOADG"
+    OFFLOAD_GRAD = "OFFLOAD_GRAD"
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 """What messages are made by, and for."""
 ON_LAYERS = COMPUTE | {Kind.WEIGHT_GRADIENT}
 """What computes with one micro-batch."""
-SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
-RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES
 WHOLE_RANK = frozenset({Kind.TIE, Kind.SCALE, Kind.NORM})
 
 MATCHING = {
-    Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION,
-    Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT,
+    Kind.SEND_F: Kind.RECV_F,
+    Kind.SEND_B: Kind.RECV_B,
 }
 """The receive that takes what a send sends."""
 
@@ -108,7 +108,7 @@ class Action:
     def other_chunk(self) -> int:
         """The chunk at the other end of a transfer."""
         assert self.chunk is not None and self.kind in TRANSFERS
-        from_above = self.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
+        from_above = self.kind in (Kind.RECV_F, Kind.SEND_B)
         return self.chunk - 1 if from_above else self.chunk + 1
 
     def __str__(self) -> str:
@@ -125,9 +125,11 @@ class Action:
         return f"{self.chunk}{self.kind}{suffix}"
 
 
-_TRANSFER = re.compile(r"(\d+)(SA|RA|SG|RG)(\d+)([<>])(\d+)\[(\d+):(\d+)(?:,(\d+):(\d+)/(\d+))?\]")
+_TRANSFER = re.compile(
+    r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B)(\d+)([<>])(\d+)\[(\d+):(\d+)(?:,(\d+):(\d+)/(\d+))?\]"
+)
 _COMPUTE = re.compile(r"(\d+)([FBW])(\d+)")
-_CHUNK = re.compile(r"(\d+)(REDUCE|STEP|GATHER|RELEASE|OFFLOADG|OFFLOAD|FETCH)")
+_CHUNK = re.compile(r"(\d+)(REDUCE_GRAD|STEP|UNSHARD|RESHARD|OFFLOAD_GRAD|OFFLOAD|FETCH)")
 
 
 def parse_action(word: str) -> Action:
@@ -140,7 +142,9 @@ def parse_action(word: str) -> Action:
         return Action(kind=Kind(match[2]), chunk=int(match[1]))
     match = _TRANSFER.fullmatch(word)
     if match is None or (match[4] == ">") != (Kind(match[2]) in SENDS):
-        raise ValueError(f"found {word!r}; expected an action such as 1F3, 1SA3>4[8:12] or NORM")
+        raise ValueError(
+            f"found {word!r}; expected an action such as 1F3, 1SEND_F3>4[8:12] or NORM"
+        )
     return Action(
         kind=Kind(match[2]),
         chunk=int(match[1]),
@@ -195,9 +199,9 @@ def edges_of(each: Iterable[ActionLists]) -> list[tuple[int, int]]:
     )
 
 
-def released_chunks(actions: Sequence[Action]) -> frozenset[int]:
+def resharded_chunks(actions: Sequence[Action]) -> frozenset[int]:
     """Chunks of which a rank keeps only shards: their parameters are released."""
-    return frozenset(a.chunk for a in actions if a.kind is Kind.RELEASE and a.chunk is not None)
+    return frozenset(a.chunk for a in actions if a.kind is Kind.RESHARD and a.chunk is not None)
 
 
 def chunks_left_in_host(actions: Sequence[Action]) -> frozenset[int]:

@@ -26,7 +26,7 @@ from zorse_megatron.schedule.actions import (
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.samples import Boundaries
 from zorse_megatron.schedule.tensor_parallel_parts import slice_pairs
-from zorse_megatron.schedule.transfer_windows import receive_openings, send_closings
+from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 
 # All communicators of a GPU share this part of its multiprocessors, or have one each if that is
 # more.
@@ -45,10 +45,10 @@ class Communicator:
 
     link: from the first of two ranks to the second. group: what ranks of a plan's group reduce and
     gather. region, across: the same in a hierarchical group, within a region and between regions.
-    set: what a tensor-parallel set does within its layers. world: what all ranks sum.
+    set: what a tensor-parallel group does within its layers. world: what all ranks sum.
     """
 
-    use: Literal["link", "group", "region", "across", "set", "world"]
+    use: Literal["link", "group", "region", "across", "tp_group", "world"]
     ranks: tuple[int, ...]
 
 
@@ -69,13 +69,13 @@ def _communicators(plan: Plan, edges: Iterable[tuple[int, int]]) -> tuple[Commun
         for group in plan.groups
         for use, ranks in communicating_ranks(group)
     ]
-    sets = [
-        Communicator(use="set", ranks=replica.ranks)
+    tp_groups = [
+        Communicator(use="tp_group", ranks=replica.ranks)
         for group in plan.groups
         for replica in group.replicas
     ]
     links = [Communicator(use="link", ranks=edge) for edge in edges]
-    return tuple(found for found in (world, *groups, *sets, *links) if len(found.ranks) > 1)
+    return tuple(found for found in (world, *groups, *tp_groups, *links) if len(found.ranks) > 1)
 
 
 def resident_kernels(communicators: Iterable[Communicator]) -> Counter[int]:
@@ -88,7 +88,7 @@ def max_ctas(
 ) -> dict[Communicator, int]:
     """Communicator -> `max_ctas` of its NCCL configuration, the same on all of its ranks.
 
-    `num_sms`: rank -> multiprocessors of its GPU. See `crowded_ranks` for those that are too few.
+    `num_sms`: rank -> multiprocessors of its GPU. See `ranks_at_risk` for those that are too few.
     """
     budgets = {
         rank: max(1, most_ctas(num_sms[rank]) // count)
@@ -102,7 +102,7 @@ def max_ctas(
     }
 
 
-def crowded_ranks(plan: Plan, num_sms: Mapping[int, int] | Sequence[int]) -> dict[int, int]:
+def ranks_at_risk(plan: Plan, num_sms: Mapping[int, int] | Sequence[int]) -> dict[int, int]:
     """Rank -> multiprocessors that its waiting kernels may hold, where they may hold all of them.
 
     No rank's do where this is empty, so that no two ranks can wait for each other's. Looks at
@@ -138,16 +138,16 @@ def most_held(plan: Plan, ranks: Iterable[int], ctas: Mapping[Communicator, int]
     }
 
 
-def crowding_note(plan: Plan, num_sms: Mapping[int, int] | Sequence[int]) -> str | None:
+def deadlock_note(plan: Plan, num_sms: Mapping[int, int] | Sequence[int]) -> str | None:
     """Say so of a plan under which kernels that wait for other ranks may fill a GPU."""
-    crowded = crowded_ranks(plan, num_sms)
-    if not crowded:
+    at_risk = ranks_at_risk(plan, num_sms)
+    if not at_risk:
         return None
-    worst = max(crowded, key=lambda rank: crowded[rank] / num_sms[rank])
+    worst = max(at_risk, key=lambda rank: at_risk[rank] / num_sms[rank])
     return (
-        f"kernels of NCCL that wait for other ranks may fill the GPUs of {len(crowded)} of "
+        f"kernels of NCCL that wait for other ranks may fill the GPUs of {len(at_risk)} of "
         f"{plan.world_size} ranks, for example of rank {worst}, where they hold up to "
-        f"{crowded[worst]} multiprocessors of {num_sms[worst]}: ranks could wait for each other "
+        f"{at_risk[worst]} multiprocessors of {num_sms[worst]}: ranks could wait for each other "
         "forever. Fewer replicas in neighbouring groups, or micro-batch sizes that divide each "
         "other, need fewer."
     )
@@ -188,7 +188,7 @@ class Span:
 
 def message_spans(rank: int, actions: Sequence[Action]) -> Iterator[Span]:
     """Yield when the kernels of a rank's messages may wait, in the order of its list."""
-    openings, closings = receive_openings(actions), send_closings(actions)
+    posted_at, waited_at = receives_posted_at(actions), sends_waited_at(actions)
     consumers = {
         (action.kind is Kind.FORWARD, action.chunk, action.micro_batch): at
         for at, action in enumerate(actions)
@@ -197,12 +197,12 @@ def message_spans(rank: int, actions: Sequence[Action]) -> Iterator[Span]:
     for at, action in enumerate(actions):
         if action.kind in SENDS:
             assert action.peer is not None
-            yield Span(first=at, last=closings[at], link=(rank, action.peer))
+            yield Span(first=at, last=waited_at[at], link=(rank, action.peer))
         elif action.kind in RECEIVES:
             assert action.peer is not None
-            forward = action.kind is Kind.RECEIVE_ACTIVATION
+            forward = action.kind is Kind.RECV_F
             consumer = consumers[forward, action.chunk, action.micro_batch]
-            yield Span(first=openings[at], last=consumer, link=(action.peer, rank))
+            yield Span(first=posted_at[at], last=consumer, link=(action.peer, rank))
 
 
 def most_waiting(

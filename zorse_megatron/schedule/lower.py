@@ -3,7 +3,7 @@
 The plan's schedule is simulated once, which gives an order to all that happens; each rank's list is
 its part of that sequence, so no order of execution can deadlock (see `sequence`). From which point
 of its list on a rank has a buffer for what it receives is a function of the list
-(`receive_openings`).
+(`receives_posted_at`).
 
 Recomputation and the offload of optimizer state and activations change what an action does, not
 which actions there are.
@@ -18,8 +18,8 @@ from zorse_megatron.plan.memory_settings import (
     ranks_that_offload_gradients,
     said_settings,
 )
-from zorse_megatron.plan.plan import Group, Plan, holds_equal_parts
-from zorse_megatron.plan.tensor_parallel_rules import set_problems, sets_of, sizes_of
+from zorse_megatron.plan.plan import Group, Plan, has_equal_tp_shards
+from zorse_megatron.plan.tensor_parallel_rules import sizes_of, tp_groups_of, tp_problems
 from zorse_megatron.schedule.action_sequence import (
     Event,
     GroupEvent,
@@ -135,7 +135,7 @@ def refuse_unlowered(plan: Plan, source: str = "The plan") -> None:
 
 
 def _not_lowered(plan: Plan) -> Iterator[Problem]:
-    of_sets = tuple(_tensor_parallel(plan))
+    of_tp_groups = tuple(_tensor_parallel(plan))
     for number in range(len(plan.groups)):
         chunks = plan.chunks_of_group(number)
         if plan.schedule.name == "1f1b" and len(chunks) > 1:
@@ -146,7 +146,7 @@ def _not_lowered(plan: Plan) -> Iterator[Problem]:
                 remedy="Use the schedule interleaved or breadth_first, or give the group one "
                 "range of layers.",
             )
-        yield from (each for each in of_sets if each.where.startswith(f"groups[{number}]."))
+        yield from (each for each in of_tp_groups if each.where.startswith(f"groups[{number}]."))
     yield from _not_released(plan)
 
 
@@ -170,7 +170,7 @@ def _not_executed(plan: Plan) -> Iterator[Problem]:
     offloads = tuple(f"{where}.{name}" for name, where in _offloads_of_shards(plan))
     for number, group in enumerate(plan.groups):
         here = f"groups[{number}]."
-        yield from _unlike_replicas(number, group, [at for at in offloads if at.startswith(here)])
+        yield from _mixed_tp_replicas(number, group, [at for at in offloads if at.startswith(here)])
 
 
 def _offloads_of_shards(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -187,15 +187,15 @@ def _settings_at(plan: Plan, is_meant: Callable[[MemorySettings], bool]) -> Iter
     yield from dict.fromkeys(each.offload_at for each in said if is_meant(each.settings))
 
 
-def _unlike_replicas(
+def _mixed_tp_replicas(
     number: int, group: Group, offloads_of_shards: Sequence[str]
 ) -> Iterator[Problem]:
     """What replicas that cut their layers differently cannot do."""
-    if holds_equal_parts(group):
+    if has_equal_tp_shards(group):
         return
     degrees = " and ".join(str(degree) for degree in sorted({len(r.ranks) for r in group.replicas}))
     settings = {
-        f"groups[{number}].gradient_wire": group.gradient_wire,
+        f"groups[{number}].grad_reduce_dtype": group.grad_reduce_dtype,
         **dict.fromkeys(offloads_of_shards, True),
     }
     for where, value in settings.items():
@@ -209,7 +209,7 @@ def _unlike_replicas(
 
 
 def _tensor_parallel(plan: Plan) -> Iterator[Problem]:
-    for where, replica in sets_of(plan):
+    for where, replica in tp_groups_of(plan):
         if replica.ranks != tuple(sorted(replica.ranks)):
             yield Problem(
                 where=where,
@@ -217,4 +217,4 @@ def _tensor_parallel(plan: Plan) -> Iterator[Problem]:
                 expected=f"{sorted(replica.ranks)}, in ascending order",
                 remedy="Process groups number their ranks in this order, and with them the parts.",
             )
-    yield from set_problems(plan, sizes_of(plan))
+    yield from tp_problems(plan, sizes_of(plan))

@@ -296,7 +296,7 @@ class Pipeline:
         self.changed.add(key)
 
 
-# Schedule a plan that gives the cost of its inter-stage transfers (`hop` of its chunks).
+# Schedule a plan that gives the cost of its inter-stage transfers (`transfer` of its chunks).
 #
 # An order that is found without them lets a group start what has not arrived yet, and makes it
 # wait for that while other work is there.
@@ -315,7 +315,7 @@ def pipeline_for(
     plan: Plan, boundaries: Boundaries, policy: Policy, *, forward_only: bool
 ) -> Pipeline:
     """The pipeline to simulate: the plain one, which is faster, where no transfer has a cost."""
-    has_costs = any(chunk.hop is not None for chunk in plan.chunks)
+    has_costs = any(chunk.transfer is not None for chunk in plan.chunks)
     pipeline = PipelineWithTransfers if has_costs else Pipeline
     return pipeline(plan, boundaries, policy, forward_only=forward_only)
 
@@ -334,11 +334,11 @@ class PipelineWithTransfers(Pipeline):
         self.latency: dict[_Way, int] = {}
         self.per_sample: dict[_Way, tuple[int, int]] = {}
         """Time as numerator and denominator."""
-        for chunk, hop in enumerate(chunk.hop for chunk in plan.chunks):
-            if hop is not None:
-                per_sample = whole * Fraction(hop.load) / plan.global_batch_size
+        for chunk, transfer in enumerate(chunk.transfer for chunk in plan.chunks):
+            if transfer is not None:
+                per_sample = whole * Fraction(transfer.load) / plan.global_batch_size
                 for way in ((chunk + 1, True), (chunk, False)):
-                    self.latency[way] = round(whole * Fraction(hop.latency))
+                    self.latency[way] = round(whole * Fraction(transfer.latency))
                     self.per_sample[way] = per_sample.as_integer_ratio()
         self.free: dict[_Way, int] = defaultdict(int)
         """When all that was given to a direction is sent."""

@@ -347,5 +347,5 @@ def most_delayed(plan: Plan, number: int, replica: int) -> int | None:
     first = plan.chunks_of_group(number)[0]
     earlier = {chunk.group for chunk in plan.chunks[:first]}
     samples = sum(round_of(plan.groups[other]) for other in earlier)
-    samples = min(samples, group.delayed_samples or samples)
+    samples = min(samples, group.delayed_wgrad_samples or samples)
     return -(-samples * group.replicas[replica].num_microbatches // plan.global_batch_size)

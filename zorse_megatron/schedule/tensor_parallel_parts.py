@@ -1,14 +1,15 @@
-"""What each rank of a tensor-parallel set holds of tensors and activations, and what crosses.
+"""What each rank of a tensor-parallel group holds of tensors and activations, and what crosses.
 
-A set cuts a tensor along one axis: rows where outputs are divided (QKV by KV groups, the gate and
-the up projection of SwiGLU apart, the vocabulary), columns where inputs are. A rank holds one or
-several pieces of that axis, or, without an axis, all of it. Replicas of one group may cut the same
-tensor differently. So the tensor is cut into *cells*, in which each replica has one holder, and
-every cell is dealt out to the replicas in proportion to their shard weights: each element has one
-owner, which holds it. From this one description follow the sums of gradients, the gather of
+A TP group cuts a tensor along one axis: rows where outputs are divided (QKV by KV groups, the gate
+and the up projection of SwiGLU apart, the vocabulary), columns where inputs are. A rank holds one
+or several pieces of that axis, or, without an axis, all of it. Replicas of one group may cut the
+same tensor differently. So the tensor is cut into *cells*, in which each replica has one holder,
+and every cell is dealt out to the replicas in proportion to their shard weights: each element has
+one owner, which holds it. From this one description follow the sums of gradients, the gather of
 parameters, what the optimizer steps, and what a checkpoint says.
 
-What a set holds whole is owned by its first rank, which is the one that Megatron counts in norms.
+What a TP group holds whole is owned by its first rank, which is the one that Megatron counts in
+norms.
 """
 
 import math
@@ -21,10 +22,10 @@ from itertools import accumulate, pairwise
 from math import lcm
 from typing import Literal
 
-from zorse_megatron.plan.plan import Group, Parts, Replica
+from zorse_megatron.plan.plan import Group, Replica, TpShards
 from zorse_megatron.schedule.shards import Interval, intersection, shard_bounds
 
-# How many units of each layer the ranks of a tensor-parallel set hold.
+# How many units of each layer the ranks of a tensor-parallel group hold.
 #
 # Units are what cannot be cut: KV groups of attention, columns of the MLP, rows of the vocabulary.
 # A plan gives a number for each rank, or nothing, where all hold as much.
@@ -34,25 +35,25 @@ UnitKind = Literal["kv_groups", "mlp_columns", "vocabulary_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetParts:
-    """The parts of one set of `degree` ranks."""
+class TpPartition:
+    """The parts of one TP group of `degree` ranks."""
 
     degree: int
-    parts: Parts = field(default_factory=Parts)
+    tp_shards: TpShards = field(default_factory=TpShards)
 
     @classmethod
-    def of(cls, replica: Replica) -> "SetParts":
+    def of(cls, replica: Replica) -> "TpPartition":
         """Those of a plan's replica; equal ones that it names are as if it named none."""
-        return cls(degree=len(replica.ranks), parts=replica.unequal_parts or Parts())
+        return cls(degree=len(replica.ranks), tp_shards=replica.uneven_tp_shards or TpShards())
 
     @property
     def are_equal(self) -> bool:
         """Whether all ranks hold as much of everything."""
-        return self.parts.unequal() is None
+        return self.tp_shards.unequal() is None
 
     def units(self, kind: UnitKind) -> tuple[int, ...] | None:
         """How many of them each rank holds; None: equally many, which only the model knows."""
-        units: tuple[int, ...] | None = getattr(self.parts, kind)
+        units: tuple[int, ...] | None = getattr(self.tp_shards, kind)
         return units
 
     def proportions(self, kind: UnitKind) -> tuple[int, ...]:
@@ -66,7 +67,7 @@ class SetParts:
     def interval(self, kind: UnitKind, index: int, length: int) -> Interval:
         """What rank `index` holds of an axis of `length` elements.
 
-        >>> SetParts(degree=2, parts=Parts(kv_groups=(3, 1))).interval("kv_groups", 1, 80)
+        >>> TpPartition(degree=2, parts=Parts(kv_groups=(3, 1))).interval("kv_groups", 1, 80)
         (60, 80)
         """
         ends = (0, *accumulate(self.proportions(kind)))
@@ -79,9 +80,9 @@ class SetParts:
         return length * sum(proportions) // proportions[index]
 
 
-def has_uneven_parts(group: Group) -> bool:
-    """Whether ranks of a set of the group hold other parts than each other."""
-    return any(not SetParts.of(replica).are_equal for replica in group.replicas)
+def has_uneven_tp_shards(group: Group) -> bool:
+    """Whether ranks of a TP group of the group hold other parts than each other."""
+    return any(not TpPartition.of(replica).are_equal for replica in group.replicas)
 
 
 # A flat interval of a tensor as axis-aligned blocks, which is what a checkpoint can describe.
@@ -183,13 +184,20 @@ class TensorPart:
 
 
 def cut_part(
-    shape: Sequence[int], axis: int, parts: SetParts, kind: UnitKind, *, index: int, blocks: int
+    shape: Sequence[int],
+    axis: int,
+    tp_shards: TpPartition,
+    kind: UnitKind,
+    *,
+    index: int,
+    blocks: int,
 ) -> TensorPart:
-    """What rank `index` of a set holds if each of `blocks` of the axis is cut in the same way."""
-    if parts.degree == 1:
+    """What rank `index` of a TP group holds if each of `blocks` of the axis is cut in the same
+    way."""
+    if tp_shards.degree == 1:
         return TensorPart(shape=tuple(shape), axis=None)
     length = shape[axis] // blocks
-    start, stop = parts.interval(kind, index, length)
+    start, stop = tp_shards.interval(kind, index, length)
     firsts = range(0, shape[axis], length) if start < stop else ()
     return TensorPart(
         shape=tuple(shape),
@@ -208,8 +216,8 @@ def equal_part(
     """
     if axis is None:
         return TensorPart(shape=tuple(shape), axis=None)
-    parts = SetParts(degree=degree)
-    return cut_part(shape, axis, parts, "mlp_columns", index=index, blocks=blocks)
+    tp_shards = TpPartition(degree=degree)
+    return cut_part(shape, axis, tp_shards, "mlp_columns", index=index, blocks=blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +234,7 @@ class OwnedBlock:
 
 
 Replicas = Sequence[Mapping[int, TensorPart]]
-"""For each replica: rank -> what it holds, the set's first rank first."""
+"""For each replica: rank -> what it holds, the TP group's first rank first."""
 
 
 def owned_blocks(replicas: Replicas, weights: Sequence[float]) -> tuple[OwnedBlock, ...]:
@@ -362,8 +370,8 @@ def runs_of_rows(part: TensorPart, interval: Interval) -> Iterable[Run]:
 
 # Which elements cross in sums and gathers among ranks that hold different parts of a tensor.
 #
-# What `runtime.part_exchange` does, in numbers: each owner gets what it owns of the gradients from
-# one rank of every other replica, and each holder gets the new parameters from their owners.
+# What `runtime.mixed_tp_exchange` does, in numbers: each owner gets what it owns of the gradients
+# from one rank of every other replica, and each holder gets the new parameters from their owners.
 
 
 Messages = Counter[tuple[int, int]]
@@ -397,12 +405,12 @@ def _added(entries: Iterable[tuple[tuple[int, int], int]]) -> Messages:
     return found
 
 
-# How an activation is cut between tensor-parallel sets: along the sequence, a slice per rank.
+# How an activation is cut between tensor-parallel groups: along the sequence, a slice per rank.
 #
-# Rank i of a set of d has or sends the i-th of d equal slices of a micro-batch's positions, with
-# sequence parallelism and without. Between two sets the messages are the overlaps of their slices,
-# so each element crosses once, whatever the two degrees. Without sequence parallelism every rank of
-# the receiving set needs the whole: the set gathers it inside itself.
+# Rank i of a TP group of d has or sends the i-th of d equal slices of a micro-batch's positions,
+# with sequence parallelism and without. Between two TP groups the messages are the overlaps of
+# their slices, so each element crosses once, whatever the two degrees. Without sequence parallelism
+# every rank of the receiving TP group needs the whole: the TP group gathers it inside itself.
 #
 # Slices are fractions of the sequence, as lists of actions do not depend on its length.
 
@@ -428,16 +436,16 @@ class SequenceSlice:
 
 
 def slice_of_rank(index: int, degree: int) -> SequenceSlice:
-    """What the rank at `index` of a set of `degree` ranks has or sends."""
+    """What the rank at `index` of a TP group of `degree` ranks has or sends."""
     return SequenceSlice(start=index, stop=index + 1, of=degree)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlicePair:
-    """What one rank of a set sends to one rank of another set."""
+    """What one rank of a TP group sends to one rank of another TP group."""
 
     source: int
-    """Index in the sending set."""
+    """Index in the sending TP group."""
     target: int
     positions: SequenceSlice | None
     """None: the whole sequence."""
@@ -445,7 +453,7 @@ class SlicePair:
 
 @cache
 def slice_pairs(sources: int, targets: int) -> tuple[SlicePair, ...]:
-    """The messages between sets of `sources` and `targets` ranks, in the order of positions.
+    """The messages between TP groups of `sources` and `targets` ranks, in the order of positions.
 
     >>> [(p.source, p.target, str(p.positions)) for p in slice_pairs(2, 3)]
     [(0, 0, '0:1/3'), (0, 1, '2:3/6'), (1, 1, '3:4/6'), (1, 2, '2:3/3')]

@@ -19,7 +19,7 @@ from zorse_megatron.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Ki
 RECEIVES_AHEAD = 2
 
 
-def receive_openings(
+def receives_posted_at(
     actions: Sequence[Action], *, ahead: int = RECEIVES_AHEAD
 ) -> Mapping[int, int]:
     """Position of each receive -> position of the action before which its buffer is opened.
@@ -28,22 +28,22 @@ def receive_openings(
     are opened in the order of the list, hence in one order on each pair of ranks.
     """
     stops = [0] * ahead
-    openings: dict[int, int] = {}
+    posted_at: dict[int, int] = {}
     for position, action in enumerate(actions):
         if action.kind in COMPUTE:
             stops.append(position)
         elif action.kind in RECEIVES:
-            openings[position] = stops[-ahead] if ahead else position
-    return openings
+            posted_at[position] = stops[-ahead] if ahead else position
+    return posted_at
 
 
 # Until when a message that was sent may be on its way: for some computations after its place.
 #
-# The counterpart of `receive_openings`. A send only starts a transfer; some computations later the
-# rank's main stream waits until the message has left, and its memory is free. So what a rank holds
-# of messages, and how many kernels of NCCL wait on its GPU for other ranks (`communicators`), are
-# functions of its list: they depend neither on how far the host is ahead of the GPU nor on how slow
-# other ranks are.
+# The counterpart of `receives_posted_at`. A send only starts a transfer; some computations later
+# the rank's main stream waits until the message has left, and its memory is free. So what a rank
+# holds of messages, and how many kernels of NCCL wait on its GPU for other ranks (`communicators`),
+# are functions of its list: they depend neither on how far the host is ahead of the GPU nor on how
+# slow other ranks are.
 #
 # The wait cannot make ranks wait for each other forever: lists run even where a rank waits for
 # every send at its own place (see `sequence`).
@@ -54,7 +54,7 @@ def receive_openings(
 SENDS_BEHIND = 6
 
 
-def send_closings(actions: Sequence[Action], *, behind: int = SENDS_BEHIND) -> Mapping[int, int]:
+def sends_waited_at(actions: Sequence[Action], *, behind: int = SENDS_BEHIND) -> Mapping[int, int]:
     """Position of each send -> position of the action before which it must have left.
 
     That is the computation that has `behind` others between the send and itself; NORM if there are
@@ -62,15 +62,15 @@ def send_closings(actions: Sequence[Action], *, behind: int = SENDS_BEHIND) -> M
     """
     last = next((at for at, a in enumerate(actions) if a.kind is Kind.NORM), len(actions))
     computations = [at for at, action in enumerate(actions) if action.kind in COMPUTE]
-    closings: dict[int, int] = {}
+    waited_at: dict[int, int] = {}
     num_before = 0
     for position, action in enumerate(actions):
         if action.kind in COMPUTE:
             num_before += 1
         elif action.kind in SENDS:
             number = num_before + behind
-            closings[position] = computations[number] if number < len(computations) else last
-    return closings
+            waited_at[position] = computations[number] if number < len(computations) else last
+    return waited_at
 
 
 # Which forwards' activations wait in the host.
@@ -116,20 +116,21 @@ def _pass(action: Action) -> Pass:
 def with_gradient_offloads(
     actions: Sequence[Action], stay: Collection[int] = ()
 ) -> Iterator[Action]:
-    """Yield a rank's list with an OFFLOADG before the REDUCE that follows that of its chunk.
+    """Yield a rank's list with an OFFLOAD_GRAD before the REDUCE_GRAD that follows that of its
+    chunk.
 
     `stay`: chunks whose gradients stay on the GPU.
     """
     reduced: int | None = None
     for action in actions:
-        if action.kind is Kind.REDUCE:
+        if action.kind is Kind.REDUCE_GRAD:
             if reduced is not None and reduced not in stay:
-                yield Action(kind=Kind.OFFLOAD_GRADIENTS, chunk=reduced)
+                yield Action(kind=Kind.OFFLOAD_GRAD, chunk=reduced)
             reduced = action.chunk
         yield action
 
 
 def offloaded_gradients(actions: Sequence[Action]) -> frozenset[int]:
     """Chunks whose gradients wait in the host when a list comes to STEP."""
-    found = (a.chunk for a in actions if a.kind is Kind.OFFLOAD_GRADIENTS)
+    found = (a.chunk for a in actions if a.kind is Kind.OFFLOAD_GRAD)
     return frozenset(chunk for chunk in found if chunk is not None)

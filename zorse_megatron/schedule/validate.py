@@ -2,11 +2,11 @@
 
 The rules: a rank runs its list in order; every send and receive waits for its other end, and a
 collective for all its ranks, as unbuffered blocking calls do; a forward or backward needs the
-receives that it consumes before it, and all ranks of its tensor-parallel set; a weight gradient,
-where a chunk has them, stands between its backward and the chunk's REDUCE; transfers between two
-ranks in one direction are matched in the order in which they stand in the lists (NCCL has no tags).
-This is stricter than the runtime, where only what needs the result waits. If the dry run gets
-stuck, or two ends of a transfer do not fit, the error shows where every rank stands.
+receives that it consumes before it, and all ranks of its tensor-parallel group; a weight gradient,
+where a chunk has them, stands between its backward and the chunk's REDUCE_GRAD; transfers between
+two ranks in one direction are matched in the order in which they stand in the lists (NCCL has no
+tags). This is stricter than the runtime, where only what needs the result waits. If the dry run
+gets stuck, or two ends of a transfer do not fit, the error shows where every rank stands.
 """
 
 from collections import defaultdict, deque
@@ -24,11 +24,11 @@ from zorse_megatron.schedule.actions import (
     Kind,
 )
 
-_COLLECTIVES = frozenset({Kind.REDUCE, Kind.GATHER, Kind.SCALE, Kind.NORM})
+_COLLECTIVES = frozenset({Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.SCALE, Kind.NORM})
 """TIE is not among them: it swaps with single ranks, and nothing but the update follows it."""
 
 _Collective = tuple[Kind | Action, int | None]
-"""(kind, chunk), or (a computation, first rank of its set)."""
+"""(kind, chunk), or (a computation, first rank of its TP group)."""
 _Computation = tuple[bool, int | None, int | None]
 """(forward?, chunk, micro-batch)."""
 
@@ -37,18 +37,18 @@ class ScheduleError(Exception):
     """Action lists that cannot be executed."""
 
 
-def check_executable(lists: ActionLists, sets: Iterable[tuple[int, ...]] = ()) -> None:
+def check_executable(lists: ActionLists, tp_groups: Iterable[tuple[int, ...]] = ()) -> None:
     """Dry-run the lists to the end. Raises ScheduleError where they get stuck or do not match.
 
-    `sets`: ranks that compute together.
+    `tp_groups`: ranks that compute together.
     """
-    _DryRun(lists, sets).run()
+    _DryRun(lists, tp_groups).run()
 
 
 class _DryRun:
-    def __init__(self, lists: ActionLists, sets: Iterable[tuple[int, ...]]) -> None:
+    def __init__(self, lists: ActionLists, tp_groups: Iterable[tuple[int, ...]]) -> None:
         self.lists = lists.ranks
-        self.set_of = {rank: ranks for ranks in sets for rank in ranks if len(ranks) > 1}
+        self.tp_group_of = {rank: ranks for ranks in tp_groups for rank in ranks if len(ranks) > 1}
         self.position = [0] * len(self.lists)
         for rank, actions in enumerate(self.lists):
             _check_inputs(rank, actions)
@@ -68,11 +68,13 @@ class _DryRun:
         return members
 
     def _is_collective(self, rank: int, action: Action) -> bool:
-        return action.kind in _COLLECTIVES or (action.kind in ON_LAYERS and rank in self.set_of)
+        return action.kind in _COLLECTIVES or (
+            action.kind in ON_LAYERS and rank in self.tp_group_of
+        )
 
     def _key(self, rank: int, action: Action) -> _Collective:
         if action.kind in ON_LAYERS:
-            return action, self.set_of[rank][0]
+            return action, self.tp_group_of[rank][0]
         return action.kind, action.chunk
 
     def run(self) -> None:
@@ -136,7 +138,7 @@ class _DryRun:
 
 def _consumer(action: Action) -> _Computation:
     """What a receive is for, and what a computation consumes."""
-    forward = action.kind in (Kind.FORWARD, Kind.RECEIVE_ACTIVATION)
+    forward = action.kind in (Kind.FORWARD, Kind.RECV_F)
     return forward, action.chunk, action.micro_batch
 
 
@@ -170,7 +172,7 @@ def _check_weight_gradients(rank: int, actions: tuple[Action, ...]) -> None:
             if key not in waiting:
                 raise ScheduleError(f"rank {rank} has {action} before its backward, or twice")
             waiting.remove(key)
-        elif action.kind is Kind.REDUCE and any(chunk == action.chunk for chunk, _ in waiting):
+        elif action.kind is Kind.REDUCE_GRAD and any(chunk == action.chunk for chunk, _ in waiting):
             raise ScheduleError(f"rank {rank} has {action} before all gradients of weights")
     if waiting:
         raise ScheduleError(f"rank {rank} lacks weight gradients of (chunk, micro-batch) {waiting}")

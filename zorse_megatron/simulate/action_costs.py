@@ -11,11 +11,11 @@ from zorse_megatron.costs.interface import (
     ComputeCost,
     ModelSection,
     PassTimes,
-    RankPart,
-    SetComputeCost,
+    TpComputeCost,
+    TpShard,
 )
 from zorse_megatron.costs.stage_formulas import pass_s
-from zorse_megatron.costs.tensor_parallel_communication import SetCollectives
+from zorse_megatron.costs.tensor_parallel_communication import TpCollectives
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
@@ -25,7 +25,7 @@ from zorse_megatron.simulate.network import BufferWork, Hierarchical, NetworkLoa
 from zorse_megatron.simulate.rank_bytes import RankSizes, low_precision_bytes
 from zorse_megatron.simulate.residency import SteppedUnit
 
-# What the first forward after a GATHER waits for: each layer for its own parameters.
+# What the first forward after a UNSHARD waits for: each layer for its own parameters.
 #
 # The runtime gathers a sharded chunk in buckets of a layer each, in the order in which a forward
 # asks for them, and each layer waits for its own (`adapter.data_parallel.chunk_shards`). Of n
@@ -52,15 +52,15 @@ EVERYTHING = GatherPart(buckets=0, layers=1.0, embedding=True, head=True)
 
 
 def gather_parts(sizes: RankSizes, rank: int, chunk: int) -> tuple[GatherPart, ...]:
-    """The parts of a chunk's GATHER in the order in which they arrive.
+    """The parts of a chunk's UNSHARD in the order in which they arrive.
 
     `EVERYTHING` where a forward waits for all: where chunks stay unsharded buckets are Megatron's,
-    which without --overlap-grad-reduce is one, and where replicas cut layers differently GATHER
+    which without --overlap-grad-reduce is one, and where replicas cut layers differently UNSHARD
     stops the main stream.
     """
     if (
         parameters_setting(sizes.plan) == RESIDENT
-        or sizes.parted[chunk] is not None
+        or sizes.mixed_tp[chunk] is not None
         or len(sizes.peers_of(rank, chunk)) == 1
     ):
         return (EVERYTHING,)
@@ -98,17 +98,17 @@ class CollectiveCosts:
         self._statistic_s: float | None = None
 
     def collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
-        """A REDUCE or a GATHER of the chunk over `ranks`, which are among its `peers`."""
+        """A REDUCE_GRAD or a UNSHARD of the chunk over `ranks`, which are among its `peers`."""
         key = kind, chunk, ranks
         if key not in self._collectives:
             if self.sizes.framework.state == "replicated":
                 work = self._replicated_collective(kind, chunk, ranks)
-            elif self.sizes.parted[chunk] is not None:
-                work = self._parted_collective(kind, chunk)
+            elif self.sizes.mixed_tp[chunk] is not None:
+                work = self._mixed_tp_collective(kind, chunk)
             else:
                 work = self._sharded_collective(kind, chunk, ranks)
-            if kind is Kind.REDUCE:
-                sums_s = self._sums_in_sets_s(chunk)
+            if kind is Kind.REDUCE_GRAD:
+                sums_s = self._sums_in_tp_groups_s(chunk)
                 work = dataclasses.replace(work, seconds_s=work.seconds_s + sums_s)
             self._collectives[key] = work
         return self._collectives[key]
@@ -116,15 +116,15 @@ class CollectiveCosts:
     def gather_in_parts(
         self, chunk: int, ranks: tuple[int, ...], parts: Sequence[GatherPart]
     ) -> tuple[TaskWork, ...]:
-        """A GATHER of the chunk over `ranks`, as `gather_parts` splits it up."""
+        """A UNSHARD of the chunk over `ranks`, as `gather_parts` splits it up."""
         if len(parts) == 1:
-            return (self.collective(Kind.GATHER, chunk, ranks),)
+            return (self.collective(Kind.UNSHARD, chunk, ranks),)
         key = chunk, ranks
         if key not in self._gathers:
             pieces = iter(self.sizes.pieces(chunk, ranks))
             self._gathers[key] = tuple(
                 self._of_pieces(
-                    Kind.GATHER, chunk, ranks, list(itertools.islice(pieces, part.buckets))
+                    Kind.UNSHARD, chunk, ranks, list(itertools.islice(pieces, part.buckets))
                 )
                 for part in parts
             )
@@ -133,13 +133,13 @@ class CollectiveCosts:
     def buffers(
         self, kind: Kind, chunk: int, ranks: tuple[int, ...]
     ) -> tuple[tuple[BufferWork, ...], tuple[Interval, ...]]:
-        """A REDUCE or a GATHER of a chunk of a hierarchical group over its `peers`.
+        """A REDUCE_GRAD or a UNSHARD of a chunk of a hierarchical group over its `peers`.
 
         Also [first, stop) of each region's ranks among the ascending ones.
         """
         key = kind, chunk, ranks
         if key not in self._buffers:
-            memory, reduces = self.sizes.memory_of(chunk), kind is Kind.REDUCE
+            memory, reduces = self.sizes.memory_of(chunk), kind is Kind.REDUCE_GRAD
             operation = Hierarchical(
                 ranks=sorted(ranks),
                 to_bytes=memory.gradient_bytes if reduces else memory.parameter_bytes,
@@ -152,9 +152,9 @@ class CollectiveCosts:
             self._buffers[key] = tuple(found), shards[0].regions
         return self._buffers[key]
 
-    def sums_in_sets(self, chunk: int) -> TaskWork:
-        """What comes before a REDUCE's messages; see `collective`."""
-        return TaskWork(seconds_s=self._sums_in_sets_s(chunk))
+    def sums_in_tp_groups(self, chunk: int) -> TaskWork:
+        """What comes before a REDUCE_GRAD's messages; see `collective`."""
+        return TaskWork(seconds_s=self._sums_in_tp_groups_s(chunk))
 
     def statistics(self, count: int = 1) -> TaskWork:
         """Sums of one number over all ranks, one after the other."""
@@ -200,25 +200,26 @@ class CollectiveCosts:
             return 0.0
         return self.loads.comm.all_reduce_s(tuple(ranks), _STATISTIC_BYTES)
 
-    def _parted_collective(self, kind: Kind, chunk: int) -> TaskWork:
-        """Overlaps of what unlike replicas hold and own; units one after the other."""
-        parted, memory = self.sizes.parted[chunk], self.sizes.memory_of(chunk)
-        assert parted is not None
-        reduces = kind is Kind.REDUCE
+    def _mixed_tp_collective(self, kind: Kind, chunk: int) -> TaskWork:
+        """Overlaps of what replicas that differ in TP shards hold and own; units one after the
+        other."""
+        mixed_tp, memory = self.sizes.mixed_tp[chunk], self.sizes.memory_of(chunk)
+        assert mixed_tp is not None
+        reduces = kind is Kind.REDUCE_GRAD
         to_bytes = memory.gradient_bytes if reduces else memory.parameter_bytes
         return self.loads.exchanges(
             ({pair: to_bytes(count) for pair, count in messages.items()}, times)
-            for messages, times in (parted.sums if reduces else parted.gathers)
+            for messages, times in (mixed_tp.sums if reduces else mixed_tp.gathers)
         )
 
-    def _sums_in_sets_s(self, chunk: int) -> float:
+    def _sums_in_tp_groups_s(self, chunk: int) -> float:
         """With sequence parallelism, sums of gradients that have seen a part on every rank."""
         sizes, comm = self.sizes, self.loads.comm
-        if sizes.sets is None or not sizes.sets.sequence_parallel:
+        if sizes.tp_costs is None or not sizes.tp_costs.sequence_parallel:
             return 0.0
         gradient_bytes = sizes.memory_of(chunk).gradient_bytes
         return max(
-            comm.all_reduce_s(replica.ranks, gradient_bytes(sizes.summed_in_sets(chunk)))
+            comm.all_reduce_s(replica.ranks, gradient_bytes(sizes.summed_in_tp_groups(chunk)))
             if len(replica.ranks) > 1
             else 0.0
             for replica in sizes.group_of(chunk).replicas
@@ -239,7 +240,7 @@ class CollectiveCosts:
         """Of pieces one after the other, of each of which the ranks own `shards`."""
         memory, comm = self.sizes.memory_of(chunk), self.loads.comm
         to_bytes, time_s = memory.parameter_bytes, comm.all_gather_s
-        if kind is Kind.REDUCE:
+        if kind is Kind.REDUCE_GRAD:
             to_bytes, time_s = memory.gradient_bytes, comm.reduce_scatter_s
             if self.sizes.reduces_in_low_precision(chunk):
                 to_bytes, time_s = low_precision_bytes, comm.exchange_s
@@ -248,8 +249,8 @@ class CollectiveCosts:
         return self.loads.collective(ranks, sum(map(sum, pieces)), alone_s)
 
     def _replicated_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
-        """A REDUCE is an all-reduce, as a ring does it: scatter, then gather. No GATHER."""
-        if kind is Kind.GATHER or len(ranks) == 1:
+        """A REDUCE_GRAD is an all-reduce, as a ring does it: scatter, then gather. No UNSHARD."""
+        if kind is Kind.UNSHARD or len(ranks) == 1:
             return TaskWork(seconds_s=0.0)
         total = self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(ranks[0], chunk))
         parts = (-(-total // len(ranks)),) * len(ranks)
@@ -271,14 +272,14 @@ class ActionCosts(CollectiveCosts):
         self.computes = [self._compute_in(group.compute_dtype) for group in plan.groups]
         """Of each group."""
         self.kinds = tuple(costs.kinds)
-        self._inside: SetCollectives | None = None
-        if sizes.sets is not None:
-            self._inside = SetCollectives(
+        self._inside: TpCollectives | None = None
+        if sizes.tp_costs is not None:
+            self._inside = TpCollectives(
                 comm=loads.comm,
-                sequence_parallel=sizes.sets.sequence_parallel,
-                learns_positions=sizes.sets.learns_positions,
+                sequence_parallel=sizes.tp_costs.sequence_parallel,
+                learns_positions=sizes.tp_costs.learns_positions,
             )
-        self._phases: dict[tuple[str, int, RankPart, int, int], tuple[PassTimes, ...]] = {}
+        self._phases: dict[tuple[str, int, TpShard, int, int], tuple[PassTimes, ...]] = {}
         self._together: dict[tuple[tuple[int, ...], int, bool], PassTimes] = {}
 
     def _compute_in(self, dtype: ComputeDtype | None) -> ComputeCost:
@@ -289,17 +290,17 @@ class ActionCosts(CollectiveCosts):
     def phases(self, rank: int, chunk: int) -> tuple[PassTimes, ...]:
         """One micro-batch of the rank through the chunk: layers, embedding, head, recompute.
 
-        Of a rank of a set: what lies between the set's collectives, alike ones together; without
-        the collectives where these were not measured with it.
+        Of a rank of a TP group: what lies between the TP group's collectives, alike ones together;
+        without the collectives where these were not measured with it.
         """
         kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
         key = kind, size, self.sizes.part(rank), chunk, self.sizes.recompute_numbers[rank]
         if key not in self._phases:
-            own = self._set_compute(rank, chunk)
+            own = self._tp_compute(rank, chunk)
             if own is None:
                 self._phases[key] = (self._pass_times(rank, chunk),)
             else:
-                self._phases[key] = self._set_phases(own, rank, chunk)
+                self._phases[key] = self._tp_phases(own, rank, chunk)
         return self._phases[key]
 
     def seconds(self, rank: int, chunk: int, kind: Kind, *, splits: bool) -> Sequence[float]:
@@ -322,7 +323,7 @@ class ActionCosts(CollectiveCosts):
     def forward_part_s(self, rank: int, chunk: int, part: GatherPart) -> Sequence[float]:
         """What one of `gather_parts` has of each phase of a forward."""
         phases_s = self.seconds(rank, chunk, Kind.FORWARD, splits=False)
-        own = self._set_compute(rank, chunk)
+        own = self._tp_compute(rank, chunk)
         compute = own or self.computes[self.sizes.plan.chunks[chunk].group]
         kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
         ends: list[tuple[bool, float]] = []
@@ -337,19 +338,19 @@ class ActionCosts(CollectiveCosts):
         return [part.layers * layers_s + sum(ends_s)]
 
     def _weight_gradients_s(self, rank: int, chunk: int) -> float:
-        compute = self._set_compute(rank, chunk)
+        compute = self._tp_compute(rank, chunk)
         own = compute or self.computes[self.sizes.plan.chunks[chunk].group]
         of_layer = own.weight_gradients_s(self.kinds[rank], self.sizes.micro_batch_size(rank))
         return self.sizes.num_layers(chunk) * of_layer
 
-    def set_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
-        """What a set communicates inside a computation of the chunk.
+    def tp_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
+        """What a TP group communicates inside a computation of the chunk.
 
         `gathers`: whether its input arrives from another group, in parts.
         """
         key = ranks, chunk, gathers
         if key not in self._together:
-            self._together[key] = self._set_collectives(ranks, chunk, gathers=gathers)
+            self._together[key] = self._tp_collectives(ranks, chunk, gathers=gathers)
         return self._together[key]
 
     def step_s(self, rank: int) -> float:
@@ -392,7 +393,7 @@ class ActionCosts(CollectiveCosts):
         """Bytes between the GPU and host memory, in one direction."""
         return num_bytes / self.loads.comm.host_link_bytes_per_s(rank)
 
-    def _set_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
+    def _tp_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
         assert self._inside is not None
         sizes, inside, size = self.sizes, self._inside, self.sizes.micro_batch_size(ranks[0])
         num_bytes, tokens = sizes.boundary_bytes(size, chunk), size * sizes.costs.sequence_length
@@ -403,7 +404,9 @@ class ActionCosts(CollectiveCosts):
             return inside.of(section, ranks, num_bytes, tokens)
 
         layer, layers = of("layer"), sizes.num_layers(chunk)
-        mode, recomputed = sizes.recompute(ranks[0], chunk)  # if whole layers, as all of the set
+        mode, recomputed = sizes.recompute(
+            ranks[0], chunk
+        )  # if whole layers, as all of the TP group
         again = recomputed if mode == "full" else 0
         ends = [of("embedding")] if chunk == 0 else []
         ends += [of("head")] if sizes.is_last(chunk) else []
@@ -419,17 +422,17 @@ class ActionCosts(CollectiveCosts):
         )
 
     def _is_measured_together(self, rank: int, chunk: int, section: ModelSection) -> bool:
-        compute = self._set_compute(rank, chunk)
+        compute = self._tp_compute(rank, chunk)
         return compute is not None and compute.includes_collectives(self.kinds[rank], section)
 
-    def _set_compute(self, rank: int, chunk: int) -> SetComputeCost | None:
-        """What a rank of a set of several computes with."""
-        part, sets = self.sizes.part(rank), self.sizes.sets
-        if sets is None or part == WHOLE:
+    def _tp_compute(self, rank: int, chunk: int) -> TpComputeCost | None:
+        """What a rank of a TP group of several computes with."""
+        part, tp_costs = self.sizes.part(rank), self.sizes.tp_costs
+        if tp_costs is None or part == WHOLE:
             return None
-        return sets.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
+        return tp_costs.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
 
-    def _set_phases(self, compute: SetComputeCost, rank: int, chunk: int) -> tuple[PassTimes, ...]:
+    def _tp_phases(self, compute: TpComputeCost, rank: int, chunk: int) -> tuple[PassTimes, ...]:
         """Attentions, MLPs, and embedding and head."""
         kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
         layers, layer = self.sizes.num_layers(chunk), compute.layer_in_two(kind, size)
@@ -451,7 +454,7 @@ class ActionCosts(CollectiveCosts):
         return (*halves, *ends)
 
     def _pass_times(self, rank: int, chunk: int) -> PassTimes:
-        """Of a rank that is a set of its own."""
+        """Of a rank that is a TP group of its own."""
         compute = self.computes[self.sizes.plan.chunks[chunk].group]
         kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
         layers, layer = self.sizes.num_layers(chunk), compute.layer(kind, size)

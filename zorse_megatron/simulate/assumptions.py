@@ -33,7 +33,7 @@ class Framework:
     for, together with the send of the other direction before it, as in Megatron's
     `send_forward_recv_backward`."""
     split_transfers: bool = True
-    """Whether each rank of a tensor-parallel set sends its part of an activation. If not, each
+    """Whether each rank of a tensor-parallel group sends its part of an activation. If not, each
     sends all of it to its counterpart unless ranks have parts of the sequence, as in Megatron's
     `get_tensor_shapes`."""
     rebuild_bytes_per_s: float | None = None

@@ -20,10 +20,10 @@ from zorse_megatron.trace import Span
 _MAIN, _COLLECTIVES, _TO_HOST, _FROM_HOST, _FIRST_PEER = range(5)
 _THREAD_NAMES = ("main", "collectives", "copies to host", "copies from host")
 _THREAD_OF = {
-    Kind.REDUCE: _COLLECTIVES,
-    Kind.GATHER: _COLLECTIVES,
+    Kind.REDUCE_GRAD: _COLLECTIVES,
+    Kind.UNSHARD: _COLLECTIVES,
     Kind.OFFLOAD: _TO_HOST,
-    Kind.OFFLOAD_GRADIENTS: _TO_HOST,
+    Kind.OFFLOAD_GRAD: _TO_HOST,
     Kind.FETCH: _FROM_HOST,
 }
 
@@ -138,7 +138,7 @@ def _arrow_head(
 ) -> Event:
     """The end of a transfer's arrow: the computation that consumes it."""
     receive = track.actions[position]
-    forward = receive.kind is Kind.RECEIVE_ACTIVATION
+    forward = receive.kind is Kind.RECV_F
     consumer = Action(
         kind=Kind.FORWARD if forward else Kind.BACKWARD,
         chunk=receive.chunk,

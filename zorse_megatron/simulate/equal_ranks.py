@@ -77,16 +77,16 @@ def classify_copies(
     copies: Sequence[Mapping[int, int]],
     edges: Sequence[Edge],
     rings: Sequence[Sequence[int]],
-    looks: Sequence[Hashable],
+    keys: Sequence[Hashable],
 ) -> CopyClasses:
     """Partition the copies.
 
     `copies`: for each copy, rank of copy 0 -> the rank in its place; `edges`: pairs of ranks of
     copy 0 that send something; `rings`: the ranks of each collective, which loads the links of its
-    ring once; `looks`: what must be equal in copies of one class to begin with.
+    ring once; `keys`: what must be equal in copies of one class to begin with.
     """
     network = _CopyNetwork(comm, copies, edges, rings)
-    classes = _numbered(looks)
+    classes = _numbered(keys)
     while True:
         colours, loads = network.colours(classes)
         finer = _numbered(
@@ -164,14 +164,14 @@ class _CopyNetwork:
         for number, ring in enumerate(self.rings):
             for name in ring:
                 loads[name]["ring", number] += 1
-        looks = [(self.capacity[name], frozenset(load.items())) for name, load in loads.items()]
-        return dict(zip(loads, _numbered(looks), strict=True)), loads
+        keys = [(self.capacity[name], frozenset(load.items())) for name, load in loads.items()]
+        return dict(zip(loads, _numbered(keys), strict=True)), loads
 
 
-def _numbered(looks: Sequence[Hashable]) -> list[int]:
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
     """Number of each look, in the order in which looks appear first."""
     numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(look, len(numbers)) for look in looks]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +226,7 @@ def _may_be_merged(sizes: RankSizes) -> bool:
     """Whether copies swap nothing, and replicas of each group have the same work."""
     plan = sizes.plan
     swaps = sizes.tied and plan.chunks[0].group != plan.chunks[-1].group
-    if swaps or sizes.sets is not None or Lanes.of(plan) is not None:
+    if swaps or sizes.tp_costs is not None or Lanes.of(plan) is not None:
         return False
     offloads = ranks_that_offload_parameters(plan), ranks_that_offload_gradients(plan)
     return all(_is_even(group, offloads) for group in plan.groups)
@@ -330,7 +330,7 @@ class Copies:
         more = [
             each or 0
             for group in plan.groups
-            for each in (group.extra_in_flight, group.delayed_samples)
+            for each in (group.extra_in_flight, group.delayed_wgrad_samples)
         ]
         period, block = math.gcd(*rounds, *more), math.lcm(*sizes)
         cut = cls(plan=plan, period=period, block=block if period % block == 0 else period)
@@ -373,7 +373,7 @@ class Copies:
                     offload=group.offload,
                     extra_in_flight=extra,
                     split_backward=group.split_backward,
-                    delayed_samples=(group.delayed_samples or 0) // self.count or None,
+                    delayed_wgrad_samples=(group.delayed_wgrad_samples or 0) // self.count or None,
                 )
             )
             first += len(replicas)

@@ -80,8 +80,8 @@ def simulate(
 def micro_batch_times(plan: Plan, costs: JobCosts) -> tuple[float, ...]:
     """Rank -> seconds of a micro-batch through all of its chunks, forward and backward.
 
-    Ranks of a set wait for one another, so all take as long as the slowest, collectives included.
-    0 where a rank runs none.
+    Ranks of a TP group wait for one another, so all take as long as the slowest, collectives
+    included. 0 where a rank runs none.
     """
     of_actions = ActionCosts(RankSizes(plan, costs), NetworkLoads(costs.comm))
     found = [0.0] * plan.world_size
@@ -105,5 +105,5 @@ def _chunk_s(costs: ActionCosts, ranks: tuple[int, ...], chunk: int, splits: boo
         total_s += sum(map(max, zip(*phases, strict=True)))
     if len(ranks) == 1:
         return total_s
-    inside = costs.set_collectives(ranks, chunk, gathers=False)
+    inside = costs.tp_collectives(ranks, chunk, gathers=False)
     return total_s + (inside.forward_s + inside.backward_s)

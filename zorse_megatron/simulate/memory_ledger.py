@@ -7,7 +7,7 @@ from itertools import accumulate
 from operator import itemgetter
 
 from zorse_megatron.schedule.actions import RECEIVES, SENDS, Action, Kind
-from zorse_megatron.simulate.residency import Passing
+from zorse_megatron.simulate.residency import StepWorkingSet
 from zorse_megatron.simulate.tasks import Timeline
 
 
@@ -28,7 +28,7 @@ class Category(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-_PASSING = {
+_STEP_WORKING_SET = {
     Category.PARAMETERS: "parameter_bytes",
     Category.GRADIENTS: "gradient_bytes",
     Category.OPTIMIZER_STATE: "state_bytes",
@@ -68,8 +68,8 @@ class _Ledger:
         """Position -> when each message has left that must have by then, and its bytes."""
         self.views_leave_s: dict[tuple[Kind, int | None, int | None], float] = {}
         """When all parts of a tensor that are sent without a copy will have left."""
-        self.resharded = self.residency.released | {
-            chunk for chunk in sizes.chunks(rank) if sizes.parted[chunk] is not None
+        self.resharded = self.residency.resharded | {
+            chunk for chunk in sizes.chunks(rank) if sizes.mixed_tp[chunk] is not None
         }
         """Chunks whose unsharded gradients go when they have been summed."""
         self.with_gradients: set[int] = set()
@@ -106,8 +106,8 @@ class _Ledger:
     def write(self) -> None:
         """Go through the list once."""
         opened_at: dict[int, list[int]] = {}
-        for receive, opening in self.track.openings.items():
-            opened_at.setdefault(opening, []).append(receive)
+        for receive, post_position in self.track.posted_at.items():
+            opened_at.setdefault(post_position, []).append(receive)
         for position, action in enumerate(self.track.actions):
             for receive in opened_at.get(position, ()):
                 self._open(position, self.track.actions[receive])
@@ -160,17 +160,17 @@ class _Ledger:
             end_s = self.end_s[self.track.tasks[position]]
             self.views_leave_s[key] = max(end_s, self.views_leave_s.get(key, 0.0))
             if not self.sends_left[key]:
-                closing = self.track.closings.get(position, position + 1)
+                wait_position = self.track.waited_at.get(position, position + 1)
                 message = self.views_leave_s.pop(key), whole_bytes
-                self.leaving.setdefault(closing, []).append(message)
+                self.leaving.setdefault(wait_position, []).append(message)
             return
         if in_pieces:
             self._note(now_s, Category.BUFFERS, num_bytes, position)
             if not self.sends_left[key]:
                 self._note(now_s, Category.BUFFERS, -whole_bytes, position)
         left_s = self.end_s[self.track.tasks[position]]
-        closing = self.track.closings.get(position, position + 1)
-        self.leaving.setdefault(closing, []).append((left_s, num_bytes))
+        wait_position = self.track.waited_at.get(position, position + 1)
+        self.leaving.setdefault(wait_position, []).append((left_s, num_bytes))
 
     def _close(self, position: int) -> None:
         """Let go of the messages that must have left before the action at `position`."""
@@ -192,37 +192,37 @@ class _Ledger:
         assert action.chunk is not None
         chunk, of_chunk = action.chunk, self.bytes[action.chunk]
         start_s, _ = self._run(position)
-        key = Kind.RECEIVE_ACTIVATION, chunk, action.micro_batch
+        key = Kind.RECV_F, chunk, action.micro_batch
         self._note(start_s, Category.BUFFERS, -self._take(key, position), position)
-        self._note(start_s, Category.ACTIVATIONS, of_chunk.kept, position)
+        self._note(start_s, Category.ACTIVATIONS, of_chunk.saved, position)
         self._note(start_s, Category.LOGITS, of_chunk.head, position)
         if position in self.track.copies:
             gone_s = self.end_s[self.track.left[position]]
-            self._note(gone_s, Category.ACTIVATIONS, -of_chunk.kept, position)
-        if (Kind.SEND_ACTIVATION, chunk, action.micro_batch) in self.sends_left:
+            self._note(gone_s, Category.ACTIVATIONS, -of_chunk.saved, position)
+        if (Kind.SEND_F, chunk, action.micro_batch) in self.sends_left:
             self._note(start_s, Category.BUFFERS, of_chunk.held, position)
         elif self.sizes.is_local(chunk):
-            key = Kind.RECEIVE_ACTIVATION, chunk + 1, action.micro_batch
+            key = Kind.RECV_F, chunk + 1, action.micro_batch
             self._hand_over(start_s, key, position)
 
     def _bring_back(self, position: int, backward: Action) -> None:
         """A computation begins, and with it the next one's activations come from the host."""
         assert backward.chunk is not None
-        kept = self.bytes[backward.chunk].kept
-        self._note(self._reached_s(position), Category.ACTIVATIONS, kept, position)
+        saved = self.bytes[backward.chunk].saved
+        self._note(self._reached_s(position), Category.ACTIVATIONS, saved, position)
 
     def _backward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
         chunk, of_chunk = action.chunk, self.bytes[action.chunk]
         start_s, end_s = self._run(position)
-        received = self._take((Kind.RECEIVE_GRADIENT, chunk, action.micro_batch), position)
+        received = self._take((Kind.RECV_B, chunk, action.micro_batch), position)
         if chunk in self.resharded and chunk not in self.with_gradients:
             self.with_gradients.add(chunk)
             self._note(start_s, Category.GRADIENTS, self._gradient_bytes(chunk), position)
-        if (Kind.SEND_GRADIENT, chunk, action.micro_batch) in self.sends_left:
+        if (Kind.SEND_B, chunk, action.micro_batch) in self.sends_left:
             self._note(start_s, Category.BUFFERS, of_chunk.held, position)
         elif chunk > 0 and self.sizes.is_local(chunk - 1):
-            key = Kind.RECEIVE_GRADIENT, chunk - 1, action.micro_batch
+            key = Kind.RECV_B, chunk - 1, action.micro_batch
             self._hand_over(start_s, key, position)
         # Layers are computed again after the head's backward, when its part is freed; not before
         # there are gradients.
@@ -230,9 +230,9 @@ class _Ledger:
         self._note(head_ends_s, Category.LOGITS, -of_chunk.head, position)
         self._for_a_while(position, Category.ACTIVATIONS, of_chunk.working)
         # Layer by layer, what is kept for weight gradients takes the place of what forwards kept.
-        more = max(0, of_chunk.delayed - of_chunk.kept)
+        more = max(0, of_chunk.delayed - of_chunk.saved)
         self._note(start_s, Category.ACTIVATIONS, more, position)
-        left = of_chunk.delayed - (of_chunk.kept + more)
+        left = of_chunk.delayed - (of_chunk.saved + more)
         self._note(end_s, Category.ACTIVATIONS, left, position)
         self._note(end_s, Category.BUFFERS, -received, position)
 
@@ -269,9 +269,9 @@ class _Ledger:
         chunk, sizes = action.chunk, self.sizes
         if action.kind in (Kind.TIE, Kind.SCALE):
             self._wait_for_sums(position)
-        if action.kind in (Kind.SCALE, Kind.OFFLOAD_GRADIENTS):
+        if action.kind in (Kind.SCALE, Kind.OFFLOAD_GRAD):
             self._let_shard_go(position)
-        if action.kind is Kind.GATHER:
+        if action.kind is Kind.UNSHARD:
             assert chunk is not None
             exchanged = sizes.exchange_bytes(action.kind, self.rank, chunk)
             self._for_a_while(position, Category.BUFFERS, exchanged)
@@ -291,9 +291,9 @@ class _Ledger:
             ready_s = self.timeline.ready_s(self.track, position)
             self._note(ready_s, Category.BUFFERS, swapped, position)
             self._note(end_s, Category.BUFFERS, -swapped, position)
-        elif action.kind is Kind.REDUCE:
+        elif action.kind is Kind.REDUCE_GRAD:
             self._reduce(position, action)
-        elif action.kind is Kind.OFFLOAD_GRADIENTS:
+        elif action.kind is Kind.OFFLOAD_GRAD:
             assert chunk is not None
             self._wait_for_sums(position)
             self.shard_leaves = end_s, self.residency.shard_of_gradients(chunk)
@@ -309,7 +309,7 @@ class _Ledger:
         if exchanged or chunk in self.resharded:
             self._wait_for_sums(position)
         self.summed_s, before_s = end_s, self.summed_s
-        if is_parted := sizes.parted[chunk] is not None:
+        if is_mixed_tp := sizes.mixed_tp[chunk] is not None:
             self._for_a_while(position, Category.BUFFERS, exchanged)
         else:
             self._note(start_s, Category.BUFFERS, exchanged, position)
@@ -323,7 +323,7 @@ class _Ledger:
             asked_s = max(self._reached_s(position), before_s)
             self._note(asked_s, Category.GRADIENTS, unsharded, position)
         self.with_gradients.discard(chunk)
-        if is_parted:  # sums arrive beside what they are made of
+        if is_mixed_tp:  # sums arrive beside what they are made of
             self._note(start_s, Category.GRADIENTS, shard, position)
             self._note(end_s, Category.GRADIENTS, -unsharded, position)
         else:
@@ -345,12 +345,14 @@ class _Ledger:
     def _pass_for_update(self, position: int) -> None:
         """What comes from the host, one part after the other."""
         start_s, end_s = self._run(position)
-        now = dict.fromkeys(_PASSING, 0)
-        for held in (*self.residency.passing[position], Passing()):
-            next_ = {category: getattr(held, name) for category, name in _PASSING.items()}
+        now = dict.fromkeys(_STEP_WORKING_SET, 0)
+        for held in (*self.residency.step_working_sets[position], StepWorkingSet()):
+            next_ = {category: getattr(held, name) for category, name in _STEP_WORKING_SET.items()}
             time_s = start_s if held.num_bytes else end_s
-            changes = {category: next_[category] - now[category] for category in _PASSING}
-            for category in sorted(_PASSING, key=lambda each: changes[each]):  # first what goes
+            changes = {category: next_[category] - now[category] for category in _STEP_WORKING_SET}
+            for category in sorted(
+                _STEP_WORKING_SET, key=lambda each: changes[each]
+            ):  # first what goes
                 self._note(time_s, category, changes[category], position)
             now = next_
 
@@ -392,11 +394,11 @@ class _Ledger:
 # `adapter.model.chunk_runner` do:
 #
 # - Unsharded parameters and gradients are there all the time (Megatron's buffers), and the rank's
-#   shard of the optimizer state. For a chunk that the list RELEASEs, unsharded parameters are there
-#   from GATHER to RELEASE, and unsharded gradients from the first backward until the rank waits for
-#   their sum, before its next REDUCE of such a chunk, TIE or SCALE; then the shard until STEP is
-#   done, or, after an OFFLOADG, until the rank waits for it to have left, before its next OFFLOADG
-#   or SCALE.
+#   shard of the optimizer state. For a chunk that the list RESHARDs, unsharded parameters are there
+#   from UNSHARD to RESHARD, and unsharded gradients from the first backward until the rank waits
+#   for their sum, before its next REDUCE_GRAD of such a chunk, TIE or SCALE; then the shard until
+#   STEP is done, or, after an OFFLOAD_GRAD, until the rank waits for it to have left, before its
+#   next OFFLOAD_GRAD or SCALE.
 # - A forward takes what its layers keep, and on the last chunk the logits; both are freed when
 #   the backward ends. With recomputation, a backward also takes what one layer makes again.
 # - A receive takes its buffer when it is started. An activation's buffer becomes the kept input of
@@ -407,7 +409,7 @@ class _Ledger:
 #   message has arrived, as `Mailbox.start_send` does.
 # - Activations that wait in the host are gone from the end of the copy out until the rank begins
 #   the computation before their backward, with which the copy back starts. What OFFLOAD, FETCH,
-#   GATHER and RELEASE move, and what passes through during STEP: see `residency`.
+#   UNSHARD and RESHARD move, and what passes through during STEP: see `residency`.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,12 @@ from zorse_megatron.costs.interface import (
     JobCosts,
     MemoryCost,
     ModelSection,
-    RankPart,
     RecomputeMode,
-    SetCosts,
+    TpCosts,
+    TpShard,
 )
 from zorse_megatron.costs.stage_formulas import (
-    kept_bytes,
+    saved_bytes,
     section_parameters,
     stage_parameters,
     working_bytes,
@@ -32,18 +32,18 @@ from zorse_megatron.plan.plan import (
     Plan,
     Recompute,
     Replica,
-    holds_equal_parts,
+    has_equal_tp_shards,
     ranks_by_region,
 )
-from zorse_megatron.plan.tensor_parallel_rules import sets_of
+from zorse_megatron.plan.tensor_parallel_rules import tp_groups_of
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 from zorse_megatron.schedule.shards import RegionShards, intersection, regions_of
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 from zorse_megatron.simulate.assumptions import RUNTIME, Framework, SimulationError
 from zorse_megatron.simulate.rank_parameters import (
-    PartedChunk,
-    PartedUnit,
+    MixedTpChunk,
+    MixedTpUnit,
     owned_intervals,
     padded_shards,
 )
@@ -52,7 +52,7 @@ _NARROW_BYTES = 2
 
 
 def low_precision_bytes(num_parameters: int) -> int:
-    """Gradients as a group with a `gradient_wire` sends them."""
+    """Gradients as a group with a `grad_reduce_dtype` sends them."""
     return _NARROW_BYTES * num_parameters
 
 
@@ -62,7 +62,7 @@ class MicroBatchBytes:
 
     held: int
     """An activation between chunks."""
-    kept: int
+    saved: int
     """From its forward to its backward."""
     head: int
     """Logits, where the chunk has the head."""
@@ -81,9 +81,9 @@ class RankSizes:
         self.costs = costs
         self.framework = framework
         self.memory = costs.memory
-        self.sets = _set_costs(plan, costs)
-        """Costs of the plan's tensor-parallel sets; None: it has none."""
-        self._parts: dict[int, RankPart] = {}
+        self.tp_costs = _set_costs(plan, costs)
+        """Costs of the plan's tensor-parallel groups; None: it has none."""
+        self._parts: dict[int, TpShard] = {}
         self.group_and_replica: dict[int, tuple[int, int]] = {}
         """Rank -> number of its group and of its replica there."""
         for number, group in enumerate(plan.groups):
@@ -92,8 +92,8 @@ class RankSizes:
         self.tied = bool(plan.model.tied_embeddings)
         chunks = range(len(plan.chunks))
         self.parameters = tuple(self._parameters(chunk, WHOLE) for chunk in chunks)
-        """Chunk -> number of its parameters, as a rank that is a set of its own has them."""
-        self.parted = tuple(map(self._parted, chunks))
+        """Chunk -> number of its parameters, as a rank that is a TP group of its own has them."""
+        self.mixed_tp = tuple(map(self._mixed_tp, chunks))
         """Chunk -> how its group's replicas exchange parts, where they cut layers differently."""
         self.shards = tuple(map(self._shards, chunks))
         """Chunk -> rank -> number of the parameters that it owns."""
@@ -110,52 +110,52 @@ class RankSizes:
         self._of_micro_batch: dict[object, MicroBatchBytes] = {}
 
     def memory_of(self, chunk: int) -> MemoryCost:
-        """The memory model of the chunk's compute type, of a rank that is a set of its own."""
+        """The memory model of the chunk's compute type, of a rank that is a TP group of its own."""
         dtype = self.group_of(chunk).compute_dtype
         costs = self.costs.by_dtype.get(dtype) if dtype else None
         return self.memory if costs is None else costs.memory
 
     def memory_at(self, rank: int, chunk: int) -> MemoryCost:
-        """The same of this rank of a set."""
+        """The same of this rank of a TP group."""
         return self._memory(chunk, self.part(rank))
 
-    def part(self, rank: int) -> RankPart:
+    def part(self, rank: int) -> TpShard:
         """Which part of each layer the rank has."""
-        if self.sets is None:
+        if self.tp_costs is None:
             return WHOLE
         found = self._parts.get(rank)
         if found is None:
-            found = self._parts[rank] = RankPart.of(self.replica(rank), rank)
+            found = self._parts[rank] = TpShard.of(self.replica(rank), rank)
         return found
 
-    def _memory(self, chunk: int, part: RankPart) -> MemoryCost:
-        if part == WHOLE or self.sets is None:
+    def _memory(self, chunk: int, part: TpShard) -> MemoryCost:
+        if part == WHOLE or self.tp_costs is None:
             return self.memory_of(chunk)
-        return self.sets.of_rank(part, self.group_of(chunk).compute_dtype).memory
+        return self.tp_costs.of_rank(part, self.group_of(chunk).compute_dtype).memory
 
     def held(self, rank: int, chunk: int) -> int:
         """Parameters that a rank computes with."""
         part = self.part(rank)
         return self.parameters[chunk] if part == WHOLE else self._parameters(chunk, part)
 
-    def summed_in_sets(self, chunk: int) -> int:
-        """With sequence parallelism: those that every rank of a set has, and sees a part of.
+    def summed_in_tp_groups(self, chunk: int) -> int:
+        """With sequence parallelism: those that every rank of a TP group has, and sees a part of.
 
         Learned positions are added to the whole sequence, so their gradients are whole.
         """
         whole = sum(unit.count * unit.whole for unit in self._units(chunk))
         if chunk > 0:
             return whole
-        assert self.sets is not None
-        cut = sum(self.sets.cut_parameters("embedding").values())
+        assert self.tp_costs is not None
+        cut = sum(self.tp_costs.cut_parameters("embedding").values())
         return whole - (self.memory.embedding_parameters() - cut)
 
     def peers(self, chunk: int) -> tuple[tuple[int, ...], ...]:
         """Ranks of the chunk's group that sum gradients among each other, once for each part."""
-        sets = [replica.ranks for replica in self.group_of(chunk).replicas]
-        if self.parted[chunk] is not None:
-            return (tuple(rank for ranks in sets for rank in ranks),)
-        return tuple(zip(*sets, strict=True))
+        tp_groups = [replica.ranks for replica in self.group_of(chunk).replicas]
+        if self.mixed_tp[chunk] is not None:
+            return (tuple(rank for ranks in tp_groups for rank in ranks),)
+        return tuple(zip(*tp_groups, strict=True))
 
     def peers_of(self, rank: int, chunk: int) -> tuple[int, ...]:
         """Those of `peers` that the rank is among."""
@@ -248,50 +248,50 @@ class RankSizes:
     def _chunks_of_group(self) -> tuple[tuple[int, ...], ...]:
         return tuple(map(self.plan.chunks_of_group, range(len(self.plan.groups))))
 
-    def _parameters(self, chunk: int, part: RankPart) -> int:
+    def _parameters(self, chunk: int, part: TpShard) -> int:
         """What a rank with this part has."""
         found: int = stage_parameters(self.num_layers(chunk), *self.sections(chunk, part))
         return found
 
-    def sections(self, chunk: int, part: RankPart) -> tuple[int, int, int]:
+    def sections(self, chunk: int, part: TpShard) -> tuple[int, int, int]:
         """Parameters of the embedding, of one layer, and of the head, as a rank's part has them."""
         memory = self.memory if part == WHOLE else self._memory(chunk, part)
         ends = chunk == 0, self.is_last(chunk)
         # With several chunks the last one has a copy, as it may be whole without the first.
         return section_parameters(memory, *ends, tied_on_same_rank=self.tied and all(ends))
 
-    def _units(self, chunk: int) -> tuple[PartedUnit, PartedUnit]:
+    def _units(self, chunk: int) -> tuple[MixedTpUnit, MixedTpUnit]:
         """A layer, and embedding and head together."""
-        assert self.sets is not None
+        assert self.tp_costs is not None
         embedding, layer, head = self.sections(chunk, WHOLE)
-        in_layer, of_ends = self.sets.cut_parameters("layer"), Counter[UnitKind]()
+        in_layer, of_ends = self.tp_costs.cut_parameters("layer"), Counter[UnitKind]()
         tables: list[ModelSection] = ["embedding"] if chunk == 0 else []
         if self.is_last(chunk) and not (self.tied and chunk == 0):
             tables.append("head")
         for table in tables:
-            of_ends.update(self.sets.cut_parameters(table))
+            of_ends.update(self.tp_costs.cut_parameters(table))
         return (
-            PartedUnit(
+            MixedTpUnit(
                 cut=in_layer, whole=layer - sum(in_layer.values()), count=self.num_layers(chunk)
             ),
-            PartedUnit(cut=of_ends, whole=embedding + head - of_ends.total()),
+            MixedTpUnit(cut=of_ends, whole=embedding + head - of_ends.total()),
         )
 
-    def _parted(self, chunk: int) -> PartedChunk | None:
+    def _mixed_tp(self, chunk: int) -> MixedTpChunk | None:
         group = self.group_of(chunk)
-        if self.sets is None or holds_equal_parts(group):
+        if self.tp_costs is None or has_equal_tp_shards(group):
             return None
         units = [unit for unit in self._units(chunk) if unit.whole or any(unit.cut.values())]
-        return PartedChunk.of(units, group.replicas)
+        return MixedTpChunk.of(units, group.replicas)
 
     def _shards(self, chunk: int) -> dict[int, int]:
         group = self.group_of(chunk)
         held = {rank: self.held(rank, chunk) for rank in group.ranks}
         if self.framework.state == "replicated":
             return held
-        parted = self.parted[chunk]
-        if parted is not None:
-            return dict(parted.owned)
+        mixed_tp = self.mixed_tp[chunk]
+        if mixed_tp is not None:
+            return dict(mixed_tp.owned)
         weights = [replica.shard_weight for replica in group.replicas]
         return {
             rank: size
@@ -344,8 +344,8 @@ class RankSizes:
 
     @property
     def splits_activations(self) -> bool:
-        """Whether ranks of a set send parts of an activation."""
-        in_parts = self.sets is not None and self.sets.sequence_parallel
+        """Whether ranks of a TP group send parts of an activation."""
+        in_parts = self.tp_costs is not None and self.tp_costs.sequence_parallel
         return in_parts or self.framework.split_transfers
 
     def crossing_bytes(self, action: Action) -> int:
@@ -367,24 +367,24 @@ class RankSizes:
 
     def reduces_in_low_precision(self, chunk: int) -> bool:
         """Whether the chunk's gradients are sent in 16 bits."""
-        return self.group_of(chunk).gradient_wire is not None
+        return self.group_of(chunk).grad_reduce_dtype is not None
 
     def exchange_bytes(self, kind: Kind, rank: int, chunk: int) -> int:
-        """What the rank has in messages at once in a REDUCE or a GATHER.
+        """What the rank has in messages at once in a REDUCE_GRAD or a UNSHARD.
 
         0 where they are made in place: where ranks with equal parts keep the dtype.
         """
-        parted = self.parted[chunk]
-        if parted is not None:
-            reduces, memory = kind is Kind.REDUCE, self.memory_of(chunk)
+        mixed_tp = self.mixed_tp[chunk]
+        if mixed_tp is not None:
+            reduces, memory = kind is Kind.REDUCE_GRAD, self.memory_of(chunk)
             to_bytes = memory.gradient_bytes if reduces else memory.parameter_bytes
             return max(
                 to_bytes(sum(count for pair, count in messages.items() if rank in pair))
-                for messages, _ in (parted.sums if reduces else parted.gathers)
+                for messages, _ in (mixed_tp.sums if reduces else mixed_tp.gathers)
             )
         if self.is_hierarchical(chunk):
             return self._between_regions_bytes(kind, rank, chunk)
-        if kind is not Kind.REDUCE:
+        if kind is not Kind.REDUCE_GRAD:
             return 0
         count = len(self.group_of(chunk).replicas)
         if not self.reduces_in_low_precision(chunk) or count == 1:
@@ -395,7 +395,7 @@ class RankSizes:
     def _between_regions_bytes(self, kind: Kind, rank: int, chunk: int) -> int:
         """What messages between regions take beside the buffers that are summed or gathered."""
         memory, peers = self.memory_of(chunk), self.peers_of(rank, chunk)
-        own, reduces = sorted(peers).index(rank), kind is Kind.REDUCE
+        own, reduces = sorted(peers).index(rank), kind is Kind.REDUCE_GRAD
         count = sum(
             shards.reduction_buffer(own) if reduces else shards.gather_buffer(own)
             for shards in self.region_shards(chunk, peers)
@@ -417,30 +417,30 @@ class RankSizes:
     def _micro_batch_bytes(self, rank: int, chunk: int, size: int, kind: str) -> MicroBatchBytes:
         memory, layers = self.memory_at(rank, chunk), self.num_layers(chunk)
         (mode, recomputed), at_once = self.recompute(rank, chunk), self._layers_at_once(rank, chunk)
-        whole, kept = (memory.activation_bytes(size, each, kind) for each in ("none", mode))
-        stage = layers, recomputed, whole, kept
+        whole, saved = (memory.activation_bytes(size, each, kind) for each in ("none", mode))
+        stage = layers, recomputed, whole, saved
         splits = self.group_of(chunk).split_backward
         left, held = memory.delayed_bytes(size) if splits else 0, memory.boundary_bytes(size)
         # Beside what it leaves for weight gradients there is the gradient that arrives.
         arriving = held if layers * left else 0
         return MicroBatchBytes(
             held=held,
-            kept=kept_bytes(*stage, at_once=at_once),
+            saved=saved_bytes(*stage, at_once=at_once),
             head=memory.head_bytes(size) if self.is_last(chunk) else 0,
             working=working_bytes(*stage, at_once=at_once, left=left) + arriving,
             delayed=layers * left,
         )
 
-    def kept_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
+    def saved_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
         """The bytes of each tensor that layers keep of a micro-batch."""
         size, kind = self.micro_batch_size(rank), self.costs.kinds[rank]
         mode, recomputed = self.recompute(rank, chunk)
         memory = self.memory_at(rank, chunk)
         whole = self.num_layers(chunk) - recomputed
         inputs = -(-recomputed // self._layers_at_once(rank, chunk))
-        found = whole * memory.kept_tensor_bytes(size, "none", kind) if whole else ()
+        found = whole * memory.saved_tensor_bytes(size, "none", kind) if whole else ()
         if inputs:
-            found += inputs * memory.kept_tensor_bytes(size, mode, kind)
+            found += inputs * memory.saved_tensor_bytes(size, mode, kind)
         return found
 
     @cached_property
@@ -449,10 +449,12 @@ class RankSizes:
         return (*(one == next_ for one, next_ in pairwise(groups)), False)
 
 
-def _set_costs(plan: Plan, costs: JobCosts) -> SetCosts | None:
-    """Those of the plan's tensor-parallel sets; None: it has none."""
-    if not list(sets_of(plan)):
+def _set_costs(plan: Plan, costs: JobCosts) -> TpCosts | None:
+    """Those of the plan's tensor-parallel groups; None: it has none."""
+    if not list(tp_groups_of(plan)):
         return None
-    if costs.sets is None:
-        raise SimulationError("found a tensor-parallel set; expected the costs of sets with it")
-    return costs.sets
+    if costs.tp_costs is None:
+        raise SimulationError(
+            "found a tensor-parallel group; expected the costs of TP groups with it"
+        )
+    return costs.tp_costs

@@ -16,8 +16,8 @@ from zorse_megatron.schedule.shards import shard_bounds
 from zorse_megatron.schedule.tensor_parallel_parts import (
     Messages,
     OwnedBlock,
-    SetParts,
     TensorPart,
+    TpPartition,
     UnitKind,
     gather_messages,
     owned_blocks,
@@ -26,11 +26,12 @@ from zorse_megatron.schedule.tensor_parallel_parts import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartedUnit:
-    """Parameters that unlike replicas exchange at once, such as a layer, and how many like it."""
+class MixedTpUnit:
+    """Parameters that replicas that differ in TP shards exchange at once, such as a layer, and how
+    many like it."""
 
     cut: Mapping[UnitKind, int]
-    """Elements of which each rank of a set has a part."""
+    """Elements of which each rank of a TP group has a part."""
     whole: int
     """Elements that each rank has."""
     count: int = 1
@@ -52,9 +53,9 @@ def _cut(replica: Replica, kind: UnitKind, elements: int) -> dict[int, TensorPar
     """Rank -> its part of a flat tensor."""
     if len(replica.ranks) == 1:
         return {replica.ranks[0]: TensorPart(shape=(elements,), axis=None)}
-    parts = SetParts.of(replica)
+    tp_shards = TpPartition.of(replica)
     bounds = {
-        rank: parts.interval(kind, index, elements) for index, rank in enumerate(replica.ranks)
+        rank: tp_shards.interval(kind, index, elements) for index, rank in enumerate(replica.ranks)
     }
     return {
         rank: TensorPart(shape=(elements,), axis=0, pieces=((start, stop),) if stop > start else ())
@@ -63,7 +64,7 @@ def _cut(replica: Replica, kind: UnitKind, elements: int) -> dict[int, TensorPar
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartedChunk:
+class MixedTpChunk:
     """A chunk in a group whose replicas cut their layers differently."""
 
     owned: Mapping[int, int]
@@ -73,7 +74,7 @@ class PartedChunk:
     gathers: tuple[tuple[Messages, int], ...]
 
     @classmethod
-    def of(cls, units: Sequence[PartedUnit], replicas: Sequence[Replica]) -> "PartedChunk":
+    def of(cls, units: Sequence[MixedTpUnit], replicas: Sequence[Replica]) -> "MixedTpChunk":
         """Deal out all units."""
         owned = Counter({rank: 0 for replica in replicas for rank in replica.ranks})
         sums, gathers = [], []
@@ -107,12 +108,12 @@ class OwnedInterval:
 
 
 def owned_intervals(total: int, replicas: Sequence[Replica]) -> list[OwnedInterval]:
-    """Of a table that sets cut by rows, in order."""
+    """Of a table that TP groups cut by rows, in order."""
     return [
         OwnedInterval(
             rank=each.owner,
             start=each.block.offset[0],
             stop=each.block.offset[0] + each.block.size[0],
         )
-        for each in PartedUnit(cut={"vocabulary_rows": total}, whole=0).blocks(replicas)
+        for each in MixedTpUnit(cut={"vocabulary_rows": total}, whole=0).blocks(replicas)
     ]

@@ -1,18 +1,18 @@
 """Where a rank's parameters are: unsharded or a shard, on the GPU or in the host.
 
 A list is taken to be repeated: what it leaves behind is what it starts from. So a chunk starts as
-a shard if RELEASE is the last of its GATHERs and RELEASEs, and in host memory if OFFLOAD is the
+a shard if RESHARD is the last of its UNSHARDs and RESHARDs, and in host memory if OFFLOAD is the
 last of its OFFLOADs and FETCHes; with neither it is unsharded, and on the GPU.
 
-FETCH copies parameters to the GPU (unsharded, or the shard after a RELEASE). OFFLOAD takes them off
+FETCH copies parameters to the GPU (unsharded, or the shard after a RESHARD). OFFLOAD takes them off
 the GPU, and copies them only if a STEP has changed them there since they were fetched. Where they
 are in the host while a STEP runs, it writes the new ones there.
 
 Optimizer state that is offloaded by the plan's setting stays in the host all the time, and passes
 through the GPU during STEP, two pieces at a time, as `adapter.optimizer.host_state` has them: one
 that is stepped and one that is on its way. Parameters that are in the host then are there for as
-long as their chunk's pieces are, and so are gradients that OFFLOADG has sent there. Those pass once
-more before, chunk by chunk, for their norm (`adapter.optimizer.streamed_gradients`).
+long as their chunk's pieces are, and so are gradients that OFFLOAD_GRAD has sent there. Those pass
+once more before, chunk by chunk, for their norm (`adapter.optimizer.streamed_gradients`).
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from zorse_megatron.schedule.transfer_windows import offloaded_gradients
 from zorse_megatron.simulate.assumptions import SimulationError
 from zorse_megatron.simulate.rank_bytes import RankSizes
 
-_FORMS = frozenset({Kind.GATHER, Kind.RELEASE})
+_FORMS = frozenset({Kind.UNSHARD, Kind.RESHARD})
 _LOCATIONS = frozenset({Kind.OFFLOAD, Kind.FETCH})
 
 
@@ -52,7 +52,7 @@ class SteppedUnit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passing:
+class StepWorkingSet:
     """What is on the GPU while a STEP runs, beside what is there all the time."""
 
     parameter_bytes: int = 0
@@ -98,14 +98,14 @@ class Residency:
         """What the update does in turn."""
         self._units: list[tuple[int, int]] = []
         """The chunk of each of them, and its state that passes through."""
-        self.passing: dict[int, tuple[Passing, ...]] = {}
+        self.step_working_sets: dict[int, tuple[StepWorkingSet, ...]] = {}
         """Position of a STEP -> what passes through the GPU meanwhile when it is most: of one kind,
         and last in all."""
         self.moves: dict[int, Move] = {}
         """Position in the list -> what the action moves."""
         self.gradients_in_host = offloaded_gradients(actions)
         """Chunks whose gradients are in the host when STEP comes."""
-        self.released: set[int] = set()
+        self.resharded: set[int] = set()
         """Chunks that the list reshards."""
         last = {
             (action.chunk, action.kind in _FORMS): action.kind
@@ -122,11 +122,11 @@ class Residency:
     def _first(self, chunk: int, last: dict[tuple[int | None, bool], Kind]) -> _ChunkResidency:
         memory, owned = self.sizes.memory_of(chunk), self.sizes.shards[chunk][self.rank]
         # What is owned of parts lies beside what is computed with (`adapter.data_parallel`).
-        beside = 0 if self.sizes.parted[chunk] is None else memory.parameter_bytes(owned)
+        beside = 0 if self.sizes.mixed_tp[chunk] is None else memory.parameter_bytes(owned)
         return _ChunkResidency(
             unsharded_bytes=memory.parameter_bytes(self.sizes.held(self.rank, chunk)) + beside,
             shard_bytes=memory.parameter_bytes(owned),
-            is_unsharded=last.get((chunk, True)) is not Kind.RELEASE,
+            is_unsharded=last.get((chunk, True)) is not Kind.RESHARD,
             in_host=last.get((chunk, False)) is Kind.OFFLOAD,
         )
 
@@ -201,12 +201,12 @@ class Residency:
                 self.stepped += self._stepped(each, pieces)
         state.is_changed = not state.in_host
         there = [
-            self._passing(self._units[at : at + 2])
+            self._working_set(self._units[at : at + 2])
             for at, (owner, _) in enumerate(self._units)
             if owner == chunk
         ]
         most = dict.fromkeys(max(there, key=attrgetter(name)) for name in _AMOUNTS)
-        self.passing[position] = tuple(sorted(most, key=attrgetter("num_bytes")))
+        self.step_working_sets[position] = tuple(sorted(most, key=attrgetter("num_bytes")))
 
     def _pieces(self, chunk: int) -> list[tuple[int, int]]:
         """(elements, bytes of state that pass through) in turn; one where it stays on the GPU."""
@@ -233,11 +233,11 @@ class Residency:
             for number, (elements, state_bytes) in enumerate(pieces)
         ]
 
-    def _passing(self, units: Sequence[tuple[int, int]]) -> Passing:
+    def _working_set(self, units: Sequence[tuple[int, int]]) -> StepWorkingSet:
         """What these (chunk, bytes of state) have on the GPU together."""
         chunks = {chunk for chunk, _ in units}
         states = (self._chunks[chunk] for chunk in chunks)
-        return Passing(
+        return StepWorkingSet(
             parameter_bytes=sum(state.shard_bytes for state in states if state.in_host),
             state_bytes=sum(state_bytes for _, state_bytes in units),
             gradient_bytes=sum(map(self._returning_bytes, chunks)),
@@ -247,10 +247,10 @@ class Residency:
         if state.in_host:
             raise self._error(action, "has its parameters in host memory")
         before = state.on_gpu_bytes
-        state.is_unsharded = action.kind is Kind.GATHER
-        if action.kind is Kind.RELEASE:
+        state.is_unsharded = action.kind is Kind.UNSHARD
+        if action.kind is Kind.RESHARD:
             assert action.chunk is not None
-            self.released.add(action.chunk)
+            self.resharded.add(action.chunk)
         self.moves[position] = Move(num_bytes=state.on_gpu_bytes - before)
 
     def _relocate(self, position: int, action: Action, state: _ChunkResidency) -> None:

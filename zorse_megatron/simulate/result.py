@@ -406,17 +406,17 @@ def _activation_bytes(timeline: Timeline, rank: int) -> int:
     now = most = 0
     for number, action in enumerate(actions):
         key = action.chunk, action.micro_batch
-        kept = _kept_bytes(timeline, rank, action.chunk or 0)
+        saved = _saved_bytes(timeline, rank, action.chunk or 0)
         after = actions[number + 1] if number + 1 < len(actions) else None
         if action.kind is Kind.BACKWARD:
-            now -= kept if key in away else 0
+            now -= saved if key in away else 0
         elif after is None or (after.chunk, after.micro_batch) != key:
             away.add(key)
-            now += kept
+            now += saved
             most = max(most, now)
     return most
 
 
-def _kept_bytes(timeline: Timeline, rank: int, chunk: int) -> int:
+def _saved_bytes(timeline: Timeline, rank: int, chunk: int) -> int:
     """Bytes of one micro-batch."""
-    return sum(map(pinned_bytes, timeline.sizes.kept_tensors(rank, chunk)))
+    return sum(map(pinned_bytes, timeline.sizes.saved_tensors(rank, chunk)))

@@ -1,4 +1,4 @@
-"""Tasks of several ranks or streams: collectives, tensor-parallel sets, host copies."""
+"""Tasks of several ranks or streams: collectives, tensor-parallel groups, host copies."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ class CollectiveTasks:
     def join_gather(
         self, key: CollectiveKey, owner: tuple[int, int], parts: Sequence[GatherPart], *after: int
     ) -> tuple[int, ...]:
-        """The same of a GATHER: a task for each part, one after the other."""
+        """The same of a UNSHARD: a task for each part, one after the other."""
         if key not in self.tasks:
             _, chunk, _, first = key
             assert chunk is not None
@@ -178,8 +178,8 @@ class StageTasks:
             track.starts.setdefault(position, task)
             return task
 
-        if kind is Kind.REDUCE:
-            ready = (stage(f"sums of {region}", costs.sums_in_sets(chunk), *ready),)
+        if kind is Kind.REDUCE_GRAD:
+            ready = (stage(f"sums of {region}", costs.sums_in_tp_groups(chunk), *ready),)
         last_buffers = list(accumulate(part.buckets for part in parts[:-1]))
         ends: list[int] = []
         for number, buffer in enumerate(buffers):
@@ -188,7 +188,7 @@ class StageTasks:
             foreign = f"{number} in {region} of others", buffer.foreign[region]
             own = f"{number} in {region}", buffer.own[region]
             between = f"{number}", buffer.between
-            if kind is Kind.REDUCE:
+            if kind is Kind.REDUCE_GRAD:
                 streams.inside = stage(*foreign, streams.inside, *ready)
                 streams.between = stage(*between, streams.between, streams.inside)
                 streams.inside = stage(*own, streams.inside)
@@ -205,15 +205,15 @@ class StageTasks:
         return streams.graph.add(owner, Role.COLLECTIVE, 0.0, *last)
 
 
-# Computations of tensor-parallel sets: one task for all ranks of a set.
+# Computations of tensor-parallel groups: one task for all ranks of a TP group.
 #
-# The set's collectives are inside, so it starts when all of its ranks are ready. They end the
+# The TP group's collectives are inside, so it starts when all of its ranks are ready. They end the
 # attention and the MLP of each layer, and embedding and head: each of these takes as long as on the
-# rank that is slowest there, which with unequal parts need not be one rank.
+# rank that is slowest there, which with uneven TP shards need not be one rank.
 
 
-class SetTasks:
-    """Makes the task when the first rank of a set joins; the others wait for it too."""
+class TpTasks:
+    """Makes the task when the first rank of a TP group joins; the others wait for it too."""
 
     def __init__(self, graph: TaskGraph) -> None:
         self.graph = graph
@@ -232,7 +232,7 @@ class SetTasks:
         *after: int,
         part: int = 0,
     ) -> int:
-        """Let a rank of a set take part in a computation, or in one of its parts.
+        """Let a rank of a TP group take part in a computation, or in one of its parts.
 
         `phases_s`: what it computes between collectives; `inside_s`: what these take.
         """
@@ -281,7 +281,7 @@ class HostCopyTasks:
         self.residency = residency
         self.pending = pending
         self.last: dict[tuple[Kind, int | None], int] = {}
-        """The last GATHER, OFFLOAD and FETCH of each chunk, for the copies after it."""
+        """The last UNSHARD, OFFLOAD and FETCH of each chunk, for the copies after it."""
         self.last_out = self.shard_out = NOTHING
         """The last copies of activations and of a shard of gradients to the host."""
         self.last_sent = 0
@@ -301,7 +301,7 @@ class HostCopyTasks:
     def move(self, position: int, action: Action) -> int:
         """OFFLOAD or FETCH: parameters leave or come back."""
         out = action.kind is Kind.OFFLOAD
-        first = (Kind.GATHER, Kind.FETCH) if out else (Kind.OFFLOAD,)
+        first = (Kind.UNSHARD, Kind.FETCH) if out else (Kind.OFFLOAD,)
         move = self.residency.moves[position]
         streams = self.streams
         stream = streams.to_host if out else streams.from_host
@@ -319,7 +319,8 @@ class HostCopyTasks:
         return task
 
     def send_gradients(self, position: int, action: Action, *, after: int) -> int:
-        """OFFLOADG: a shard of gradients leaves when it is reduced. `after`: the last REDUCE."""
+        """OFFLOAD_GRAD: a shard of gradients leaves when it is reduced. `after`: the last
+        REDUCE_GRAD."""
         assert action.chunk is not None
         streams = self.streams
         streams.run(position, Role.COPY, 0.0, *live([after, self.shard_out]))
@@ -348,8 +349,8 @@ class HostCopyTasks:
         if (action.chunk, action.micro_batch) not in self.offloaded:
             return
         self.last_sent = position
-        kept_bytes = self.sizes.micro_batch_bytes(self.rank, action.chunk).kept
-        seconds_s = self.costs.copy_s(self.rank, kept_bytes)
+        saved_bytes = self.sizes.micro_batch_bytes(self.rank, action.chunk).saved
+        seconds_s = self.costs.copy_s(self.rank, saved_bytes)
         owner = self.rank, position
         streams.to_host = self.last_out = self.graph.add(
             owner, Role.COPY, seconds_s, streams.main, streams.to_host
@@ -367,8 +368,8 @@ class HostCopyTasks:
             return
         assert action.chunk is not None
         streams, out = self.streams, self.away[key]
-        kept_bytes = self.sizes.micro_batch_bytes(self.rank, action.chunk).kept
-        seconds_s = self.costs.copy_s(self.rank, kept_bytes)
+        saved_bytes = self.sizes.micro_batch_bytes(self.rank, action.chunk).saved
+        seconds_s = self.costs.copy_s(self.rank, saved_bytes)
         streams.from_host = self.coming[key] = self.graph.add(
             (self.rank, at), Role.COPY, seconds_s, streams.main, streams.from_host, out
         )

@@ -89,9 +89,9 @@ class Track:
     """Position of an action of several tasks -> the first of them."""
     before: list[int] = field(default_factory=list)
     """The last task on the rank's main stream when the action's turn comes."""
-    openings: Mapping[int, int] = field(default_factory=dict)
+    posted_at: Mapping[int, int] = field(default_factory=dict)
     """Position of a receive -> position at whose turn its buffer is opened."""
-    closings: Mapping[int, int] = field(default_factory=dict)
+    waited_at: Mapping[int, int] = field(default_factory=dict)
     """Position of a send -> position at whose turn it must have left."""
     own: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Position -> tasks of this rank beside the main stream that the action waits for."""
@@ -114,9 +114,9 @@ class Track:
         """The task that an action begins with."""
         return self.starts.get(position, self.tasks[position])
 
-    def closing_task(self, send: int) -> int:
+    def wait_task(self, send: int) -> int:
         """The task that waits until a send has left, or NOTHING."""
-        at = self.closings.get(send, len(self.actions))
+        at = self.waited_at.get(send, len(self.actions))
         if at == len(self.actions):
             return NOTHING
         return self.tasks[at]

@@ -73,7 +73,7 @@ class MatchedTransfers:
             )
             self._edge(rank, action.peer).sends.append(post)
             return
-        forward = kind is Kind.RECEIVE_ACTIVATION
+        forward = kind is Kind.RECV_F
         post = Post(
             rank=rank,
             position=position,
@@ -137,7 +137,7 @@ class MatchedTransfers:
                 self.graph.order(task, post.gate)
             if post.waiter is None:
                 track.tasks[post.position] = task
-                self.graph.order(task, track.closing_task(post.position))
+                self.graph.order(task, track.wait_task(post.position))
             elif isinstance(post.waiter, int):
                 self.graph.order(task, post.waiter)
                 track.gates.setdefault(post.position, []).append(task)
@@ -159,7 +159,7 @@ class MatchedTransfers:
     def _check_inputs(self, tracks: dict[int, Track], received: dict[Consumer, Samples]) -> None:
         """Every computation has all of its input, as `Mailbox.take` asserts.
 
-        Of a set, every rank its slice.
+        Of a TP group, every rank its slice.
         """
         slices = {
             rank: Fraction(self.sizes.micro_batch_size(rank), len(self.sizes.replica(rank).ranks))
@@ -225,13 +225,13 @@ def with_receives_posted(actions: Sequence[Action]) -> tuple[Action, ...]:
         if action.kind not in RECEIVES:
             return position, _AS_IT_IS
         number = consumers[_consumer(action)]
-        if action.kind is Kind.RECEIVE_ACTIVATION and number:
+        if action.kind is Kind.RECV_F and number:
             is_early = number <= warm_up and not is_first
             return forwards[number - 1], _BEFORE if is_early else _BEHIND
-        if action.kind is Kind.RECEIVE_GRADIENT and number:
+        if action.kind is Kind.RECV_B and number:
             is_early = number > steady and not is_last
             return backwards[number - 1], _BEFORE if is_early else _BEHIND
-        if action.kind is Kind.RECEIVE_GRADIENT and steady:
+        if action.kind is Kind.RECV_B and steady:
             return forwards[warm_up], _BEFORE
         return position, _AS_IT_IS
 
@@ -254,7 +254,7 @@ def with_receives_at_last(actions: Sequence[Action]) -> tuple[Action, ...]:
     return tuple(actions[position] for position in sorted(range(len(actions)), key=place))
 
 
-def gradient_closings(actions: Sequence[Action]) -> Mapping[int, int]:
+def gradients_waited_at(actions: Sequence[Action]) -> Mapping[int, int]:
     """Position of each gradient's send -> position of the action before which it must have left.
 
     The rank waits for it when it has posted the next one. For an activation it waits at once.
@@ -262,12 +262,12 @@ def gradient_closings(actions: Sequence[Action]) -> Mapping[int, int]:
     last = next((at for at, a in enumerate(actions) if a.kind is Kind.NORM), len(actions))
     backwards = [*_positions(actions, Kind.BACKWARD), last]
     computations = [at for at, action in enumerate(actions) if action.kind in COMPUTE]
-    closings = {}
-    for position in _positions(actions, Kind.SEND_GRADIENT):
+    waited_at = {}
+    for position in _positions(actions, Kind.SEND_B):
         following = backwards[bisect(backwards, position)]
         behind = bisect(computations, following)
-        closings[position] = computations[behind] if behind < len(computations) else last
-    return closings
+        waited_at[position] = computations[behind] if behind < len(computations) else last
+    return waited_at
 
 
 def _positions(actions: Sequence[Action], kind: Kind) -> list[int]:
@@ -280,4 +280,4 @@ def _computed(action: Action) -> tuple[bool, int | None, int | None]:
 
 def _consumer(action: Action) -> tuple[bool, int | None, int | None]:
     """What a receive is for."""
-    return action.kind is Kind.RECEIVE_ACTIVATION, action.chunk, action.micro_batch
+    return action.kind is Kind.RECV_F, action.chunk, action.micro_batch

@@ -7,14 +7,14 @@ yet, those that its word in `schedule.actions` promises:
   stream, a copy stream to the host and one from the host, and one stream for each direction of
   each pair of ranks. On each stream things run one at a time, in list order.
 - A forward or backward runs on the main stream, when the receives that it consumes have arrived
-  and the GATHER and the FETCH of its chunk that precede it in the list are done. Of a sharded
+  and the UNSHARD and the FETCH of its chunk that precede it in the list are done. Of a sharded
   chunk each layer of a forward waits for its own parameters (`action_costs`).
 - A weight gradient takes its part of the backward, which where it stands apart takes the rest.
-- A computation of a tensor-parallel set is one task of all its ranks: it starts when all are ready,
-  and between collectives takes as long as on the slowest. Collectives inside layers take idle
-  links. A set without sequence parallelism gathers what arrived in parts first.
-- Where replicas of a group cut their layers differently, its REDUCEs and GATHERs stop the main
-  stream.
+- A computation of a tensor-parallel group is one task of all its ranks: it starts when all are
+  ready, and between collectives takes as long as on the slowest. Collectives inside layers take
+  idle links. A TP group without sequence parallelism gathers what arrived in parts first.
+- Where replicas of a group cut their layers differently, its REDUCE_GRADs and UNSHARDs stop the
+  main stream.
 - Sends and receives only start a transfer and take no time. The transfer runs when the sender has
   come to its send, the receiver has opened the buffer (`schedule.transfer_windows`), and the one
   before it on the same pair and direction is done. With a `Framework` whose transfers block, a
@@ -22,12 +22,12 @@ yet, those that its word in `schedule.actions` promises:
   the tensor is rebuilt).
 - A send must have left before the computation at which it is closed (`schedule.transfer_windows`),
   or before NORM: the main stream waits there.
-- REDUCE and GATHER run on the collective stream, after everything that precedes them in the list:
-  they start when all ranks of the group are there, and end on all at once; in a hierarchical group
-  each rank waits for its own stages (`shared_tasks`). The main stream goes on; so they overlap with
-  computation, unless what follows waits for them. A REDUCE of a chunk that is released, or in 16
-  bits, stops the main stream until the REDUCE before it is done, as each of them needs memory of
-  its own.
+- REDUCE_GRAD and UNSHARD run on the collective stream, after everything that precedes them in the
+  list: they start when all ranks of the group are there, and end on all at once; in a hierarchical
+  group each rank waits for its own stages (`shared_tasks`). The main stream goes on; so they
+  overlap with computation, unless what follows waits for them. A REDUCE_GRAD of a chunk that is
+  released, or in 16 bits, stops the main stream until the REDUCE_GRAD before it is done, as each of
+  them needs memory of its own.
 - TIE, SCALE and NORM run on the main stream, after the rank's collectives and FETCHes. TIE swaps
   gradients between owners of the same elements, and ends with the rank's last swap. SCALE is sums
   of one number over all ranks (`Framework`), NORM such a sum.
@@ -36,17 +36,17 @@ yet, those that its word in `schedule.actions` promises:
 - STEP runs on the main stream. State that stays in the host passes through the GPU piece by piece
   meanwhile, and parameters whose shard is in the host come and go with their chunk's pieces
   (`ActionCosts.stepped_s`).
-- An OFFLOADG stops the main stream until the REDUCE before it is done and the shard of the OFFLOADG
-  before it has left; then the shard is copied on the copy stream to the host, beside all else.
-  SCALE waits for the last one. NORM begins with copies of all of them from the host.
+- An OFFLOAD_GRAD stops the main stream until the REDUCE_GRAD before it is done and the shard of the
+  OFFLOAD_GRAD before it has left; then the shard is copied on the copy stream to the host, beside
+  all else. SCALE waits for the last one. NORM begins with copies of all of them from the host.
 - Behind the update the loss is summed over the last group, whose ranks wait for that, and sent to
   the job's last rank, which waits for it; where a `Framework` sums more over all ranks, all wait.
-  The sum comes behind the group's GATHERs, unless it is hierarchical: these have communicators of
+  The sum comes behind the group's UNSHARDs, unless it is hierarchical: these have communicators of
   their own.
 - OFFLOAD and FETCH run on the copy streams, which overlap with all else. An OFFLOAD waits for the
-  chunk's GATHER and FETCH, a FETCH for its OFFLOAD. A GATHER stops the main stream until the
-  chunk's FETCH is done, and an OFFLOAD that copies until it has. RELEASE takes no time and waits
-  for the chunk's GATHER.
+  chunk's UNSHARD and FETCH, a FETCH for its OFFLOAD. A UNSHARD stops the main stream until the
+  chunk's FETCH is done, and an OFFLOAD that copies until it has. RESHARD takes no time and waits
+  for the chunk's UNSHARD.
 - With `offload.activations`, what a forward keeps is copied to the host after it. The copy back is
   asked for as the computation before the backward begins, before what follows in the list. At the
   end of the next forward the main stream waits until it has left. See
@@ -68,7 +68,7 @@ from zorse_megatron.schedule.actions import (
     from_norm,
     num_before_update,
 )
-from zorse_megatron.schedule.transfer_windows import receive_openings, send_closings
+from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 from zorse_megatron.simulate.action_costs import EVERYTHING, ActionCosts, GatherPart, gather_parts
 from zorse_megatron.simulate.assumptions import Pace, Perturbation
 from zorse_megatron.simulate.residency import Residency
@@ -76,13 +76,13 @@ from zorse_megatron.simulate.shared_tasks import (
     CollectiveKey,
     CollectiveTasks,
     HostCopyTasks,
-    SetTasks,
     StageTasks,
+    TpTasks,
 )
 from zorse_megatron.simulate.tasks import NOTHING, Program, Role, Streams, TaskGraph, Track, live
 from zorse_megatron.simulate.transfers import (
     MatchedTransfers,
-    gradient_closings,
+    gradients_waited_at,
     with_receives_at_last,
     with_receives_posted,
 )
@@ -104,7 +104,7 @@ def translate(
     graph = TaskGraph()
     collectives = CollectiveTasks(graph, costs, lists, stands_in)
     transfers = MatchedTransfers(graph, costs.sizes, costs.loads)
-    sets = SetTasks(graph)
+    tp_tasks = TpTasks(graph)
     tracks = {}
     for rank, actions in lists.items():
         translator = RankTranslator(
@@ -113,13 +113,13 @@ def translate(
             num_updating=len(actions) - num_before_update(actions),
             collectives=collectives,
             transfers=transfers,
-            sets=sets,
+            tp_tasks=tp_tasks,
             perturbation=perturbation,
         )
         tracks[rank] = translator.translate()
     transfers.match(tracks)
     collectives.check()
-    sets.check()
+    tp_tasks.check()
     return Program(graph=graph, tracks=tracks, capacities_bytes_per_s=costs.loads.capacities)
 
 
@@ -127,8 +127,8 @@ def translate(
 
 
 _PAIRS = (
-    {Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT},
-    {Kind.SEND_GRADIENT, Kind.RECEIVE_ACTIVATION},
+    {Kind.SEND_F, Kind.RECV_B},
+    {Kind.SEND_B, Kind.RECV_F},
 )
 
 
@@ -143,7 +143,7 @@ class RankTranslator:
         num_updating: int,
         collectives: CollectiveTasks,
         transfers: MatchedTransfers,
-        sets: SetTasks,
+        tp_tasks: TpTasks,
         perturbation: Perturbation,
     ) -> None:
         """`actions`: from NORM to NORM; `num_updating`: how many of them update."""
@@ -164,14 +164,14 @@ class RankTranslator:
             rank=rank,
             actions=actions,
             residency=self.residency,
-            openings=self._openings(actions),
-            closings=self._closings(actions),
+            posted_at=self._posted_at(actions),
+            waited_at=self._waited_at(actions),
         )
         self.blocks, self.pairs = framework.blocking_transfers, framework.paired_transfers
         self.pace = perturbation.pace_of(rank, self.costs.kinds[rank])
         self.streams = Streams(rank=rank, graph=self.graph, track=self.track)
         self.stages = StageTasks(collectives, self.streams)
-        self.passes = PassTasks(self.streams, self.costs, sets, self.pace)
+        self.passes = PassTasks(self.streams, self.costs, tp_tasks, self.pace)
         self.reduction = NOTHING
         """The last one."""
         self.stepped_s: Mapping[int, float] = {}
@@ -180,7 +180,7 @@ class RankTranslator:
         """Chunk -> position of a gather that its first forward starts."""
         self.counts: dict[tuple[Kind, int | None], int] = {}
         self.arriving: dict[int | None, Sequence[tuple[GatherPart, int]]] = {}
-        """Chunk -> the parts of a GATHER that the main stream has not waited for yet."""
+        """Chunk -> the parts of a UNSHARD that the main stream has not waited for yet."""
         self.pending: dict[int | None, int] = {}
         """Chunk -> a FETCH of parameters of which the same is true."""
         self.copies = HostCopyTasks(self.streams, self.costs, self.residency, self.pending)
@@ -199,7 +199,7 @@ class RankTranslator:
                 continue  # the task is known when its other end is
             if kind in ON_LAYERS:
                 task = self._compute(position, action)
-            elif kind in (Kind.REDUCE, Kind.GATHER):
+            elif kind in (Kind.REDUCE_GRAD, Kind.UNSHARD):
                 if position < self.num_updating and not self.sizes.framework.gathers_ahead:
                     self.late_gathers[action.chunk] = position
                     continue
@@ -208,27 +208,27 @@ class RankTranslator:
                 task = self._step(position, action)
             elif kind in (Kind.OFFLOAD, Kind.FETCH):
                 task = self.copies.move(position, action)
-            elif kind is Kind.OFFLOAD_GRADIENTS:
+            elif kind is Kind.OFFLOAD_GRAD:
                 task = self.copies.send_gradients(position, action, after=self.reduction)
             else:
                 task = self._blocking(position, action)
             tasks[position] = task
         return self.track
 
-    def _openings(self, actions: Sequence[Action]) -> Mapping[int, int]:
+    def _posted_at(self, actions: Sequence[Action]) -> Mapping[int, int]:
         framework = self.sizes.framework
         in_place = framework.blocking_transfers or self.as_megatron
         ahead = 0 if in_place else framework.receives_ahead
-        return self._in_passes(receive_openings(actions[self.num_updating :], ahead=ahead))
+        return self._in_passes(receives_posted_at(actions[self.num_updating :], ahead=ahead))
 
-    def _closings(self, actions: Sequence[Action]) -> Mapping[int, int]:
+    def _waited_at(self, actions: Sequence[Action]) -> Mapping[int, int]:
         framework = self.sizes.framework
         if framework.blocking_transfers:
             return {}
         passes = actions[self.num_updating :]
         if self.as_megatron:
-            return self._in_passes(gradient_closings(passes))
-        return self._in_passes(send_closings(passes, behind=framework.sends_behind))
+            return self._in_passes(gradients_waited_at(passes))
+        return self._in_passes(sends_waited_at(passes, behind=framework.sends_behind))
 
     def _in_passes(self, places: Mapping[int, int]) -> Mapping[int, int]:
         """Places in the list as the runtime begins it, with its passes, in that from NORM."""
@@ -236,10 +236,10 @@ class RankTranslator:
         return {each + before: other + before for each, other in places.items()}
 
     def _transfer(self, position: int, action: Action) -> None:
-        after = self.track.before[self.track.openings.get(position, position)]
+        after = self.track.before[self.track.posted_at.get(position, position)]
         if self.pairs and self._is_second(position):
             after = self.track.before[position - 1]
-        stops = self.blocks or (self.as_megatron and action.kind is Kind.SEND_ACTIVATION)
+        stops = self.blocks or (self.as_megatron and action.kind is Kind.SEND_F)
         gate = self._stop(position, action) if stops else NOTHING
         self.transfers.start(action, rank=self.rank, position=position, after=after, gate=gate)
 
@@ -279,7 +279,7 @@ class RankTranslator:
         return tasks[-1]
 
     def _arriving(self, action: Action) -> Sequence[tuple[GatherPart, int]]:
-        """What a computation waits for of its chunk's GATHER; other than a forward, for all."""
+        """What a computation waits for of its chunk's UNSHARD; other than a forward, for all."""
         parts = self.arriving.pop(action.chunk, ())
         if action.kind is Kind.FORWARD and len(parts) > 1:
             return parts
@@ -295,7 +295,7 @@ class RankTranslator:
         staged = self.stages.are_made(action)
         own = self.stages.before if staged else live([self.streams.collective])
         fetched: tuple[int, ...] = ()
-        if action.kind is Kind.REDUCE:
+        if action.kind is Kind.REDUCE_GRAD:
             self._wait_for_reduction(position, action.chunk)
         else:
             fetched = live([self.pending.pop(action.chunk, None)])
@@ -304,7 +304,7 @@ class RankTranslator:
         own = self.track.own[position] = own + fetched
         assert action.chunk is not None
         parts: Sequence[GatherPart] = (EVERYTHING,)
-        if action.kind is Kind.GATHER:
+        if action.kind is Kind.UNSHARD:
             parts = gather_parts(self.sizes, self.rank, action.chunk)
         if staged:
             tasks = self.stages.join(position, action, parts, *fetched)
@@ -313,9 +313,9 @@ class RankTranslator:
         else:
             tasks = (self._join(position, action.kind, action.chunk, self.streams.main, *own),)
         self.streams.collective = tasks[-1]
-        if self.sizes.parted[action.chunk] is not None:
+        if self.sizes.mixed_tp[action.chunk] is not None:
             self.streams.on_main(tasks[-1])
-        if action.kind is Kind.REDUCE:
+        if action.kind is Kind.REDUCE_GRAD:
             self.reduction = tasks[-1]
         else:
             self.arriving[action.chunk] = list(zip(parts, tasks, strict=True))
@@ -325,13 +325,13 @@ class RankTranslator:
     def _wait_for_reduction(self, position: int, chunk: int | None) -> None:
         """Before a reduction that needs memory of its own, the one before must have ended."""
         assert chunk is not None
-        frees = chunk in self.residency.released or self.sizes.reduces_beside(chunk)
+        frees = chunk in self.residency.resharded or self.sizes.reduces_beside(chunk)
         if frees and self.reduction != NOTHING:
             self.streams.run(position, Role.COPY, 0.0, self.reduction)
 
     def _blocking(self, position: int, action: Action) -> int:
         streams = self.streams
-        if action.kind is Kind.RELEASE:
+        if action.kind is Kind.RESHARD:
             own = live([self._arriving(action)[0][1]])
             if own:
                 self.track.own[position] = own
@@ -408,12 +408,12 @@ class RankTranslator:
 class PassTasks:
     """Those of one rank."""
 
-    def __init__(self, streams: Streams, costs: ActionCosts, sets: SetTasks, pace: Pace) -> None:
+    def __init__(self, streams: Streams, costs: ActionCosts, tp_tasks: TpTasks, pace: Pace) -> None:
         """`pace`: how much longer each takes than the costs say."""
         self.streams = streams
         self.rank, self.track = streams.rank, streams.track
         self.costs = costs
-        self.sets = sets
+        self.tp_tasks = tp_tasks
         self.pace = pace
         self.set = costs.sizes.replica(self.rank).ranks
         self.times_s: dict[tuple[int, Kind, GatherPart], Sequence[float]] = {}
@@ -435,7 +435,7 @@ class PassTasks:
                 phases_s = [factor * each for each in phases_s]
             if len(self.set) > 1:
                 inside_s = part.layers * self._inside_s(action)
-                task = self.sets.join(
+                task = self.tp_tasks.join(
                     self.set, action, owner, phases_s, inside_s, main, *after, part=number
                 )
             else:
@@ -459,10 +459,10 @@ class PassTasks:
         return found
 
     def _inside_s(self, action: Action) -> float:
-        """What the set communicates in a computation; gathers for weight gradients overlap."""
+        """What the TP group communicates in a computation; gathers for weight gradients overlap."""
         if action.kind is Kind.WEIGHT_GRADIENT:
             return 0.0
         assert action.chunk is not None
         gathers = not self.costs.sizes.has_own_input(action)
-        inside = self.costs.set_collectives(self.set, action.chunk, gathers=gathers)
+        inside = self.costs.tp_collectives(self.set, action.chunk, gathers=gathers)
         return float(inside.forward_s if action.kind is Kind.FORWARD else inside.backward_s)

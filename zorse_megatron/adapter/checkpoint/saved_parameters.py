@@ -255,26 +255,26 @@ def saved_blocks(
 
     `chunk`: the wrapped chunk that has the parameter; `sharding`: how the model saves it.
     """
-    parted = chunk.parted.get(parameter)
-    if parted is None and chunk.has_uneven_parts:
+    mixed_tp = chunk.mixed_tp.get(parameter)
+    if mixed_tp is None and chunk.has_uneven_tp_shards:
         part = chunk.parts[parameter]
         blocks = tuple(whole_blocks_of(part, chunk.owned_part(parameter)))
         template = _whole_sharding(parameter, sharding)
         replica = _owner_replica(template)
         yield from whole_blocks(prefix, flat, blocks, template, part.shape, replica)
-    elif parted is None:
+    elif mixed_tp is None:
         pieces = parameter_pieces(parameter, sharding)
         yield from block_tensors(prefix, flat, chunk.owned_part(parameter), pieces)
     else:
         template = _whole_sharding(parameter, sharding)
-        blocks = parted.owned_by(dist.get_rank())
+        blocks = mixed_tp.owned_by(dist.get_rank())
         replica = (template.replica_id[0], 0, 0)
-        yield from whole_blocks(prefix, flat, blocks, template, parted.part.shape, replica)
+        yield from whole_blocks(prefix, flat, blocks, template, mixed_tp.part.shape, replica)
 
 
 def held_blocks(chunk: Any, flat: torch.Tensor, parameter: Any, sharding: Any) -> Iterator[Any]:
     """Yield blocks of all that this rank holds of a parameter, of which others have copies."""
-    if chunk.has_uneven_parts:
+    if chunk.has_uneven_tp_shards:
         part, template = chunk.parts[parameter], _whole_sharding(parameter, sharding)
         blocks = tuple(whole_blocks_of(part, (0, len(flat))))
         yield from whole_blocks("", flat, blocks, template, part.shape, template.replica_id)

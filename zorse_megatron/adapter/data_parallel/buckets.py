@@ -48,18 +48,18 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         group: dist.ProcessGroup,
         comm_dtype: CommDtype | None = None,
         *,
-        set_group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
         regions: RegionGroups | None = None,
     ) -> None:
-        """`comm_dtype`: how gradients are sent; None: as they are kept. `set_group`: the ranks of
-        the tensor-parallel set. `regions`: of a hierarchical group."""
+        """`comm_dtype`: how gradients are sent; None: as they are kept. `tp_group`: the ranks of
+        the tensor-parallel group. `regions`: of a hierarchical group."""
         super().__init__(buckets, ddp_config, group, group.size())
         self.regions = regions
         self.group = group
         self.comm_dtype = comm_dtype
-        self.set_group = set_group
-        self.set_sums: tuple[torch.nn.Parameter, ...] = ()
-        """Parameters whose gradients are summed over the set."""
+        self.tp_group = tp_group
+        self.tp_sums: tuple[torch.nn.Parameter, ...] = ()
+        """Parameters whose gradients are summed over the TP group."""
         self.grad_sync_requested = False
         self.grad_sync_dispatched = False
         self.began = False
@@ -175,8 +175,8 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         Left out is what goes with refused flags: graphs, local sums in fp32; and means over a
         group, as gradients are summed.
         """
-        if self.set_group is not None:
-            sum_over_set(self.set_sums, self.set_group)
+        if self.tp_group is not None:
+            sum_over_tp_group(self.tp_sums, self.tp_group)
         config = self.ddp_config
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             self.check_grads(
@@ -310,29 +310,29 @@ def uneven_bucket_groups(ddp: Any) -> list[UnevenBucketGroup]:
             ddp.ddp_config,
             ddp.intra_dp_cp_group,
             ddp.comm_dtype,
-            set_group=None if ddp.place is None else ddp.place.group,
+            tp_group=None if ddp.place is None else ddp.place.group,
             regions=ddp.regions,
         )
         for group in ddp.bucket_groups
     ]
-    summed = set_sums_of(ddp.module, ddp.config)
+    summed = tp_sums_of(ddp.module, ddp.config)
     for group in groups:
-        group.set_sums = tuple(p for b in group.buckets for p in b.params_list if p in summed)
-    if ddp.has_uneven_parts and groups:
-        # Ranks of the set have other buckets then; but the first one is reduced when all
+        group.tp_sums = tuple(p for b in group.buckets for p in b.params_list if p in summed)
+    if ddp.has_uneven_tp_shards and groups:
+        # Ranks of the TP group have other buckets then; but the first one is reduced when all
         # gradients are there.
         for group in groups:
-            group.set_sums = ()
-        groups[0].set_sums = tuple(p for p in ddp.module.parameters() if p in summed)
+            group.tp_sums = ()
+        groups[0].tp_sums = tuple(p for p in ddp.module.parameters() if p in summed)
     return groups
 
 
-# Gradients of what all ranks of a tensor-parallel set hold whole, but each saw a part of.
+# Gradients of what all ranks of a tensor-parallel group hold whole, but each saw a part of.
 #
 # With sequence parallelism a rank has its own positions only between layers, so its gradients of
 # norms and of biases added there are of those alone; and norms of queries and keys have seen the
-# rank's own heads only. They are summed over the set, once, before anything else is. All other
-# gradients of what a set holds whole are the same on its ranks.
+# rank's own heads only. They are summed over the TP group, once, before anything else is. All other
+# gradients of what a TP group holds whole are the same on its ranks.
 #
 # Source:
 # `megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads`, which
@@ -342,8 +342,8 @@ def uneven_bucket_groups(ddp: Any) -> list[UnevenBucketGroup]:
 _OF_HEADS = ("q_layernorm", "k_layernorm")
 
 
-def set_sums_of(model: torch.nn.Module, config: Any) -> set[torch.nn.Parameter]:
-    """The parameters whose gradients are to be summed over the set."""
+def tp_sums_of(model: torch.nn.Module, config: Any) -> set[torch.nn.Parameter]:
+    """The parameters whose gradients are to be summed over the TP group."""
     return {
         parameter
         for name, parameter in unwrap_model(model).named_parameters()
@@ -356,8 +356,8 @@ def set_sums_of(model: torch.nn.Module, config: Any) -> set[torch.nn.Parameter]:
 
 
 @torch.no_grad()
-def sum_over_set(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
-    """Sum their gradients over the set, in one message."""
+def sum_over_tp_group(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """Sum their gradients over the TP group, in one message."""
     if not parameters:
         return
     gradients = [parameter.main_grad for parameter in parameters]

@@ -1,10 +1,10 @@
 """A chunk of which a rank keeps only its shards: parameters are unsharded on demand.
 
-The counterpart of ZeRO-3 for Megatron's DDP wrapper, chunk by chunk: GATHER makes the parameters
-whole, RELEASE lets them go, the first backward of a step brings the gradients' memory, REDUCE sums
-them into the owners' shards and lets the rest go (Zorse, MLSys 2026, "Pipeline-Efficient ZeRO DP";
-Cephalo, ICS 2025, section 4, for one group). The shards then are authoritative: the optimizer reads
-and writes them, and what was unsharded is made from them.
+The counterpart of ZeRO-3 for Megatron's DDP wrapper, chunk by chunk: UNSHARD makes the parameters
+whole, RESHARD lets them go, the first backward of a step brings the gradients' memory, REDUCE_GRAD
+sums them into the owners' shards and lets the rest go (Zorse, MLSys 2026, "Pipeline-Efficient ZeRO
+DP"; Cephalo, ICS 2025, section 4, for one group). The shards then are authoritative: the optimizer
+reads and writes them, and what was unsharded is made from them.
 
 The order of communication is that of the action lists, which is the same on all ranks of a group.
 """
@@ -25,7 +25,7 @@ from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 class ChunkShards:
     """The memory of one `UnevenDistributedDataParallel` chunk whose buckets have been cut.
 
-    Parameters stay unsharded until `release` is called for the first time: when the chunk has been
+    Parameters stay unsharded until `reshard` is called for the first time: when the chunk has been
     built, before the next one is. Optimizer and checkpoints do with the shards.
     """
 
@@ -62,7 +62,7 @@ class ChunkShards:
         """Whether the parameters are there, or on their way."""
         return all(buffer.is_unsharded for buffer in self.full)
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Start to unshard the parameters, in the order in which a forward asks for them."""
         if self.is_unsharded:
             return
@@ -71,7 +71,7 @@ class ChunkShards:
         self._gathers.start()
 
     def wait_until_unsharded(self) -> None:
-        """Wait for all that `gather` has started."""
+        """Wait for all that `unshard` has started."""
         self._gathers.wait()
 
     @contextmanager
@@ -97,9 +97,9 @@ class ChunkShards:
         try:
             yield
         finally:
-            self.release()
+            self.reshard()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Keep this rank's shard of the parameters only."""
         self.wait_until_unsharded()
         for buffer in self.parameters:

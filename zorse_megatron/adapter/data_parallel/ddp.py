@@ -27,13 +27,13 @@ from zorse_megatron.adapter.data_parallel.buckets import (
     uneven_bucket_groups,
 )
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards, ParameterGathers
-from zorse_megatron.adapter.data_parallel.unlike_replicas import PartedShards, parted_tensor
+from zorse_megatron.adapter.data_parallel.mixed_tp_shards import MixedTpShards, mixed_tp_tensor
 from zorse_megatron.adapter.parameter_parts import cut_axis, held_parts, taken
 from zorse_megatron.plan.plan import Group
 from zorse_megatron.runtime.hierarchical_collectives import CommDtype, RegionGroups
 from zorse_megatron.runtime.host_link import HostLink
-from zorse_megatron.runtime.mailbox import SetPlace
-from zorse_megatron.runtime.part_exchange import PartedTensor
+from zorse_megatron.runtime.mailbox import TpRank
+from zorse_megatron.runtime.mixed_tp_exchange import MixedTpTensor
 from zorse_megatron.schedule.shards import Interval, intersection
 from zorse_megatron.schedule.tensor_parallel_parts import Run, runs_of_rows
 
@@ -57,9 +57,9 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     effect on it. `link`: for shards of parameters that may wait in
     the host. `comm_dtype`: how gradients, which are then fp32, are sent; None: as they are kept.
     `is_mixed`: groups compute in different types (see `compute_dtype`). `place`: this rank's in its
-    tensor-parallel set. `unlike`: the plan's group, if its replicas cut layers differently: what a
-    rank owns is packed then (see `unlike_replicas`), and `sharded` says whether it is all it keeps.
-    `delays_weights`: weight gradients come after their backward (see
+    tensor-parallel group. `mixed_group`: the plan's group, if its replicas cut layers differently:
+    what a rank owns is packed then (see `mixed_tp_shards`), and `sharded` says whether it is all it
+    keeps. `delays_weights`: weight gradients come after their backward (see
     `adapter.model.weight_gradients`), so no reduction starts in one: overlap_grad_reduce has no
     effect. `regions`: of a hierarchical group. Options that unequal shards cannot keep have been
     refused as flags (`zorse_megatron.flags`).
@@ -83,13 +83,13 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         link: HostLink | None = None,
         comm_dtype: CommDtype | None = None,
         is_mixed: bool = False,
-        place: SetPlace | None = None,
-        unlike: Group | None = None,
+        place: TpRank | None = None,
+        mixed_group: Group | None = None,
         delays_weights: bool = False,
         regions: RegionGroups | None = None,
     ) -> None:
-        self.has_uneven_parts = place is not None and not place.parts.are_equal
-        if sharded or unlike is not None or self.has_uneven_parts:
+        self.has_uneven_tp_shards = place is not None and not place.tp_shards.are_equal
+        if sharded or mixed_group is not None or self.has_uneven_tp_shards:
             ddp_config = _without_overlap(ddp_config)
             disable_bucketing = False
             full_param_layout = bucket_per_layer(module, ddp_config, pg_collection)
@@ -113,23 +113,23 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         """What this rank holds of each parameter of the model."""
         self._make_bucket_groups()
         self.gathers = ParameterGathers(module, self.bucket_groups)
-        self.shards = ChunkShards(self, link) if sharded and unlike is None else None
-        self.parted: dict[torch.nn.Parameter, PartedTensor] = {}
+        self.shards = ChunkShards(self, link) if sharded and mixed_group is None else None
+        self.mixed_tp: dict[torch.nn.Parameter, MixedTpTensor] = {}
         """Parameters of which what a rank owns is packed."""
-        if unlike is not None:
-            self._pack(unlike, releases=sharded)
+        if mixed_group is not None:
+            self._pack(mixed_group, reshards=sharded)
 
-    def _pack(self, unlike: Group, *, releases: bool) -> None:
+    def _pack(self, mixed_group: Group, *, reshards: bool) -> None:
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                self.parted[parameter] = parted_tensor(
-                    unlike,
+                self.mixed_tp[parameter] = mixed_tp_tensor(
+                    mixed_group,
                     name,
                     self.parts[parameter],
                     cut_axis(parameter),
                     is_gated=bool(self.config.gated_linear_unit),
                 )
-        self.shards = PartedShards(self, self.parted, releases=releases)
+        self.shards = MixedTpShards(self, self.mixed_tp, reshards=reshards)
         for buffer in self.buffers:
             buffer.zorse_packed = {p: self.shards.num_owned(p) for p in buffer.params}
 
@@ -215,7 +215,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
 
         Of a packed one, places in what is packed.
         """
-        if parameter in self.parted:
+        if parameter in self.mixed_tp:
             return 0, self.shards.num_owned(parameter)
         for buffer in self.buffers:
             bucket = buffer.param_to_bucket.get(parameter)
@@ -227,8 +227,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         raise KeyError("the parameter is not a trainable one of this chunk")
 
     def owned_runs(self, parameter: torch.nn.Parameter) -> tuple[Run, ...]:
-        """What this rank owns of a parameter that sets cut by rows, as places in the whole."""
-        if parameter in self.parted:
+        """What this rank owns of a parameter that TP groups cut by rows, as places in the whole."""
+        if parameter in self.mixed_tp:
             return self.shards.owned_runs(parameter)
         return tuple(runs_of_rows(self.parts[parameter], self.owned_part(parameter)))
 
@@ -250,7 +250,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
 
     def owned_of(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         """What this rank owns, flat, of a value of what it holds as `parameter`."""
-        if parameter in self.parted:
+        if parameter in self.mixed_tp:
             return self.shards.packed(parameter, value)
         start, stop = self.owned_part(parameter)
         return value.reshape(-1)[start:stop]

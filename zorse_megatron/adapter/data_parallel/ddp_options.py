@@ -16,7 +16,7 @@ def comm_dtype_of(
     power of two, if the loss was not (`loss_divisor`: what it was divided by). bf16 has the range
     of fp32.
     """
-    name = plan.groups[plan.group_of_rank(rank)].gradient_wire
+    name = plan.groups[plan.group_of_rank(rank)].grad_reduce_dtype
     if name is None:
         return None
     if name == "bf16":

@@ -25,7 +25,7 @@ _ALONE = (
     "_EXPERT_GTP_WEIGHT_REMAT_GROUP",
     "_EXPERT_MODEL_PARALLEL_GROUP",
 )
-_SET = (
+_TP = (
     "_TENSOR_MODEL_PARALLEL_GROUP",
     "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
     "_EXPERT_TENSOR_PARALLEL_GROUP",
@@ -64,7 +64,7 @@ def fill(groups: PlanGroups, *, rank: int) -> None:
     """
     group_ranks = dist.get_process_group_ranks(groups.group)
     values: dict[str, Any] = dict.fromkeys(_ALONE, groups.alone)
-    values |= dict.fromkeys(_SET, groups.set)
+    values |= dict.fromkeys(_TP, groups.tp_group)
     values |= dict.fromkeys(_GROUP, groups.group)
     values |= dict.fromkeys(_EVERYONE, groups.everyone)
     values |= dict.fromkeys(_WORLD, groups.world)
@@ -77,7 +77,7 @@ def fill(groups: PlanGroups, *, rank: int) -> None:
         "_MPU_DATA_PARALLEL_WORLD_SIZE": 1,
         "_DATA_PARALLEL_GLOBAL_RANKS": group_ranks,
         "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": group_ranks,
-        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": dist.get_process_group_ranks(groups.set),
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": dist.get_process_group_ranks(groups.tp_group),
         "_CONTEXT_PARALLEL_GLOBAL_RANKS": [rank],
         "_EXPERT_MODEL_PARALLEL_RANKS": [rank],
         "_EMBEDDING_GROUP": None,
@@ -111,7 +111,7 @@ def one_data_parallel_rank() -> Iterator[None]:
 
 @contextmanager
 def one_rank_alone(alone: dist.ProcessGroup) -> Iterator[None]:
-    """Within the block, stock sees this rank as a tensor-parallel set of its own."""
+    """Within the block, stock sees this rank as a tensor-parallel group of its own."""
     args, ranks = get_args(), dist.get_process_group_ranks(alone)
     with (
         presented(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", alone),
@@ -166,7 +166,8 @@ class StockStages:
         args.pipeline_model_parallel_size = self.num_groups
         args.pipeline_model_parallel_layout = self.group_layout
         # Of experts, which there are none of. Stock's report of memory divides all ranks into so
-        # many for each stage, and by what comes out; its default is the degree of this rank's set.
+        # many for each stage, and by what comes out; its default is the degree of this rank's TP
+        # group.
         args.expert_tensor_parallel_size = 1
 
     def at_chunk(self, chunk: int) -> AbstractContextManager[None]:

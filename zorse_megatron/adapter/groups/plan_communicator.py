@@ -1,7 +1,7 @@
 """Megatron's `P2PCommunicator` for the ranks of a plan: the sends and receives of its list.
 
 Stock's has one rank before and one after itself, and one tensor for each micro-batch. A rank of a
-plan may exchange with several: with all ranks of a tensor-parallel set, which have a part of the
+plan may exchange with several: with all ranks of a tensor-parallel group, which have a part of the
 sequence each, and with several replicas. The runtime's executor starts these transfers in the order
 of its list, which tells them apart; they are made by the communicator's mailbox. Stock's schedules
 make one call for each micro-batch, and all their calls come to `_communicate`: here it makes all
@@ -46,8 +46,8 @@ class PlanCommunicator(P2PCommunicator):
         self.pp_group = PipelinePosition(self._chunks[0], len(plan.chunks))
         self.config = config
         self.virtual_pipeline_model_parallel_size = None
-        self.prev_rank = self._only_peer(Kind.RECEIVE_ACTIVATION)
-        self.next_rank = self._only_peer(Kind.SEND_ACTIVATION)
+        self.prev_rank = self._only_peer(Kind.RECV_F)
+        self.next_rank = self._only_peer(Kind.SEND_F)
 
     def _only_peer(self, kind: Kind) -> int | None:
         """The rank that all of these go to or come from; None if there are several."""
@@ -72,16 +72,16 @@ class PlanCommunicator(P2PCommunicator):
         wanted: list[tuple[Kind, torch.Tensor | None]] = [
             (kind, None)
             for kind, receives in (
-                (Kind.RECEIVE_ACTIVATION, recv_prev),
-                (Kind.RECEIVE_GRADIENT, recv_next),
+                (Kind.RECV_F, recv_prev),
+                (Kind.RECV_B, recv_next),
             )
             if receives
         ]
         wanted += [
             (kind, tensor)
             for kind, tensor in (
-                (Kind.SEND_ACTIVATION, tensor_send_next),
-                (Kind.SEND_GRADIENT, tensor_send_prev),
+                (Kind.SEND_F, tensor_send_next),
+                (Kind.SEND_B, tensor_send_prev),
             )
             if tensor is not None
         ]
@@ -91,7 +91,7 @@ class PlanCommunicator(P2PCommunicator):
                 raise ValueError(
                     f"found a tensor of shape {tuple(tensor.shape)}; expected {tuple(tensor_shape)}"
                 )
-        return arrived.get(Kind.RECEIVE_ACTIVATION), arrived.get(Kind.RECEIVE_GRADIENT), None
+        return arrived.get(Kind.RECV_F), arrived.get(Kind.RECV_B), None
 
     def _transfer(
         self, wanted: Sequence[tuple[Kind, torch.Tensor | None]]
@@ -118,7 +118,7 @@ class PlanCommunicator(P2PCommunicator):
         for kind, (action, micro_batch) in taken.items():
             assert action.chunk is not None
             tensor = self.mailbox.take(
-                activation=kind is Kind.RECEIVE_ACTIVATION,
+                activation=kind is Kind.RECV_F,
                 chunk=action.chunk,
                 micro_batch=micro_batch,
             )

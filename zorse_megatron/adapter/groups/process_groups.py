@@ -31,7 +31,7 @@ from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
 from zorse_megatron.runtime.transport import nccl_options
 from zorse_megatron.schedule.communicators import (
     Communicator,
-    crowding_note,
+    deadlock_note,
     max_ctas,
     planned_communicators,
 )
@@ -71,7 +71,7 @@ class PlanGroups:
 
     group: dist.ProcessGroup
     """The ranks that hold the same part of the same layers; or, without such, all of the group."""
-    set: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
     """The ranks of this rank's replica."""
     everyone: dist.ProcessGroup
     """The ranks that hold the same layers."""
@@ -138,8 +138,10 @@ def create_groups(
     group = mine.get("group", alone)
     return PlanGroups(
         group=group,
-        set=mine.get("set", alone),
-        everyone=mine.get("everyone", mine.get("set", alone) if "group" not in mine else group),
+        tp_group=mine.get("tp_group", alone),
+        everyone=mine.get(
+            "everyone", mine.get("tp_group", alone) if "group" not in mine else group
+        ),
         alone=alone,
         world=dist.group.WORLD,
         stage=stages_of(plan)[number],
@@ -166,7 +168,7 @@ def _region_groups(
 def _ranks_of_groups(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Use and ranks of each group of several ranks, in one order."""
     ranks_of, made = PlanRankGenerator(plan), set()
-    for use, token in (("group", "dp"), ("set", "tp"), ("everyone", "tp-dp")):
+    for use, token in (("group", "dp"), ("tp_group", "tp"), ("everyone", "tp-dp")):
         for ranks in map(tuple, ranks_of.get_ranks(token)):
             if len(ranks) > 1 and (use != "everyone" or ranks not in made):
                 made.add(ranks)
@@ -186,7 +188,7 @@ def nccl_channels(plan: Plan) -> dict[Communicator, int]:
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     counts = gathered(properties.multi_processor_count)
-    note = crowding_note(plan, counts) if dist.get_rank() == 0 else None
+    note = deadlock_note(plan, counts) if dist.get_rank() == 0 else None
     if note is not None:
         say(f"warning: {note}")
     return max_ctas(planned_communicators(plan), counts)
@@ -207,9 +209,9 @@ def shard_weights_by_group_rank(plan: Plan, *, rank: int) -> tuple[float, ...]:
 
 def collection_of(groups: PlanGroups) -> ProcessGroupCollection:
     """The collection that is passed to Megatron's models, DDP, optimizer and training loop."""
-    alone, group, world, own_set = groups.alone, groups.group, groups.world, groups.set
+    alone, group, world, own_tp = groups.alone, groups.group, groups.world, groups.tp_group
     collection = ProcessGroupCollection(
-        tp=own_set, cp=alone, tp_cp=own_set, ep=alone, expt_tp=own_set, tp_ep=own_set,
+        tp=own_tp, cp=alone, tp_cp=own_tp, ep=alone, expt_tp=own_tp, tp_ep=own_tp,
         gtp_remat=alone, expt_gtp_remat=alone,
         dp=group, dp_cp=group, dp_cp_gtp_remat=group, intra_dp_cp=group,
         tp_dp_cp=groups.everyone,

@@ -24,11 +24,11 @@ from zorse_megatron.adapter.data_parallel.ddp import check_noted
 from zorse_megatron.adapter.groups.global_groups import StockStages, presented
 from zorse_megatron.adapter.groups.process_groups import at_chunk
 from zorse_megatron.adapter.loss import with_token_counts
-from zorse_megatron.adapter.memory import KeptActivations
+from zorse_megatron.adapter.memory import SavedActivations
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.samples import by_samples, one_sequence
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
-from zorse_megatron.runtime.mailbox import SetPlace
+from zorse_megatron.runtime.mailbox import TpRank
 from zorse_megatron.runtime.offload import ActivationOffload, GradientsInHost
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.samples import MicroBatch
@@ -84,12 +84,12 @@ class MegatronChunkRunner:
     """A power of two: of the loss before its backward, made up for by `scale`."""
     activations: ActivationOffload | None = None
     """Where activations wait, if the group offloads them."""
-    kept: KeptActivations | None = None
+    kept: SavedActivations | None = None
     """Counts what forwards keep, if asked to."""
     weight_gradients: WeightGradients | None = None
     """Those that wait for their own action, if the group splits backwards."""
-    place: SetPlace | None = None
-    """In this rank's tensor-parallel set."""
+    place: TpRank | None = None
+    """In this rank's tensor-parallel group."""
     computations: Sequence[Action] = ()
     """The list's forwards and backwards."""
     optimizers: Sequence[Any] = ()
@@ -246,7 +246,7 @@ class MegatronChunkRunner:
         for optimizer in self.optimizers:
             optimizer.step_chunk(self.inputs.models[chunk])
 
-    def gather(self, chunk: int) -> None:
+    def unshard(self, chunk: int) -> None:
         """Unshard the parameters.
 
         A resident chunk's are unsharded again after the step, unless that was skipped on all
@@ -254,13 +254,13 @@ class MegatronChunkRunner:
         """
         model = self.inputs.models[chunk]
         if model.shards is not None:
-            model.shards.gather()
+            model.shards.unshard()
         elif self.step_result[0]:
             model.gathers.start()
 
-    def release(self, chunk: int) -> None:
+    def reshard(self, chunk: int) -> None:
         """Keep the shard of a sharded chunk's parameters only."""
-        self.inputs.models[chunk].shards.release()
+        self.inputs.models[chunk].shards.reshard()
 
     def fetch(self, chunk: int) -> None:
         """Start to bring the shard of a sharded chunk's parameters back from the host."""
@@ -291,7 +291,8 @@ class MegatronChunkRunner:
         return self.weight_gradients.delaying((chunk, micro_batch.index))
 
     def _told_size(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """The set's first rank reads samples; scripts size what the others receive by a flag."""
+        """The TP group's first rank reads samples; scripts size what the others receive by a
+        flag."""
         if self.place is None:
             return contextlib.nullcontext()
         return presented(get_args(), "micro_batch_size", micro_batch.size)
@@ -324,7 +325,7 @@ class MegatronChunkRunner:
         """
         model = self.inputs.models[chunk]
         there = at_chunk(self.collection, chunk, self.stages.num_chunks)
-        there.tp = there.cp  # what sets hold whole has been summed, see `set_sums`
+        there.tp = there.cp  # what TP groups hold whole has been summed, see `tp_sums`
         with self.stages.at_chunk(chunk), _without_barriers(get_model_config(model)):
             self.inputs.config.finalize_model_grads_func([model], None, pg_collection=there)
 

@@ -12,7 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from zorse_megatron.adapter.memory import num_recomputed
 from zorse_megatron.adapter.parameter_parts import cut_axis, kind_of
 from zorse_megatron.costs.interface import ModelSection
-from zorse_megatron.runtime.part_exchange import PartedTensor
+from zorse_megatron.runtime.mixed_tp_exchange import MixedTpTensor
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
 CountedSection = Literal["embedding", "layer", "head", "tied table"]
@@ -54,7 +54,7 @@ class ChunkView:
     has_own_output_table: bool
     """Whether the head has a table of its own, or a copy of the tied one."""
     num_whole: int
-    """Parameters of one layer that sets do not cut."""
+    """Parameters of one layer that TP groups do not cut."""
     recompute: Literal["none", "selective"]
     """How layers that are not fully recomputed are run."""
     num_recomputed: int
@@ -95,26 +95,26 @@ def chunk_view_of(wrapped: Any) -> ChunkView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartedParameter:
+class MixedTpParameter:
     """A parameter of a group whose replicas cut their layers differently."""
 
     section: ModelSection
     kind: UnitKind | None
     """What it is cut by; None: every rank has the whole."""
-    tensor: PartedTensor
+    tensor: MixedTpTensor
     num_owned: int
     """Elements that this rank owns."""
 
 
-def parted_parameters(chunk: ChunkView) -> Iterator[PartedParameter]:
+def mixed_tp_parameters(chunk: ChunkView) -> Iterator[MixedTpParameter]:
     """Yield them, known once the wrapper has been made; none where replicas are alike."""
-    parted = getattr(chunk.wrapped, "parted", {})
+    mixed_tp = getattr(chunk.wrapped, "mixed_tp", {})
     for name, parameter in chunk.model.named_parameters():
-        if parameter in parted:
-            yield PartedParameter(
+        if parameter in mixed_tp:
+            yield MixedTpParameter(
                 section=_section_of(name),
                 kind=None if cut_axis(parameter) is None else kind_of(name),
-                tensor=parted[parameter],
+                tensor=mixed_tp[parameter],
                 num_owned=chunk.wrapped.shards.num_owned(parameter),
             )
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.memory import KeptActivations
+from zorse_megatron.adapter.memory import SavedActivations
 from zorse_megatron.adapter.model.engine_weight_gradients import EngineProduct, delay_in_engine
 
 _NUM_INPUTS = 10
@@ -31,7 +31,8 @@ class _Product(Protocol):
     """What one weight's gradient is made of."""
 
     def start(self) -> Callable[[], torch.Tensor] | None:
-        """Start to gather the inputs of a set with sequence parallelism; None: they are whole."""
+        """Start to gather the inputs of a TP group with sequence parallelism; None: they are
+        whole."""
 
     def accumulate(self, gathered: Callable[[], torch.Tensor] | None) -> None:
         """Compute the gradient and accumulate it; `gathered`: waits for the inputs."""
@@ -69,7 +70,7 @@ class WeightGradients:
     """What one rank's backwards have left, by (chunk, micro-batch)."""
 
     def __init__(self) -> None:
-        self.kept: KeptActivations | None = None
+        self.kept: SavedActivations | None = None
         """Counts what waits, if asked to."""
         self._weights: set[int] = set()
         """Of Megatron's own linear layers, by identity."""
@@ -173,7 +174,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _start_sums(ctx: Any, grad_input: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start the sum over the set, if there is one; what is returned waits for its result."""
+    """Start the sum over the TP group, if there is one; what is returned waits for its result."""
     if ctx.sequence_parallel:
         shape: Sequence[int] = (grad_input.shape[0] // ctx.tp_group.size(), *grad_input.shape[1:])
         part = grad_input.new_empty(shape)

@@ -1,1 +1,1 @@
-"""To another plan between two steps, in the same processes: see docs/rebalance.md."""
+"""To another plan between two steps, in the same processes: see docs/elastic.md."""

@@ -123,6 +123,6 @@ def _of_chunk(
         # What is packed is not in the order that stock has read.
         for parameters, mains in zip(parts[_MODEL_16_BIT], parts[_MAIN], strict=True):
             for parameter, main in zip(parameters, mains, strict=True):
-                if parameter in chunk.parted:
+                if parameter in chunk.mixed_tp:
                     main.data.copy_(chunk.parameter_piece(parameter, *chunk.owned_part(parameter)))
     return parts

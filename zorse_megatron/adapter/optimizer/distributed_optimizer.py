@@ -70,7 +70,7 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         """The parameters' parts in this rank's shard of a bucket (stock: equal shards)."""
         bucket = param_and_grad_buffer.buckets[bucket_index]
         packed = getattr(param_and_grad_buffer, "zorse_packed", None)
-        if packed is not None:  # places in what the rank owns, see `unlike_replicas`
+        if packed is not None:  # places in what the rank owns, see `mixed_tp_shards`
             names = ("gbuf_world", "gbuf_world_in_bucket", "gbuf_local", "param")
             owned = {p: packed[p] for p in bucket.params_list if packed[p]}
             return {"param_map": {p: dict.fromkeys(names, Range(0, n)) for p, n in owned.items()}}

@@ -43,7 +43,7 @@ PAD_VOCABULARY = _record(
     target="megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
     parameters=("orig_vocab_size", "args", "logging_enabled"),
     becomes="The same, for the command's `--tensor-model-parallel-size`.",
-    why="stock pads for the degree of this rank's set; the model is one for all ranks",
+    why="stock pads for the degree of this rank's TP group; the model is one for all ranks",
     test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the padded size is an argument of its own",
 )
@@ -138,9 +138,10 @@ TORCH_NORM = _record(
 CHECK_HEADS = _record(
     target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     parameters=("self",),
-    becomes="The same; in a plan with unequal parts of attention, heads need not be a multiple of "
+    becomes="The same; in a plan with uneven TP shards of attention, heads need not be a multiple "
+    "of "
     "the ranks.",
-    why="stock refuses heads that do not divide by the ranks of a set",
+    why="stock refuses heads that do not divide by the ranks of a TP group",
     test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the config is told how many heads a rank has",
 )
@@ -148,8 +149,8 @@ VOCAB_RANGE = _record(
     target="megatron.core.tensor_parallel.utils:"
     "VocabUtility.vocab_range_from_per_partition_vocab_size",
     parameters=("per_partition_vocab_size", "rank", "world_size"),
-    becomes="The same; in a set of unequal parts, the rows that the plan gives the rank.",
-    why="stock takes it that all ranks of a set have as many rows of the vocabulary",
+    becomes="The same; in a TP group of uneven TP shards, the rows that the plan gives the rank.",
+    why="stock takes it that all ranks of a TP group have as many rows of the vocabulary",
     test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the embedding and the cross entropy are told their first row",
 )
@@ -159,7 +160,7 @@ LOOK_UP = _record(
     becomes="The same; on a rank without rows of the vocabulary, as if it had a row of zeros.",
     why="stock looks up row 0 of none; the embedding's class is named where it is made",
     test="tests/megatron/test_exactness.py::test_follows_stock",
-    delete_when="VocabParallelEmbedding takes part in the set's sum without rows",
+    delete_when="VocabParallelEmbedding takes part in the TP group's sum without rows",
 )
 LOSS = _record(
     target="megatron.core.models.common.language_module.language_module:"
@@ -169,7 +170,8 @@ LOSS = _record(
     "infinity.",
     why="stock's cross entropy takes the maximum of the rank's logits, of which there are none",
     test="tests/megatron/test_exactness.py::test_follows_stock",
-    delete_when="the vocabulary-parallel cross entropy takes part in the set's sums without logits",
+    delete_when="the vocabulary-parallel cross entropy takes part in the TP group's sums without "
+    "logits",
 )
 SPLIT_GATE = _record(
     target="megatron.core.transformer.mlp:apply_swiglu_sharded_factory",
@@ -237,7 +239,7 @@ BUILD_LOADER = _training(
     target=f"{_LOOP}:build_pretraining_data_loader",
     parameters=("dataset", "consumed_samples"),
     becomes="Stock's loader; each replica takes its samples.",
-    why="replicas read unequal parts of the global batch",
+    why="replicas read uneven TP shards of the global batch",
     delete_when="stock's samplers take the samples of each replica",
 )
 COUNT_SEQUENCES = _record(

@@ -34,9 +34,9 @@ from zorse_megatron.launch.elastic.torchrun_ranks import (
     ERROR,
     LEAVES,
     Arrival,
-    MeetingPoint,
+    Rendezvous,
     answers_for,
-    meet,
+    rendezvous,
 )
 from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank, node_called
 from zorse_megatron.launch.training_command import MODULE, training_of
@@ -87,8 +87,8 @@ def join(  # noqa: PLR0917
             limit_s=plan_limit,
         )
         starts = Starts(directory=plans, run=run, save=save, max_failures=max_restarts)
-        answer = meet(
-            MeetingPoint(
+        answer = rendezvous(
+            Rendezvous(
                 number=me.rank, size=me.world_size, address=me.master_address, port=me.master_port
             ),
             Arrival(

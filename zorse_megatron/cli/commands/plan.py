@@ -28,7 +28,7 @@ from zorse_megatron.cli.plan_options import (
     ObservedRun,
     SearchOptions,
     Tokens,
-    communication_dtype_named,
+    grad_reduce_dtype_named,
     observed_run,
     strategy_named,
     tokens_named,
@@ -129,7 +129,7 @@ def _task(
     with errors.collect():
         strategy = strategy_named(search.strategy)
     with errors.collect():
-        communication_dtype_named(search.comm_dtype)
+        grad_reduce_dtype_named(search.grad_reduce_dtype)
     with errors.collect():
         outputs.refuse([cluster, *given.inputs])
     with errors.collect():

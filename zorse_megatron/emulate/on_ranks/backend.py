@@ -5,7 +5,7 @@ links say so; asynchronous operations stay asynchronous. Until the rank's clock 
 plain gloo.
 
 What an operation costs is asked of its tensors through `TensorSizes`, as a tiny model stands for a
-large one. In a rank's own tensor-parallel set collectives are those inside layers.
+large one. In a rank's own tensor-parallel group collectives are those inside layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from zorse_megatron.emulate.messages import Collective, CollectiveKind, Name, Pa
 from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
 from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.runtime.collectives import OperationKind, StageSizes
-from zorse_megatron.runtime.part_exchange import Exchanged
+from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 
 BACKEND = "emulated"
 _CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ class EmulatedGroup(dist.ProcessGroup):
         self.label = label
         self.clock = clock
         self.sizes = sizes
-        self.is_set = sizes.is_set(self.ranks)
+        self.is_tp_group = sizes.is_tp_group(self.ranks)
         self._bundled: list[Any] | None = None
 
     def getBackendName(self) -> str:
@@ -107,7 +107,7 @@ class EmulatedGroup(dist.ProcessGroup):
         if not self.clock.is_running or self.size() == 1:
             return start()
         self.sizes.on_operation()
-        if self.is_set:  # what has arrived in parts is gathered
+        if self.is_tp_group:  # what has arrived in parts is gathered
             part_bytes = [self.sizes.activation_bytes(part.numel()) for part in parts]
         else:
             part_bytes = self.sizes.part_bytes(parts)
@@ -203,7 +203,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def whole_bytes(self, whole: Sequence[torch.Tensor]) -> int | None:
         """Bytes of tensors that a collective works on; None: it takes no time."""
-        if not self.is_set:
+        if not self.is_tp_group:
             return sum(map(self.sizes.buffer_bytes, whole))
         sizes = list(map(self.sizes.inside_bytes, whole))
         return None if None in sizes else sum(size for size in sizes if size is not None)
@@ -257,7 +257,7 @@ def _evenly(kind: CollectiveKind, position: int) -> Describe:
     def describe(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKind, list[int]]:
         whole = args[position]
         total = group.whole_bytes([whole] if isinstance(whole, torch.Tensor) else whole)
-        if total is None or (group.is_set and kind == "all_gather" and _is_async(args)):
+        if total is None or (group.is_tp_group and kind == "all_gather" and _is_async(args)):
             # Megatron gathers inputs once more for gradients of weights: a product hides that.
             return _MEETING
         return kind, group.even_parts(total)

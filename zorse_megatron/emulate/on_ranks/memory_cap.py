@@ -41,7 +41,7 @@ class MemoryCap:
         self.sizes = sizes
         self.capacity_bytes = capacity_bytes
         self.rank = rank
-        self.kept_bytes = 0
+        self.saved_bytes = 0
         """Activations and logits."""
         self.peak_bytes = 0
         self.chunks: Sequence[ChunkView] = ()
@@ -63,7 +63,7 @@ class MemoryCap:
     def look(self) -> None:
         """Within a pass, or where there are none. Raises as `check` does."""
         away_bytes = self.host.activation_bytes if self.host is not None else 0
-        total = self.state_bytes() + self.kept_bytes - away_bytes
+        total = self.state_bytes() + self.saved_bytes - away_bytes
         self.peak_bytes = max(self.peak_bytes, total)
         self._refuse_beyond(total)
 
@@ -85,8 +85,8 @@ class MemoryCap:
             return
         self.overflow = (
             f"CUDA out of memory. The emulated GPU of rank {self.rank} would hold "
-            f"{total / 2**30:.2f} GiB (activations {self.kept_bytes / 2**30:.2f} GiB, parameters, "
-            f"gradients and optimizer state {(total - self.kept_bytes) / 2**30:.2f} GiB); it has "
+            f"{total / 2**30:.2f} GiB (activations {self.saved_bytes / 2**30:.2f} GiB, parameters, "
+            f"gradients and optimizer state {(total - self.saved_bytes) / 2**30:.2f} GiB); it has "
             f"{self.capacity_bytes / 2**30:.2f} GiB for tensors."
         )
         raise torch.OutOfMemoryError(self.overflow)
@@ -94,7 +94,7 @@ class MemoryCap:
     def keep(self, num_bytes: int) -> None:
         """Hold activations. Raises torch.OutOfMemoryError."""
         self._leave()
-        self.kept_bytes += num_bytes
+        self.saved_bytes += num_bytes
         self.look()
 
     def drop(self, num_bytes: int) -> None:
@@ -121,7 +121,7 @@ class MemoryCap:
         self.drop(whole)
 
     def _leave(self) -> None:
-        self.kept_bytes -= self._leaving_bytes
+        self.saved_bytes -= self._leaving_bytes
         self._leaving_bytes = 0
 
     def _chunk_bytes(self, chunk: "ChunkView") -> int:
@@ -149,8 +149,8 @@ class MemoryCap:
 
 
 def _is_packed(chunk: "ChunkView") -> bool:
-    """Whether what the rank owns is packed (`adapter.data_parallel.unlike_replicas`)."""
-    return bool(getattr(chunk.wrapped, "parted", None))
+    """Whether what the rank owns is packed (`adapter.data_parallel.mixed_tp_shards`)."""
+    return bool(getattr(chunk.wrapped, "mixed_tp", None))
 
 
 def _has_gradient_shards(chunk: "ChunkView") -> bool:

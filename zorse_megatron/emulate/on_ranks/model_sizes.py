@@ -3,7 +3,7 @@
 The tiny model has as many layers as the real one, so that both are cut in the same way. Each of its
 parameters counts as (real / tiny) parameters, with the quotient of its part of the model: layers,
 embedding or head. An activation [sequence, samples, hidden] counts as the real one of as many
-samples, and a part of its sequence as that part. For what sets communicate see `tensor_sizes`.
+samples, and a part of its sequence as that part. For what TP groups communicate see `tensor_sizes`.
 """
 
 import bisect
@@ -20,8 +20,8 @@ from zorse_megatron.adapter.model.chunk_view import (
     owned_shares,
 )
 from zorse_megatron.costs.interface import MemoryCost
-from zorse_megatron.emulate.on_ranks.tensor_sizes import SetSizes
-from zorse_megatron.runtime.part_exchange import Exchanged
+from zorse_megatron.emulate.on_ranks.tensor_sizes import TpSizes
+from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 from zorse_megatron.schedule.shards import shard_bounds
 
 
@@ -55,11 +55,12 @@ class ModelSizes:
         *,
         sequence_length: int,
         hidden_size: int,
-        sets: SetSizes | None = None,
+        tp_sizes: TpSizes | None = None,
     ) -> None:
-        """`sequence_length`, `hidden_size`: of the tiny model. `sets`: where the plan has some."""
+        """`sequence_length`, `hidden_size`: of the tiny model. `tp_sizes`: where the plan has
+        some."""
         self.memory = memory
-        self.sets = sets
+        self.tp_sizes = tp_sizes
         self.on_operation: Callable[[], None] = lambda: None
         """Called when gradients are about to be summed or parameters gathered."""
         self._boundary = sequence_length, hidden_size
@@ -72,8 +73,8 @@ class ModelSizes:
 
     def add(self, chunk: ChunkView) -> None:
         """Learn the buffers of a chunk."""
-        if self.sets is not None:
-            self.sets.add(chunk)
+        if self.tp_sizes is not None:
+            self.tp_sizes.add(chunk)
         self._element_bytes = next(chunk.wrapped.parameters()).element_size()
         real = self.real_parameters(chunk)
         # A rank may hold none of the embedding.
@@ -109,7 +110,7 @@ class ModelSizes:
 
     def owned_parameters(self, chunk: ChunkView) -> int:
         """Real parameters of a chunk that this rank's optimizer steps."""
-        unlike = None if self.sets is None else self.sets.owned_parameters(chunk)
+        unlike = None if self.tp_sizes is None else self.tp_sizes.owned_parameters(chunk)
         if unlike is not None:
             return unlike
         return sum(
@@ -144,7 +145,7 @@ class ModelSizes:
         length, hidden = self._boundary
         if tensor.dim() == 3 and tensor.shape[2] == hidden:
             own = self._element_bytes or tensor.element_size()
-            memory = self.memory if self.sets is None else self.sets.memory
+            memory = self.memory if self.tp_sizes is None else self.tp_sizes.memory
             whole = memory.boundary_bytes(tensor.shape[1]) * tensor.shape[0] // length
             # What crosses to a group that computes in another type is in the narrower of the two.
             return whole * tensor.element_size() // own
@@ -153,26 +154,31 @@ class ModelSizes:
             return self.memory.gradient_bytes(round(tensor.numel() * self._tied_factor))
         return tensor.nbytes
 
-    def is_set(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks are this rank's tensor-parallel set."""
-        return self.sets is not None and self.sets.degree > 1 and tuple(ranks) == self.sets.ranks
+    def is_tp_group(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks are this rank's tensor-parallel group."""
+        return (
+            self.tp_sizes is not None
+            and self.tp_sizes.degree > 1
+            and tuple(ranks) == self.tp_sizes.ranks
+        )
 
     def inside_bytes(self, tensor: torch.Tensor) -> int | None:
-        """Of what the set communicates; None: it takes no time. Known buffers count as always."""
+        """Of what the TP group communicates; None: it takes no time. Known buffers count as
+        always."""
         if tensor.untyped_storage()._cdata in self._scales:
             return self.buffer_bytes(tensor)
-        assert self.sets is not None
-        return self.sets.inside_bytes(tensor)
+        assert self.tp_sizes is not None
+        return self.tp_sizes.inside_bytes(tensor)
 
     def activation_bytes(self, num_elements: int) -> int:
         """Of an activation of so many elements."""
-        assert self.sets is not None
-        return self.sets.activation_bytes(num_elements)
+        assert self.tp_sizes is not None
+        return self.tp_sizes.activation_bytes(num_elements)
 
     def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
         """(source, target) -> what one sends the other in an exchange of parts."""
-        assert self.sets is not None
-        return self.sets.exchange_bytes(exchanged)
+        assert self.tp_sizes is not None
+        return self.tp_sizes.exchange_bytes(exchanged)
 
 
 def _scale(

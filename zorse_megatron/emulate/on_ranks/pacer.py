@@ -5,9 +5,9 @@ the real one. A layer's time passes when its forward returns, and when its backw
 what follows (a send, the reduction of its gradients) starts after it. A forward within a backward
 is a recomputation. Nothing else takes time: like the planner's costs, it has no gaps on the host.
 
-In a tensor-parallel set attention and MLP of a layer have a time each, which forward passes before
-the product that ends in a sum over the set. The sums are Megatron's own collectives, so a rank
-waits there for the slowest of its set.
+In a tensor-parallel group attention and MLP of a layer have a time each, which forward passes
+before the product that ends in a sum over the TP group. The sums are Megatron's own collectives, so
+a rank waits there for the slowest of its TP group.
 """
 
 import json
@@ -68,8 +68,8 @@ class Pacer:
         self.host = HostCopies(clock, sizes, self.chunks, bytes_per_s=host_bytes_per_s)
         cap.chunks, cap.host = self.chunks, self.host
         sizes.on_operation = cap.look  # a replica without micro-batches does nothing else
-        if sizes.sets is not None:
-            sizes.sets.on_exchange = cap.check
+        if sizes.tp_sizes is not None:
+            sizes.tp_sizes.on_exchange = cap.check
         self.forward_bytes = 0
         """What the layers of the last forward keep."""
         self.norms_s: list[float] = []
@@ -101,8 +101,8 @@ class Pacer:
         for number, layer in enumerate(chunk.layers):
             recomputed = number < chunk.num_recomputed
             how: RecomputeMode = "full" if recomputed else chunk.recompute
-            if self.in_set:
-                self._watch_layer_of_set(layer, how)
+            if self.in_tp_group:
+                self._watch_layer_of_tp_group(layer, how)
             else:
                 layer.register_forward_hook(partial(self._layer, how))
         for weight in chunk.delayed_weights:
@@ -120,21 +120,21 @@ class Pacer:
         return any(isinstance(c.wrapped, UnevenDistributedDataParallel) for c in self.chunks)
 
     @property
-    def in_set(self) -> bool:
+    def in_tp_group(self) -> bool:
         """Whether the rank computes parts of layers, with others."""
-        return self.sizes.sets is not None and self.sizes.sets.degree > 1
+        return self.sizes.tp_sizes is not None and self.sizes.tp_sizes.degree > 1
 
-    def _watch_layer_of_set(self, layer: Any, how: RecomputeMode) -> None:
+    def _watch_layer_of_tp_group(self, layer: Any, how: RecomputeMode) -> None:
         layer.register_forward_pre_hook(self._entering("layer"))
         attention, mlp = layer.self_attention, layer.mlp
         attention.linear_proj.register_forward_pre_hook(partial(self._half, how, "attention"))
         attention.register_forward_hook(partial(self._after_attention, how))
         mlp.linear_fc2.register_forward_pre_hook(partial(self._half, how, "mlp"))
-        layer.register_forward_hook(partial(self._layer_of_set, how))
+        layer.register_forward_hook(partial(self._layer_of_tp_group, how))
 
     def _watch_embedding(self, embedding: Any) -> None:
         embedding.register_forward_pre_hook(self._entering("embedding"))
-        if self.in_set:  # it ends in a sum
+        if self.in_tp_group:  # it ends in a sum
             table = embedding.word_embeddings
             table.register_forward_pre_hook(lambda _, inputs: self._embed(inputs[0].shape[0]))
         else:
@@ -228,20 +228,20 @@ class Pacer:
         """What notes which section of the model the rank computes."""
 
         def note(*_: Any) -> None:
-            if self.sizes.sets is not None:
-                self.sizes.sets.computed = section
+            if self.sizes.tp_sizes is not None:
+                self.sizes.tp_sizes.computed = section
 
         return note
 
     def _halves(self, size: int) -> LayerTimes:
-        compute: Any = self.compute  # of a rank of a set: a `SetComputeCost`
+        compute: Any = self.compute  # of a rank of a TP group: a `TpComputeCost`
         times: LayerTimes = compute.layer_in_two(self.kind, size)
         whole_s = times.attention.backward_s + times.mlp.backward_s
         left = 1 - self._apart_s(size) / whole_s if self._splits and whole_s else 1.0
         return LayerTimes(attention=_shorter(times.attention, left), mlp=_shorter(times.mlp, left))
 
     def _half(self, how: RecomputeMode, half: str, _module: Any, inputs: Any) -> None:
-        """Before the product that ends attention or MLP in a sum over the set."""
+        """Before the product that ends attention or MLP in a sum over the TP group."""
         size = inputs[0].shape[1]
         halves = self._halves(size)
         forward_s = (halves.attention if half == "attention" else halves.mlp).forward_s
@@ -260,7 +260,7 @@ class Pacer:
             backward_s += self.compute.recompute_s(self.kind, size, how)
         on_backward(output, lambda: self._take("B", backward_s))
 
-    def _layer_of_set(self, how: RecomputeMode, layer: Any, _inputs: Any, output: Any) -> None:
+    def _layer_of_tp_group(self, how: RecomputeMode, layer: Any, _inputs: Any, output: Any) -> None:
         """The layer's memory, and when the backward of its MLP begins."""
         hidden = _first(output)
         size = hidden.shape[1]

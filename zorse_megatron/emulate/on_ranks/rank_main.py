@@ -27,23 +27,23 @@ def emulate(job: EmulatedJob, rank: int) -> pretrain.RankSetup:
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
     from zorse_megatron.emulate.on_ranks.pacer import EmulatedHostLink, Pacer
-    from zorse_megatron.emulate.on_ranks.tensor_sizes import SetSizes
+    from zorse_megatron.emulate.on_ranks.tensor_sizes import TpSizes
     from zorse_megatron.emulate.rank_clock import EmulatedTime, RankClock
 
     clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
     atexit.register(clock.finish)
     compute, memory = job.costs[rank].compute, job.costs[rank].memory
-    sets = None
-    if job.sets is not None:
-        sets = SetSizes(
-            job.sets.memories[rank],
-            job.sets,
+    tp_sizes = None
+    if job.tp_groups is not None:
+        tp_sizes = TpSizes(
+            job.tp_groups.memories[rank],
+            job.tp_groups,
             rank,
             sequence_length=job.sequence_length,
             hidden=job.hidden_size,
         )
     sizes = ModelSizes(
-        memory, sequence_length=job.sequence_length, hidden_size=job.hidden_size, sets=sets
+        memory, sequence_length=job.sequence_length, hidden_size=job.hidden_size, tp_sizes=tp_sizes
     )
     register(clock, sizes)
     pacer = Pacer(

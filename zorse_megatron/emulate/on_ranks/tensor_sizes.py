@@ -1,4 +1,4 @@
-"""Bytes that tensors of an emulated job represent, those between ranks of a set among them."""
+"""Bytes that tensors of an emulated job represent, those between ranks of a TP group among them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from zorse_megatron.costs.interface import MemoryCost, ModelSection
-from zorse_megatron.emulate.emulated_job import JobSets
-from zorse_megatron.runtime.part_exchange import Exchanged
+from zorse_megatron.emulate.emulated_job import JobTpGroups
+from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.model.chunk_view import ChunkView
-    from zorse_megatron.runtime.part_exchange import PartedTensor
+    from zorse_megatron.runtime.mixed_tp_exchange import MixedTpTensor
     from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
 
@@ -30,11 +30,11 @@ class TensorSizes(Protocol):
     def on_operation(self) -> None:
         """Told that gradients are about to be summed, or parameters gathered."""
 
-    def is_set(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks are this rank's tensor-parallel set, of several."""
+    def is_tp_group(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks are this rank's tensor-parallel group, of several."""
 
     def inside_bytes(self, tensor: torch.Tensor) -> int | None:
-        """Size of a tensor that a collective of the set works on; None: it takes no time."""
+        """Size of a tensor that a collective of the TP group works on; None: it takes no time."""
 
     def activation_bytes(self, num_elements: int) -> int:
         """Size of an activation of so many elements."""
@@ -58,14 +58,14 @@ class AsTheyAre:
     def on_operation(self) -> None:
         pass
 
-    def is_set(self, ranks: Sequence[int]) -> bool:
+    def is_tp_group(self, ranks: Sequence[int]) -> bool:
         return False
 
     def inside_bytes(self, tensor: torch.Tensor) -> int:
         return tensor.nbytes
 
     def activation_bytes(self, num_elements: int) -> int:
-        raise AssertionError("without sets nothing asks for this")
+        raise AssertionError("without TP groups nothing asks for this")
 
     def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
         sizes: dict[tuple[int, int], int] = {}
@@ -75,33 +75,39 @@ class AsTheyAre:
         return sizes
 
 
-# Sizes of what tensor-parallel sets communicate in the real model, from one rank's tiny tensors.
+# Sizes of what tensor-parallel groups communicate in the real model, from one rank's tiny tensors.
 #
 # An activation counts by its number of elements; what the loss sums, and samples that are
-# broadcast, by the number of tokens; gradients that are summed over the set because all its ranks
-# have the whole parameter, and what unlike replicas exchange, by how many parameters are cut in one
-# way.
+# broadcast, by the number of tokens; gradients that are summed over the TP group because all its
+# ranks have the whole parameter, and what replicas that differ in TP shards exchange, by how many
+# parameters are cut in one way.
 
 
-class SetSizes:
-    """Of one rank; `memory` is that of a rank which is a set of its own."""
+class TpSizes:
+    """Of one rank; `memory` is that of a rank which is a TP group of its own."""
 
     def __init__(
-        self, memory: MemoryCost, sets: JobSets, rank: int, *, sequence_length: int, hidden: int
+        self,
+        memory: MemoryCost,
+        tp_groups: JobTpGroups,
+        rank: int,
+        *,
+        sequence_length: int,
+        hidden: int,
     ) -> None:
         """`sequence_length`, `hidden`: of the tiny model."""
         self.memory = memory
-        self.sets = sets
-        self.ranks = sets.ranks[rank]
-        self.measured = sets.measured[rank]
+        self.tp_groups = tp_groups
+        self.ranks = tp_groups.ranks[rank]
+        self.measured = tp_groups.measured[rank]
         self.computed: ModelSection | None = None
         """Which section of the model this rank computes."""
         self.on_exchange: Callable[[], None] = lambda: None
         """Called when one begins."""
         self._tiny = sequence_length, hidden
         self._num_whole = 0
-        """Of one layer of the tiny model: parameters that sets do not cut."""
-        self._factors: dict[PartedTensor, float] = {}
+        """Of one layer of the tiny model: parameters that TP groups do not cut."""
+        self._factors: dict[MixedTpTensor, float] = {}
         """Real elements for each of the tiny tensor's."""
         self._owned: dict[int, int] = {}
         """By chunk: real parameters that this rank owns."""
@@ -109,18 +115,18 @@ class SetSizes:
 
     @property
     def degree(self) -> int:
-        """Ranks of the set."""
+        """Ranks of the TP group."""
         return len(self.ranks)
 
     def inside_bytes(self, tensor: torch.Tensor) -> int | None:
-        """Of a tensor that the set sums, gathers or broadcasts; None: that was measured."""
+        """Of a tensor that the TP group sums, gathers or broadcasts; None: that was measured."""
         if tensor.dim() == 3:  # [positions, samples, hidden]
             is_counted = self.computed in self.measured
             return None if is_counted else self.activation_bytes(tensor.numel())
         if tensor.dim() == 2:  # a number for each token
             if tensor.is_floating_point() and self.computed in self.measured:
                 return None
-            return tensor.nbytes * self.sets.sequence_length // self._tiny[0]
+            return tensor.nbytes * self.tp_groups.sequence_length // self._tiny[0]
         if tensor.numel() > 1 and tensor.is_floating_point():
             factor = self._real_whole("layer", 1) / max(1, self._num_whole)
             return self.memory.gradient_bytes(round(tensor.numel() * factor))
@@ -138,7 +144,7 @@ class SetSizes:
 
     def owned_parameters(self, chunk: "ChunkView") -> int | None:
         """Real parameters that this rank owns of a chunk; None where replicas are alike."""
-        if not getattr(chunk.wrapped, "parted", None):
+        if not getattr(chunk.wrapped, "mixed_tp", None):
             return None
         if id(chunk) not in self._owned:
             self._learn(chunk)
@@ -157,9 +163,9 @@ class SetSizes:
         return {pair: to_bytes(round(count)) for pair, count in elements.items()}
 
     def _learn(self, chunk: "ChunkView") -> None:
-        from zorse_megatron.adapter.model.chunk_view import parted_parameters
+        from zorse_megatron.adapter.model.chunk_view import mixed_tp_parameters
 
-        found = list(parted_parameters(chunk))
+        found = list(mixed_tp_parameters(chunk))
         tiny: dict[tuple[ModelSection, UnitKind | None], int] = {}
         for each in found:
             count = torch.Size(each.tensor.part.shape).numel()
@@ -188,4 +194,4 @@ class SetSizes:
         return layers * (total - sum(self._cut(section).values()))
 
     def _cut(self, section: ModelSection) -> "Mapping[UnitKind, int]":
-        return self.sets.cut_parameters[section]
+        return self.tp_groups.cut_parameters[section]

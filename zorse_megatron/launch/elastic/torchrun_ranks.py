@@ -49,7 +49,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingPoint:
+class Rendezvous:
     """Where the processes of a start meet: torchrun's RANK, WORLD_SIZE, MASTER_ADDR and _PORT."""
 
     number: int
@@ -58,8 +58,8 @@ class MeetingPoint:
     port: int
 
 
-def meet(
-    point: MeetingPoint,
+def rendezvous(
+    point: Rendezvous,
     me: Arrival,
     decide: Callable[[Sequence[Arrival]], Answers],
     *,
@@ -81,14 +81,14 @@ def meet(
             connection.sendall(hello.encode(_ENCODING) + b"\n")
             line = connection.makefile("r", encoding=_ENCODING).readline()
         except OSError as error:
-            raise _no_meeting(point, f"no answer ({error})") from error
+            raise _no_rendezvous(point, f"no answer ({error})") from error
     if not line.endswith("\n"):
-        raise _no_meeting(point, "no answer: the first process has ended")
+        raise _no_rendezvous(point, "no answer: the first process has ended")
     return dict(json.loads(line))
 
 
 def _host(
-    point: MeetingPoint,
+    point: Rendezvous,
     me: Arrival,
     decide: Callable[[Sequence[Arrival]], Answers],
     arrive_s: float,
@@ -98,7 +98,7 @@ def _host(
         try:
             listener = socket.create_server(("", point.port), backlog=point.size)
         except (OSError, OverflowError) as error:
-            raise _no_meeting(point, f"a port that cannot be used ({error})") from error
+            raise _no_rendezvous(point, f"a port that cannot be used ({error})") from error
         stack.enter_context(listener)
         arrived = {0: replace(me, address=point.address)}
         connections: dict[int, socket.socket] = {}
@@ -110,7 +110,7 @@ def _host(
                 found = _hello(connection)
             except OSError as error:
                 absent = point.size - len(arrived)
-                raise _no_meeting(
+                raise _no_rendezvous(
                     point, f"{absent} processes not there after {arrive_s:g} s"
                 ) from error
             if found is None or not 0 < found[0] < point.size:
@@ -136,7 +136,7 @@ def _hello(connection: socket.socket) -> tuple[int, Arrival] | None:
         return None
 
 
-def _connection(point: MeetingPoint, limit_s: float) -> socket.socket:
+def _connection(point: Rendezvous, limit_s: float) -> socket.socket:
     """Wait until the first process listens."""
     deadline_s = time.monotonic() + limit_s
     while True:
@@ -144,11 +144,11 @@ def _connection(point: MeetingPoint, limit_s: float) -> socket.socket:
             return socket.create_connection((point.address, point.port), timeout=limit_s)
         except OSError as error:
             if time.monotonic() > deadline_s:
-                raise _no_meeting(point, str(error)) from error
+                raise _no_rendezvous(point, str(error)) from error
             time.sleep(_RETRY_S)
 
 
-def _no_meeting(point: MeetingPoint, found: str) -> LaunchError:
+def _no_rendezvous(point: Rendezvous, found: str) -> LaunchError:
     problem = Problem(
         where=f"process {point.number} of {point.size}, at {point.address}:{point.port}",
         found=found,

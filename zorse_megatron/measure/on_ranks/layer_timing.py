@@ -25,7 +25,7 @@ from zorse_megatron.measure.tasks import Answer, LayerRequest, MeasuredPass, Mea
 class HeldMemory:
     """What one forward and its backward held, beside what was there before."""
 
-    kept_bytes: int
+    saved_bytes: int
     """Between the two, without the output of the forward."""
     peak_bytes: int
     """At most."""
@@ -40,17 +40,17 @@ def held_memory(
     if device.type != "cuda":
         with _LiveTensors() as live:
             output = forward()
-            kept_bytes = live.num_bytes() - output.untyped_storage().nbytes()
+            saved_bytes = live.num_bytes() - output.untyped_storage().nbytes()
             backward(output)
-        return HeldMemory(kept_bytes=kept_bytes, peak_bytes=live.peak_bytes)
+        return HeldMemory(saved_bytes=saved_bytes, peak_bytes=live.peak_bytes)
     torch.cuda.reset_peak_memory_stats(device)
     before_bytes = torch.cuda.memory_allocated(device)
     output = forward()
-    kept_bytes = torch.cuda.memory_allocated(device) - before_bytes
-    kept_bytes -= output.untyped_storage().nbytes()
+    saved_bytes = torch.cuda.memory_allocated(device) - before_bytes
+    saved_bytes -= output.untyped_storage().nbytes()
     backward(output)
     peak_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
-    return HeldMemory(kept_bytes=kept_bytes, peak_bytes=peak_bytes)
+    return HeldMemory(saved_bytes=saved_bytes, peak_bytes=peak_bytes)
 
 
 class _LiveTensors(TorchDispatchMode):
@@ -239,7 +239,7 @@ def measured_pass(passes: Passes, part: Part, size: int) -> MeasuredPass:
         forward_s=median(forward_s[WARM_UP:]),
         backward_s=median(backward_s[WARM_UP:]),
         parameters=passes.num_parameters(part),
-        kept_bytes=max(0, memory.kept_bytes),
+        saved_bytes=max(0, memory.saved_bytes),
         peak_bytes=memory.peak_bytes,
         attention=seen.attention if part == "layer" else None,
     )

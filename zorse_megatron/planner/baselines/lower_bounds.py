@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zorse_megatron.costs.interface import WHOLE, ComputeCost, PassTimes, RankPart, SetComputeCost
+from zorse_megatron.costs.interface import WHOLE, ComputeCost, PassTimes, TpComputeCost, TpShard
 from zorse_megatron.costs.topology import Topology
 from zorse_megatron.gpus.gpu import ComputeDtype
-from zorse_megatron.plan.plan import Parts, Plan
+from zorse_megatron.plan.plan import Plan, TpShards
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import LinkBound
 
@@ -39,9 +39,9 @@ def lower_bound_s(
     cut at will: no bubbles, no communication, no optimizer step. `dtypes`: types that groups of a
     plan compute in, other than the job's.
 
-    With tensor-parallel sets too: what is not cut makes a part take more than its part of the time,
-    and sums over a set are left out. GPUs of several kinds on a node may share a layer as they
-    like, one more of the attention and one more of the MLP.
+    With tensor-parallel groups too: what is not cut makes a part take more than its part of the
+    time, and sums over a TP group are left out. GPUs of several kinds on a node may share a layer
+    as they like, one more of the attention and one more of the MLP.
 
     The best way to share three kinds of work among unlike GPUs is a linear programme; any prices of
     the work give a lower bound of it (weak duality), and the largest of those is taken at the
@@ -158,7 +158,7 @@ def _sizes(inputs: Inputs, kind: str) -> tuple[int, ...]:
     memories = [inputs.memory, *(costs.memory for costs in inputs.by_dtype.values())]
     least = min(memory.activation_bytes(1, "none", kind) for memory in memories)
     held = int(capacity / (1 - inputs.memory_margin)) // max(1, least)
-    if (most_ranks := largest_set(inputs)) > 1:  # together they hold a layer of more samples
+    if (most_ranks := largest_tp_degree(inputs)) > 1:  # together they hold a layer of more samples
         most_bytes = max(inputs.capacities_bytes) / (1 - inputs.memory_margin)
         held = int(most_ranks * most_bytes) // max(1, least)
     most = max(1, min(inputs.global_batch_size, held))
@@ -186,8 +186,8 @@ def _sizes(inputs: Inputs, kind: str) -> tuple[int, ...]:
 #
 # Each direction of the link then carries what crosses, so the iteration takes that over its
 # bandwidth at least, and what computing takes at least. The same holds for ranks of a
-# tensor-parallel set on both sides: each of them has to learn what the others' parts of a layer add
-# up to. Latencies, embedding and head are left out.
+# tensor-parallel group on both sides: each of them has to learn what the others' parts of a layer
+# add up to. Latencies, embedding and head are left out.
 
 
 _HALVINGS = 60
@@ -259,7 +259,7 @@ def link_bound(
 def plan_link_bound(inputs: Inputs, plan: Plan) -> LinkBound:
     """Return the bound for plans whose groups compute and send gradients in this one's types."""
     types = {group.compute_dtype for group in plan.groups if group.compute_dtype}
-    wires = any(group.gradient_wire for group in plan.groups)
+    wires = any(group.grad_reduce_dtype for group in plan.groups)
     return link_bound(inputs, dtypes=sorted(types), narrow_gradients=wires)
 
 
@@ -297,7 +297,7 @@ def _crossing(inputs: Inputs, dtypes: Sequence[ComputeDtype], narrow: bool) -> C
         memories += [costs.memory for costs in inputs.by_dtype.values()]
     parameters = inputs.memory.layer_parameters()
     gradients = min(memory.gradient_bytes(parameters) for memory in memories)
-    if narrow or inputs.space.gradient_comm_dtype is not None:
+    if narrow or inputs.space.grad_reduce_dtype is not None:
         gradients = min(gradients, 2 * parameters)
     values = min(memory.parameter_bytes(parameters) for memory in memories)
     samples = min(memory.boundary_bytes(1) for memory in memories) * inputs.global_batch_size
@@ -333,7 +333,7 @@ class Way:
     """Costs of a rank that has these parts of each layer and of the vocabulary."""
 
     compute: ComputeCost
-    in_two: SetComputeCost | None = None
+    in_two: TpComputeCost | None = None
     """The same, attention and MLP apart; None: where they are not asked for."""
     attention: float = 1.0
     mlp: float = 1.0
@@ -362,21 +362,21 @@ def both_s(times: PassTimes) -> float:
     return times.forward_s + times.backward_s
 
 
-def largest_set(inputs: Inputs) -> int:
-    """Most ranks that a tensor-parallel set of a plan may have."""
+def largest_tp_degree(inputs: Inputs) -> int:
+    """Most ranks that a tensor-parallel group of a plan may have."""
     groups, space = inputs.model.num_query_groups, inputs.space
-    if inputs.sets is None or inputs.joined_units is not None or groups is None:
+    if inputs.tp_costs is None or inputs.tp_members is not None or groups is None:
         return 1
     on_node = max(node.num_gpus for node in inputs.spec.nodes)
-    near = inputs.world_size if space.sets_across_nodes else on_node
+    near = inputs.world_size if space.tp_across_nodes else on_node
     return min(near, groups, space.max_tensor_parallel or near)
 
 
 def may_share_layers(inputs: Inputs) -> bool:
     """Whether GPUs of several kinds may have other parts of the attention than of the MLP."""
-    if largest_set(inputs) == 1 or not inputs.space.unequal_parts:
+    if largest_tp_degree(inputs) == 1 or not inputs.space.uneven_tp_shards:
         return False
-    if inputs.space.sets_across_nodes:
+    if inputs.space.tp_across_nodes:
         return len(set(inputs.kinds)) > 1
     return any(len(set(node.gpu_kinds)) > 1 for node in inputs.spec.nodes)
 
@@ -384,8 +384,8 @@ def may_share_layers(inputs: Inputs) -> bool:
 def ways_to_compute(inputs: Inputs, kind: str, dtypes: tuple[ComputeDtype, ...]) -> Iterator[Way]:
     """Yield every way in which a plan may let a kind compute.
 
-    Of sets only what was measured in them: otherwise a part takes no less than its part of the time
-    of the whole, as what is not cut takes as long.
+    Of TP groups only what was measured in them: otherwise a part takes no less than its part of the
+    time of the whole, as what is not cut takes as long.
     """
     own = inputs.own_types[kind] if inputs.own_types is not None else None
     allowed: list[ComputeDtype | None] = [None]
@@ -396,13 +396,13 @@ def ways_to_compute(inputs: Inputs, kind: str, dtypes: tuple[ComputeDtype, ...])
     ]
     for dtype in allowed:
         compute = inputs.compute if dtype is None else inputs.by_dtype[dtype].compute
-        if largest_set(inputs) == 1:
+        if largest_tp_degree(inputs) == 1:
             yield Way(compute=compute)
             continue
-        assert inputs.sets is not None
-        yield Way(compute=compute, in_two=inputs.sets.of_rank(WHOLE, dtype).compute)
-        for degree in range(2, largest_set(inputs) + 1):
-            equal = inputs.sets.of_rank(RankPart(degree=degree), dtype).compute
+        assert inputs.tp_costs is not None
+        yield Way(compute=compute, in_two=inputs.tp_costs.of_rank(WHOLE, dtype).compute)
+        for degree in range(2, largest_tp_degree(inputs) + 1):
+            equal = inputs.tp_costs.of_rank(TpShard(degree=degree), dtype).compute
             if equal.includes_collectives(kind, "layer"):
                 part = 1 / degree
                 yield Way(compute=equal, in_two=equal, attention=part, mlp=part, rows=part)
@@ -413,16 +413,16 @@ def _most_unequal(inputs: Inputs, degree: int, dtype: ComputeDtype | None) -> It
     """The rank that has as much as can be: nearly all of what is not cut is done once there."""
     model = inputs.model
     groups, columns, rows = model.num_query_groups, model.ffn_hidden_size, model.vocab_size
-    if not inputs.space.unequal_parts or groups is None or columns is None or rows is None:
+    if not inputs.space.uneven_tp_shards or groups is None or columns is None or rows is None:
         return
-    assert inputs.sets is not None
+    assert inputs.tp_costs is not None
     others = degree - 1
-    parts = Parts(
+    tp_shards = TpShards(
         kv_groups=(groups - others, *(1,) * others),
         mlp_columns=(columns - others, *(1,) * others),
         vocabulary_rows=(rows - others, *(1,) * others),
     )
-    found = inputs.sets.of_rank(RankPart(degree=degree, parts=parts), dtype).compute
+    found = inputs.tp_costs.of_rank(TpShard(degree=degree, tp_shards=tp_shards), dtype).compute
     yield Way(
         compute=found,
         in_two=found,

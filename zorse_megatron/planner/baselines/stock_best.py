@@ -218,7 +218,8 @@ def no_stock_layout(found: Stock) -> NoPlanError:
         where="strategy stock",
         found=f"no layout that fits ({found.reason})",
         expected="a layout of stock Megatron that fits, on all GPUs or some of them",
-        remedy="The strategy zorse also gives GPUs different micro-batches, sets and offloading.",
+        remedy="The strategy zorse also gives GPUs different micro-batches, TP groups and "
+        "offloading.",
     )
     error = NoPlanError("the strategy stock has no plan", [problem])
     if (layout := found.layout) is not None:
@@ -387,7 +388,7 @@ def whole_plan(
 ) -> Plan:
     """Groups in model order as a plan."""
     return Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=inputs.global_batch_size,
         model=inputs.model,
         groups=tuple(groups),

@@ -15,9 +15,9 @@ from zorse_megatron.planner.closed_form.device_groups import (
     StagePosition,
 )
 from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
-from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.inputs.tensor_parallel_units import JoinedSet
+from zorse_megatron.planner.inputs.tensor_parallel_inputs import with_tp_groups
+from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup
 
 _PROBE_BYTES = 10**8
 _ROOMS = (1.0, 1.1)
@@ -96,7 +96,7 @@ def grid_estimates(inputs: Inputs) -> list[GridEstimate]:
 
 
 class GridCosts:
-    """Costs layouts of one tensor-parallel degree, among its sets.
+    """Costs layouts of one tensor-parallel degree, among its TP groups.
 
     `known`: shared by placements of one search, whose stages are often alike.
     """
@@ -104,30 +104,30 @@ class GridCosts:
     def __init__(self, inputs: Inputs, tensor: int, known: Known | None = None) -> None:
         self.known: Known = {} if known is None else known
         spec = inputs.spec
-        looks: list[tuple[object, ...]] = []
+        keys: list[tuple[object, ...]] = []
         for first in range(0, inputs.world_size, tensor):
             ranks, node = range(first, first + tensor), spec.nodes[spec.node_of(first)]
             sizes = tuple((inputs.kinds[n], inputs.capacities_bytes[n]) for n in ranks)
-            looks.append((tensor, sizes, node.link if tensor > 1 else None))
-        self._looks = looks
+            keys.append((tensor, sizes, node.link if tensor > 1 else None))
+        self._keys = keys
         if tensor > 1:
             firsts = range(0, inputs.world_size, tensor)
-            sets = [JoinedSet(ranks=tuple(range(n, n + tensor))) for n in firsts]
-            inputs = joined(inputs, tuple(sets))
+            tp_groups = [TpGroup(ranks=tuple(range(n, n + tensor))) for n in firsts]
+            inputs = with_tp_groups(inputs, tuple(tp_groups))
         self.inputs = inputs
         self.cost_model = StageCostModel(inputs)
         self.device_groups = DeviceGroups(inputs)
         self._exchanges: dict[tuple[int, int], float] = {}
-        self._hops: dict[tuple[int, int, int], float] = {}
-        self._stage_looks: dict[tuple[int, int], frozenset[tuple[object, ...]]] = {}
+        self._transfers: dict[tuple[int, int, int], float] = {}
+        self._stage_keys: dict[tuple[int, int], frozenset[tuple[object, ...]]] = {}
 
     def estimate(self, grid: Grid) -> GridEstimate:
         """Slowest stage, time to fill and to update; memory of the fullest rank."""
         stages = self._stages(grid)
         # The last stage sends its forwards on to the first one where there are virtual stages.
-        hops_s = [self._hop_s(grid, at) for at in range(grid.stages)]
+        transfers_s = [self._transfer_s(grid, at) for at in range(grid.stages)]
         count = self.inputs.global_batch_size // (grid.width * grid.micro_batch_size)
-        beat_s = self._beat_s(grid, [stage.both_s for stage in stages], hops_s)
+        beat_s = self._beat_s(grid, [stage.both_s for stage in stages], transfers_s)
         slowest_s = max(stage.both_s for stage in stages)
         fill_s = (sum(stage.both_s for stage in stages) - slowest_s) / grid.virtual
         # Of what is exchanged about a micro-batch's time is hidden.
@@ -138,13 +138,13 @@ class GridCosts:
         )
         return GridEstimate(
             grid=grid,
-            iteration_s=count * beat_s + fill_s + 2 * sum(hops_s[:-1]) + tail_s,
+            iteration_s=count * beat_s + fill_s + 2 * sum(transfers_s[:-1]) + tail_s,
             least_s=count * slowest_s,
             fullest=max(stage.fullest for stage in stages),
         )
 
     @staticmethod
-    def _beat_s(grid: Grid, both_s: Sequence[float], hops_s: Sequence[float]) -> float:
+    def _beat_s(grid: Grid, both_s: Sequence[float], transfers_s: Sequence[float]) -> float:
         """What one more micro-batch adds.
 
         A stage computes, and stops while it sends: under 1F1B an activation and a gradient pass
@@ -153,13 +153,15 @@ class GridCosts:
         """
         stages, virtual = grid.stages, grid.virtual
         if virtual > 1:
-            around_s = sum(hops_s) + sum(both_s) / (3 * virtual)  # forwards are a third
-            alone_s = max(one + virtual * hop for one, hop in zip(both_s, hops_s, strict=True))
+            around_s = sum(transfers_s) + sum(both_s) / (3 * virtual)  # forwards are a third
+            alone_s = max(
+                one + virtual * transfer for one, transfer in zip(both_s, transfers_s, strict=True)
+            )
             return max(alone_s, virtual * around_s / stages)
         found, there_and_back_s = 0.0, 0.0
         for after, at in enumerate(reversed(range(stages))):
-            there_and_back_s += both_s[at] + (2 * hops_s[at] if after else 0.0)
-            nearest_s = (hops_s[at] if after else 0.0) + (hops_s[at - 1] if at else 0.0)
+            there_and_back_s += both_s[at] + (2 * transfers_s[at] if after else 0.0)
+            nearest_s = (transfers_s[at] if after else 0.0) + (transfers_s[at - 1] if at else 0.0)
             found = max(found, both_s[at] + nearest_s, there_and_back_s / (after + 1))
         return found
 
@@ -248,11 +250,11 @@ class GridCosts:
     def _key(self, grid: Grid, at: int) -> tuple[object, ...]:
         """Equal for stages that take the same, with the same number of layers."""
         place = at, grid.width
-        if place not in self._stage_looks:
+        if place not in self._stage_keys:
             ranks = range(at * grid.width, (at + 1) * grid.width)
-            self._stage_looks[place] = frozenset(self._looks[rank] for rank in ranks)
+            self._stage_keys[place] = frozenset(self._keys[rank] for rank in ranks)
         return (
-            self._stage_looks[place],
+            self._stage_keys[place],
             *(at, grid.stages, grid.width, grid.virtual, grid.micro_batch_size),
             *(grid.mode, grid.distributed),
         )
@@ -300,14 +302,14 @@ class GridCosts:
             self._exchanges[place] = exchange_s / _PROBE_BYTES
         return self._exchanges[place]
 
-    def _hop_s(self, grid: Grid, at: int) -> float:
+    def _transfer_s(self, grid: Grid, at: int) -> float:
         """A micro-batch's way to the next stage, and from the last one to the first: as long as
         the longest of its replicas, those of one node behind one another."""
         width, size = grid.width, grid.micro_batch_size
         key = at, width, size
         if grid.stages == 1:
             return 0.0
-        if key not in self._hops:
+        if key not in self._transfers:
             spec, found = self.inputs.spec, 0.0
             num_bytes = self.inputs.memory.boundary_bytes(size)
             sources = range(at * width, (at + 1) * width)
@@ -319,8 +321,8 @@ class GridCosts:
                 alone_s = self.inputs.comm.transfer_s(source, target, num_bytes)
                 latency_s = self.inputs.comm.transfer_s(source, target, 0)
                 found = max(found, latency_s + together * (alone_s - latency_s))
-            self._hops[key] = found
-        return self._hops[key]
+            self._transfers[key] = found
+        return self._transfers[key]
 
     def _stage(self, grid: Grid, at: int, layers: int) -> Stage:
         after, width = grid.stages - at - 1, grid.width

@@ -1,6 +1,6 @@
 """Stock Megatron's layouts: tensor times data times pipeline parallelism, on GPUs in any order.
 
-Tensor-parallel sets are neighbours on a node. One micro-batch size, one recomputation setting, a
+Tensor-parallel groups are neighbours on a node. One micro-batch size, one recomputation setting, a
 distributed optimizer with equal shards, 1F1B or, with virtual stages, interleaved. Each virtual
 stage may have layers of its own (`--pipeline-model-parallel-layout`). Even layouts are those that a
 user gets without writing one by hand: virtual stages have equally many layers, where embedding and
@@ -24,9 +24,9 @@ from zorse_megatron.planner.baselines.lower_bounds import best_layers_per_s
 from zorse_megatron.planner.inputs.search_inputs import (
     Inputs,
     NodeLike,
-    may_join,
+    allows_tp_degree,
     on_nodes,
-    parts_are_equal,
+    tp_shards_are_even,
 )
 
 _SIZES = (1, 2, 4, 8, 16)
@@ -180,11 +180,12 @@ def may_run(inputs: Inputs, grid: Grid) -> bool:
 
 
 def tensor_degrees(inputs: Inputs) -> list[int]:
-    """Degrees of which stock can make all GPUs sets: 1, and powers of 2 that divide everything."""
+    """Degrees of which stock can make all GPUs TP groups: 1, and powers of 2 that divide
+    everything."""
     found, degree = [1], 2
-    while degree <= inputs.world_size and inputs.sets is not None and inputs.joined_units is None:
-        divides = inputs.world_size % degree == 0 and parts_are_equal(inputs, degree)
-        if divides and may_join(inputs, degree):
+    while degree <= inputs.world_size and inputs.tp_costs is not None and inputs.tp_members is None:
+        divides = inputs.world_size % degree == 0 and tp_shards_are_even(inputs, degree)
+        if divides and allows_tp_degree(inputs, degree):
             firsts = range(0, inputs.world_size, degree)
             nodes = inputs.spec.node_of
             if all(nodes(first) == nodes(first + degree - 1) for first in firsts):
@@ -217,12 +218,12 @@ def no_grid(inputs: Inputs) -> str:
     stages = [s for s in range(1, world + 1) if world % s == 0]
     even = [s for s in stages if even_stages(inputs.num_layers, s) is not None]
     widths = ", ".join(f"{world // s} (PP {s})" for s in even)
-    sets = [str(degree) for degree in tensor_degrees(inputs)[1:]]
-    with_sets = f". Tensor parallelism of {_listed(sets)} does not help" if sets else ""
+    tp_costs = [str(degree) for degree in tensor_degrees(inputs)[1:]]
+    with_tp = f". Tensor parallelism of {_listed(tp_costs)} does not help" if tp_costs else ""
     return (
         f"divisibility: {world} GPUs make {_listed(stages)} stages, of which {inputs.num_layers} "
         f"layers can be split evenly into {_listed(even)}; data parallelism would then be "
-        f"{widths}, and none of these divides a batch of {batch}{with_sets}"
+        f"{widths}, and none of these divides a batch of {batch}{with_tp}"
     )
 
 
@@ -257,7 +258,7 @@ def plan_of_grid(inputs: Inputs, grid: Grid, order: Sequence[int] | None = None)
         groups.append(Group(replicas=replicas, recompute=recompute, compute_dtype=one_type))
     starts = itertools.accumulate(grid.layers[:-1], initial=0)
     return Plan(
-        schema_version=1,
+        schema_version=2,
         global_batch_size=inputs.global_batch_size,
         model=inputs.model,
         groups=tuple(groups),
@@ -444,13 +445,13 @@ def _every_one(base: Inputs) -> Iterator[tuple[int, ...]]:
         parts.setdefault((base.spec.node_of(rank), kind), []).append(rank)
     if math.prod(len(part) + 1 for part in parts.values()) > _MOST_SETS_OF_FEW:
         return
-    looks = set()
+    keys_seen = set()
     for counts in itertools.product(*(range(len(part) + 1) for part in parts.values())):
         some = [part[:count] for part, count in zip(parts.values(), counts, strict=True)]
         ranks = tuple(sorted(itertools.chain(*some)))
         look = frozenset(Counter(in_order(base, ranks).look(base)).items())
-        if look not in looks:
-            looks.add(look)
+        if look not in keys_seen:
+            keys_seen.add(look)
             yield ranks
 
 

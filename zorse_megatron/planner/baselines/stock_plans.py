@@ -90,9 +90,9 @@ def _schedule_problems(plan: Plan, stages: tuple[int, ...]) -> Iterator[Problem]
             "schedule.name", f'"{plan.schedule.name}"', f'"{wanted}", stock\'s for {each} a group'
         )
     for number, chunk in enumerate(plan.chunks):
-        if chunk.hop is not None:
+        if chunk.transfer is not None:
             yield _problem(
-                f"chunks[{number}].hop", "it", "no micro-batches in flight for slow transfers"
+                f"chunks[{number}].transfer", "it", "no micro-batches in flight for slow transfers"
             )
     rounds = plan.groups[0].replicas[0].num_microbatches
     if virtual > 1 and rounds % count:
@@ -127,7 +127,7 @@ def _group_problems(plan: Plan) -> Iterator[Problem]:
 _OF_OUR_RUNTIME = {
     "extra_in_flight": "no more in flight than stock's schedule has",
     "split_backward": "each backward in one piece",
-    "gradient_wire": "gradients sent as they are kept",
+    "grad_reduce_dtype": "gradients sent as they are kept",
     "hierarchical": "sums over all ranks at once",
 }
 """Field of a group -> what stock does."""
@@ -156,8 +156,8 @@ def _unlike(replica: Replica, first: Replica, of_group: Replica) -> Iterator[tup
             yield field, f"{found}", f"{wanted}{why}"
     if replica.shard_weight != of_group.shard_weight or not of_group.shard_weight:
         yield "shard_weight", f"{replica.shard_weight:g}", "equal shards in a group"
-    if replica.unequal_parts is not None:
-        yield "parts", "unequal parts", "equal ones in each set"
+    if replica.uneven_tp_shards is not None:
+        yield "tp_shards", "uneven TP shards", "equal ones in each TP group"
     if replica.ranks != tuple(sorted(replica.ranks)):
         yield "ranks", f"{list(replica.ranks)}", "them in order"
     if replica.region is not None:

@@ -58,9 +58,10 @@ class CommunicationCosts:
         self._paths: dict[tuple[DeviceGroup, DeviceGroup], TransferPath] = {}
         self._gathers: dict[tuple[DeviceGroup, int], float] = {}
         self._like: dict[tuple[object, ...], float] = {}
-        looks: dict[object, int] = {}
+        numbers_by_key: dict[object, int] = {}
         self._look_of_node = [
-            looks.setdefault(hardware_key(node), len(looks)) for node in inputs.spec.nodes
+            numbers_by_key.setdefault(hardware_key(node), len(numbers_by_key))
+            for node in inputs.spec.nodes
         ]
         self._two_levels = TwoLevels(inputs)
         self._alone: dict[tuple[int, int, int], float] = {}
@@ -115,8 +116,8 @@ class CommunicationCosts:
     def even_gather_s(self, device_group: DeviceGroup, num_bytes: int, pieces: int = 1) -> float:
         """An all-gather (or reduce-scatter) of equal shards over a device group, on idle links.
 
-        `pieces`: of how many equal parts, one after the other. In two levels over several regions,
-        where that is faster.
+        `pieces`: of how many even TP shards, one after the other. In two levels over several
+        regions, where that is faster.
         """
         ranks = device_group.ranks
         if len(ranks) < 2:
@@ -194,7 +195,7 @@ class TwoLevels:
 
         Nor for sets, which count as one GPU in the search: the links that they share do not.
         """
-        if self.inputs.joined_units is not None or not self.inputs.space.hierarchical:
+        if self.inputs.tp_members is not None or not self.inputs.space.hierarchical:
             return None
         runs = self._runs(ranks)
         if len(runs) == 1 or len(runs) > len({self._region(run[0]) for run in runs}):

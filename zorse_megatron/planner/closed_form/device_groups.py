@@ -160,7 +160,7 @@ class StagePosition:
     schedule: str = "1f1b"
     num_chunks: int = 1
     slow_before: bool = False
-    """Whether the hop from the group before is given in the plan (see `build_plan`)."""
+    """Whether the transfer from the group before is given in the plan (see `build_plan`)."""
     slow_after: bool = False
     """Whether that to the group after is."""
 
@@ -322,7 +322,7 @@ def _sumset(first: int, second: int) -> int:
     if first.bit_count() < second.bit_count():
         first, second = second, first
     result = at = 0
-    while second:  # one run of set bits after the other
+    while second:  # one run of TP group bits after the other
         zeros = (second & -second).bit_length() - 1
         second >>= zeros
         ones = (~second & (second + 1)).bit_length() - 1
@@ -343,7 +343,7 @@ def _smeared(bits: int, length: int) -> int:
 
 
 def _power(bits: int, count: int, batch: int) -> int:
-    """The sumset of `count` equal sets, up to the batch."""
+    """The sumset of `count` equal TP groups, up to the batch."""
     mask = (1 << (batch + 1)) - 1
     result, square = 1, bits
     while count:

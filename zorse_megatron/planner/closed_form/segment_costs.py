@@ -21,11 +21,11 @@ import numpy as np
 from zorse_megatron.costs.stage_formulas import (
     Value,
     in_flight_micro_batches,
-    kept_bytes,
     micro_batches_per_replica,
     pass_s,
     replica_bytes,
     samples_per_s,
+    saved_bytes,
     section_parameters,
     stage_parameters,
 )
@@ -194,7 +194,7 @@ class SegmentCosts:
         first_s = self._per_class([each.forward_s + each.backward_s for each in first])
         last_s = self._per_class([each.forward_s + each.backward_s for each in last])
         arrival_s = self._per_class(
-            [self.inputs.units.arrival_s(kind, size) for (kind, _), size in rows]
+            [self.inputs.members.arrival_s(kind, size) for (kind, _), size in rows]
         )
         is_first, is_last = self._is_first[:, None], self._is_last[:, None]
         return (
@@ -218,8 +218,10 @@ class SegmentCosts:
         """
         sizes, counts = self.sizes[:, None, None], self.counts[..., None]
         memory, batch = self.cost_model.memory, self.inputs.global_batch_size
-        spared = self._per_class([memory.spared(kind, "full") for kind, _ in self.classes])
-        kept = self._per_class([memory.kept(kind) for kind, _ in self.classes])
+        recompute_savings = self._per_class(
+            [memory.recompute_savings(kind, "full") for kind, _ in self.classes]
+        )
+        saved = self._per_class([memory.saved(kind) for kind, _ in self.classes])
         boundaries = self._per_class([memory.boundary_on(kind) for kind, _ in self.classes])
         parameters = self._parameters(layers)
         number = np.stack(micro_batches_per_replica(batch, counts, sizes, both_s))
@@ -228,11 +230,11 @@ class SegmentCosts:
         free = self._capacities() - replica_bytes(
             memory.costs.parameter_bytes(parameters) + memory.costs.gradient_bytes(parameters),
             sizes,
-            activations=in_flight * kept_bytes(layers, 0, kept, kept),
+            activations=in_flight * saved_bytes(layers, 0, saved, saved),
             working=BUFFERS * boundaries + self._head(),
         )
         # Per sample a recomputed layer spares what it keeps, and needs all of it for a moment.
-        moment, gain = sizes * spared, sizes * in_flight * spared
+        moment, gain = sizes * recompute_savings, sizes * in_flight * recompute_savings
         present = counts > 0
         by_rank = np.where(present & (free < 0), (moment - free) / gain, 0.0)
         state: Floats = np.asarray(memory.costs.state_bytes(parameters))[0]

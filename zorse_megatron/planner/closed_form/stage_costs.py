@@ -238,7 +238,7 @@ class StageCostModel:
         key = kind, size, is_first, is_last
         found = self._at_ends.get(key)
         if found is None:
-            compute, arrival_s = self.inputs.compute, self.inputs.units.arrival_s(kind, size)
+            compute, arrival_s = self.inputs.compute, self.inputs.members.arrival_s(kind, size)
             first = PassTimes(forward_s=arrival_s, backward_s=0.0)
             last = PassTimes(forward_s=0.0, backward_s=arrival_s)
             found = self._at_ends[key] = (

@@ -14,8 +14,8 @@ from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.process_memory import pinned_bytes, pinned_state_bytes
 from zorse_megatron.costs.stage_formulas import (
     in_flight_micro_batches,
-    kept_bytes,
     replica_bytes,
+    saved_bytes,
     section_parameters,
     stage_parameters,
     widened_bytes,
@@ -56,7 +56,7 @@ class StageMemory:
         self.head = costs.head_bytes(1)
         self.layer_parameters = costs.layer_parameters()
 
-    def kept(self, kind: str, mode: RecomputeMode = "none") -> int:
+    def saved(self, kind: str, mode: RecomputeMode = "none") -> int:
         """What a layer keeps of a sample on a kind of GPU."""
         found = self._kept.get((kind, mode))
         if found is None:
@@ -64,14 +64,14 @@ class StageMemory:
         return found
 
     def boundary_on(self, kind: str) -> int:
-        """One activation between layers of a sample; each rank of a set has all of it."""
+        """One activation between layers of a sample; each rank of a TP group has all of it."""
         if kind not in self._boundaries:
-            self._boundaries[kind] = self.inputs.units.boundary_bytes_on(kind)
+            self._boundaries[kind] = self.inputs.members.boundary_bytes_on(kind)
         return self._boundaries[kind]
 
-    def spared(self, kind: str, mode: RecomputeMode) -> int:
+    def recompute_savings(self, kind: str, mode: RecomputeMode) -> int:
         """What a recomputed layer does not keep."""
-        return self.kept(kind) - self.kept(kind, mode)
+        return self.saved(kind) - self.saved(kind, mode)
 
     def parameters(self, num_layers: int, position: StagePosition) -> int:
         """Parameters of a stage."""
@@ -152,12 +152,12 @@ class StageMemory:
     ) -> float:
         """What a replica has beside its share, if it runs `count` micro-batches of a size."""
         position, chunks = stage.position, stage.num_chunks
-        each = self.kept(kind), self.kept(kind, settings.mode)
+        each = self.saved(kind), self.saved(kind, settings.mode)
         layers = self.layers_in_flight(stage, count)
         if settings.offload_activations:
             # One on its way out, one on its way in, one in use, each of one chunk.
             layers = min(layers, 3 * stage.num_layers / chunks)
-        kept = kept_bytes(stage.num_layers, settings.recomputed, *each)
+        saved = saved_bytes(stage.num_layers, settings.recomputed, *each)
         alone = position.is_first and position.is_last and chunks == 1
         buffers = 0 if alone else BUFFERS * self.boundary_on(kind)
         in_chunk, head = stage.num_layers // chunks, 0.0
@@ -172,7 +172,7 @@ class StageMemory:
         found: float = replica_bytes(
             self._unsharded_bytes(stage),
             size,
-            layers * kept / stage.num_layers,
+            layers * saved / stage.num_layers,
             working,
             stage.reserve_bytes,
         )
@@ -347,14 +347,14 @@ class StageHostMemory:
             return 0.0
         kind, size = stage.device_group.gpu_classes[at].kind, stage.sizes[at]
         each = self._blocks(size, "none", kind), self._blocks(size, settings.mode, kind)
-        kept: float = kept_bytes(stage.num_layers, settings.recomputed, *each)
-        return kept / stage.num_layers * self.memory.layers_in_flight(stage, count)
+        saved: float = saved_bytes(stage.num_layers, settings.recomputed, *each)
+        return saved / stage.num_layers * self.memory.layers_in_flight(stage, count)
 
     def _blocks(self, size: int, mode: RecomputeMode, kind: str) -> int:
         """What one layer keeps of a micro-batch."""
         key = size, mode, kind
         if key not in self._kept:
-            tensors = self.memory.costs.kept_tensor_bytes(*key)
+            tensors = self.memory.costs.saved_tensor_bytes(*key)
             self._kept[key] = sum(map(pinned_bytes, tensors))
         return self._kept[key]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from zorse_megatron.costs.stage_formulas import kept_bytes
+from zorse_megatron.costs.stage_formulas import saved_bytes
 from zorse_megatron.planner.closed_form.device_groups import (
     ClassSettings,
     GpuClass,
@@ -74,8 +74,8 @@ class SettingsToTry:
         """What may wait in the host beside activations, cheapest first; nothing comes first."""
         if not self.space.offload:
             return [MemorySettings()]
-        alike = self.cost_model.inputs.units.are_cut_alike(stage.device_group.ranks)
-        # The runtime keeps shards of unlike replicas on the GPUs.
+        alike = self.cost_model.inputs.members.are_cut_alike(stage.device_group.ranks)
+        # The runtime keeps shards of replicas that differ in TP shards on the GPUs.
         return [
             each
             for each in host_settings(stage)
@@ -90,7 +90,7 @@ class SettingsToTry:
         if "none" in space.recompute:
             yield host
         kinds = {gpu_class.kind for gpu_class in stage.device_group.gpu_classes}
-        spares = any(self.memory.spared(kind, "selective") > 0 for kind in kinds)
+        spares = any(self.memory.recompute_savings(kind, "selective") > 0 for kind in kinds)
         if "selective" in space.recompute and spares:
             yield replace(host, mode="selective", recomputed=stage.num_layers)
         if "full" in space.recompute:
@@ -100,13 +100,14 @@ class SettingsToTry:
         """Whether the host link takes what a forward keeps in no more than the forward's time."""
         memory = self.memory
 
-        def kept(kind: str) -> int:
-            each = memory.kept(kind), memory.kept(kind, settings.mode)
-            found: int = kept_bytes(stage.num_layers, settings.recomputed, *each)
+        def saved(kind: str) -> int:
+            each = memory.saved(kind), memory.saved(kind, settings.mode)
+            found: int = saved_bytes(stage.num_layers, settings.recomputed, *each)
             return found
 
         return all(
-            passes.size * kept(gpu_class.kind) / gpu_class.host_link_bytes_per_s <= passes.forward_s
+            passes.size * saved(gpu_class.kind) / gpu_class.host_link_bytes_per_s
+            <= passes.forward_s
             for gpu_class, passes in zip(
                 stage.device_group.gpu_classes,
                 self.cost_model.passes(stage, stage.alike(settings)),
@@ -169,7 +170,7 @@ class _Option:
     least: int
     """The fewest with which one of the GPUs fits."""
     most: int
-    kept_bytes: float
+    saved_bytes: float
     """Free on one GPU where nothing is recomputed."""
     first_bytes: float
     """The same with one layer of each chunk recomputed, which needs memory while that is done."""
@@ -179,7 +180,7 @@ class _Option:
     def free_bytes(self, number: int) -> float:
         """Of all GPUs of the class."""
         if not number:
-            return self.num_gpus * self.kept_bytes
+            return self.num_gpus * self.saved_bytes
         return self.num_gpus * (self.first_bytes + (number - 1) * self.more_bytes)
 
     def enough(self, needed_bytes: float) -> int:
@@ -272,12 +273,12 @@ class SettingsByClass:
         def full(recomputed: int) -> MemorySettings:
             return replace(host, mode="full", recomputed=min(recomputed, stage.num_layers))
 
-        kept = free(host)
+        saved = free(host)
         most = -(-stage.num_layers // step) if "full" in self.space.recompute else 0
-        first = free(full(step)) if most else kept
+        first = free(full(step)) if most else saved
         more = free(full(2 * step)) - first if most > 1 else 0.0
-        least = 0 if kept >= 0 else 1
-        if kept < 0 and first < 0:
+        least = 0 if saved >= 0 else 1
+        if saved < 0 and first < 0:
             least = 1 + math.ceil(-first / more) if more > 0 else most + 1
         common = {"num_gpus": len(gpu_class.ranks), "num_layers": stage.num_layers, "step": step}
         if least <= most:
@@ -286,21 +287,24 @@ class SettingsByClass:
                 **common,
                 least=least,
                 most=most,
-                kept_bytes=kept,
+                saved_bytes=saved,
                 first_bytes=first,
                 more_bytes=more,
             )
-        if "selective" in self.space.recompute and memory.spared(gpu_class.kind, "selective") > 0:
+        if (
+            "selective" in self.space.recompute
+            and memory.recompute_savings(gpu_class.kind, "selective") > 0
+        ):
             selective = replace(host, mode="selective", recomputed=stage.num_layers)
-            kept = free(selective)
-            if kept >= 0:
+            saved = free(selective)
+            if saved >= 0:
                 yield _Option(
                     settings=selective,
                     **common,
                     least=0,
                     most=0,
-                    kept_bytes=kept,
-                    first_bytes=kept,
+                    saved_bytes=saved,
+                    first_bytes=saved,
                     more_bytes=0.0,
                 )
 

@@ -37,16 +37,16 @@ def _distinct(
 
 
 def _all(spec: Topology, grouping: Grouping) -> Iterator[GroupingProposal]:
-    looks = _looks(spec, grouping)
-    yield from _merges(grouping, looks)
-    yield from _splits(spec, grouping, looks)
-    yield from _moves(spec, grouping, looks)
+    classes = _classes(spec, grouping)
+    yield from _merges(grouping, classes)
+    yield from _splits(spec, grouping, classes)
+    yield from _moves(spec, grouping, classes)
 
 
-def _looks(spec: Topology, grouping: Grouping) -> list[int]:
+def _classes(spec: Topology, grouping: Grouping) -> list[int]:
     """Equal numbers for groups that are alike by themselves, to skip most mirror images early."""
     numbers: dict[object, int] = {}
-    looks = []
+    classes = []
     for group in grouping:
         by_node: dict[int, list[str]] = {}
         for rank in group:
@@ -57,15 +57,15 @@ def _looks(spec: Topology, grouping: Grouping) -> list[int]:
             (spec.nodes[node].region, str(spec.nodes[node].switch), tuple(sorted(kinds)))
             for node, kinds in by_node.items()
         ]
-        looks.append(numbers.setdefault(tuple(sorted(places)), len(numbers)))
-    return looks
+        classes.append(numbers.setdefault(tuple(sorted(places)), len(numbers)))
+    return classes
 
 
-def _merges(grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
+def _merges(grouping: Grouping, classes: list[int]) -> Iterator[GroupingProposal]:
     done = set()
     for first, second in combinations(range(len(grouping)), 2):
         # Two groups that share nodes are not like two that do not.
-        key = (looks[first], looks[second])
+        key = (classes[first], classes[second])
         if key in done and len(grouping) > _EVERY_PAIR_UP_TO:
             continue
         done.add(key)
@@ -78,12 +78,12 @@ def _merges(grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
 _EVERY_PAIR_UP_TO = 12
 
 
-def _splits(spec: Topology, grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
+def _splits(spec: Topology, grouping: Grouping, classes: list[int]) -> Iterator[GroupingProposal]:
     done = set()
     for number, group in enumerate(grouping):
-        if looks[number] in done:
+        if classes[number] in done:
             continue
-        done.add(looks[number])
+        done.add(classes[number])
         for first in _halves(spec, group):
             second = sorted(set(group) - set(first))
             if first and second:
@@ -111,7 +111,7 @@ def _halves(spec: Topology, group: tuple[int, ...]) -> Iterator[list[int]]:
         yield list(group[:count])
 
 
-def _moves(spec: Topology, grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
+def _moves(spec: Topology, grouping: Grouping, classes: list[int]) -> Iterator[GroupingProposal]:
     done = set()
     for source, group in enumerate(grouping):
         by_node: dict[int, list[int]] = {}
@@ -119,7 +119,7 @@ def _moves(spec: Topology, grouping: Grouping, looks: list[int]) -> Iterator[Gro
             by_node.setdefault(spec.node_of(rank), []).append(rank)
         for target in range(len(grouping)):
             for node, ranks in by_node.items():
-                key = (looks[source], looks[target], spec.nodes[node].gpu_kinds, len(ranks))
+                key = (classes[source], classes[target], spec.nodes[node].gpu_kinds, len(ranks))
                 many = len(grouping) > _EVERY_PAIR_UP_TO or len(by_node) > _EVERY_PAIR_UP_TO
                 if source == target or (many and key in done):
                     continue

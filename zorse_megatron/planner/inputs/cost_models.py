@@ -14,7 +14,7 @@ from zorse_megatron.costs.analytic_compute import (
     attention_phrase,
     is_sixteen_bit,
 )
-from zorse_megatron.costs.interface import ByKind, SetComputeCost, SetRankCosts
+from zorse_megatron.costs.interface import ByKind, TpComputeCost, TpRankCosts
 from zorse_megatron.costs.model_memory import TransformerMemory, memory_from_profile, precision_of
 from zorse_megatron.costs.own_speeds import equal_kinds
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
@@ -24,7 +24,7 @@ from zorse_megatron.gpus.gpu import DTYPE_OF, Attention, Dtype, DtypeChoice, Gpu
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.model import Computing, ModelShape
 from zorse_megatron.inputs.profile import Profile
-from zorse_megatron.plan.plan import GradientCommDtype
+from zorse_megatron.plan.plan import GradReduceDtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class CostModels:
         return _computes(self, self.dtype)
 
     @cached_property
-    def compute(self) -> SetComputeCost:
+    def compute(self) -> TpComputeCost:
         """Costs each kind in the type that it computes in, with the attention that it runs."""
         return _joined(self.computes)
 
@@ -72,10 +72,10 @@ class CostModels:
         common = DTYPE_OF[common_dtype(kinds)] if self.dtype == "auto" else self.dtype
         return _memory(self, common)
 
-    def costs_in(self, dtype: Dtype) -> SetRankCosts:
+    def costs_in(self, dtype: Dtype) -> TpRankCosts:
         """Costs of a group that a plan lets compute in a type."""
         memory, _ = _memory(self, dtype, in_own_type=True)
-        return SetRankCosts(compute=_joined(_computes(self, dtype)), memory=memory)
+        return TpRankCosts(compute=_joined(_computes(self, dtype)), memory=memory)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def _computes(models: CostModels, dtype: DtypeChoice) -> dict[str, ProfiledCompu
     return result
 
 
-def _joined(computes: Mapping[str, ProfiledCompute]) -> SetComputeCost:
+def _joined(computes: Mapping[str, ProfiledCompute]) -> TpComputeCost:
     """Costs of all kinds in one."""
     first, *others = dict.fromkeys(computes.values())
     return ByKind(computes=computes) if others else first
@@ -237,7 +237,7 @@ def _measured_sizes(compute: ProfiledCompute, kind: str) -> tuple[int, ...]:
 
 
 def communication_dtype_problems(
-    wanted: GradientCommDtype | None, dtypes: Collection[Dtype]
+    wanted: GradReduceDtype | None, dtypes: Collection[Dtype]
 ) -> Iterator[Problem]:
     """Yield where no loss scale would notice an overflow. `dtypes`: of the kinds of GPU.
 

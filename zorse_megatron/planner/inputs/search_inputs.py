@@ -12,7 +12,7 @@ from zorse_megatron.costs.interface import (
     JobCosts,
     MemoryCost,
     Provenance,
-    SetCosts,
+    TpCosts,
 )
 from zorse_megatron.costs.process_memory import MemoryItem, fixed_bytes, most_bytes, process_items
 from zorse_megatron.costs.topology import Topology, topology_of
@@ -22,13 +22,13 @@ from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype, DtypeChoice, GpuKind
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.model import USUAL, Computing, JobRecompute, ModelShape
 from zorse_megatron.inputs.profile import Profile, Source
-from zorse_megatron.plan.plan import ClusterFingerprint, GradientCommDtype, ModelFingerprint, Plan
+from zorse_megatron.plan.plan import ClusterFingerprint, GradReduceDtype, ModelFingerprint, Plan
 from zorse_megatron.planner.inputs.cost_models import (
     CostModels,
     communication_dtype_problems,
     kind_problems,
 )
-from zorse_megatron.planner.inputs.tensor_parallel_units import SplitCosts, Units, in_rank_order
+from zorse_megatron.planner.inputs.tensor_parallel_members import Members, SplitCosts, all_tp_groups
 from zorse_megatron.planner.outcome import PlannerInputError
 
 # Which plans a search may propose.
@@ -48,20 +48,21 @@ class SearchSpace:
     max_micro_batch_size: int | None = None
     """None: whatever fits."""
     max_tensor_parallel: int | None = None
-    """Most ranks of a tensor-parallel set; 1: no sets. None: as many as a node has."""
-    barring_sets: tuple[str, ...] = ()
-    """Flags of the training command with which no plan may have sets."""
-    wished_tensor_parallel: int = 1
-    """Ranks that sets have in what is tried in any case: the training command asks for them."""
-    sets_across_nodes: bool = False
-    """Whether a set may have ranks on several nodes."""
-    unequal_parts: bool = True
-    """Whether ranks of a set may hold unequal parts."""
+    """Most ranks of a tensor-parallel group; 1: no TP groups. None: as many as a node has."""
+    barring_tp: tuple[str, ...] = ()
+    """Flags of the training command with which no plan may have TP groups."""
+    requested_tensor_parallel: int = 1
+    """Ranks that TP groups have in what is tried in any case: the training command asks for
+    them."""
+    tp_across_nodes: bool = False
+    """Whether a TP group may have ranks on several nodes."""
+    uneven_tp_shards: bool = True
+    """Whether ranks of a TP group may hold uneven TP shards."""
     max_groups: int | None = None
     """None: as many as there are layers."""
     split_backward: bool = False
     """Whether groups may compute weight gradients apart from backwards."""
-    gradient_comm_dtype: GradientCommDtype | None = None
+    grad_reduce_dtype: GradReduceDtype | None = None
     """In which type gradients may be sent where that is faster; None: as they are kept."""
     hierarchical: bool = True
     """Whether groups in several regions may sum and gather in two levels, where that is faster."""
@@ -84,28 +85,29 @@ def space_problems(space: SearchSpace) -> Iterator[Problem]:
             )
 
 
-def wish_problems(space: SearchSpace, cluster: Cluster, model: ModelShape) -> Iterator[Problem]:
-    """Yield why sets cannot have as many ranks as the training command asks for."""
-    wished, most = space.wished_tensor_parallel, space.max_tensor_parallel
-    if wished == 1:
+def request_problems(space: SearchSpace, cluster: Cluster, model: ModelShape) -> Iterator[Problem]:
+    """Yield why TP groups cannot have as many ranks as the training command asks for."""
+    requested, most = space.requested_tensor_parallel, space.max_tensor_parallel
+    if requested == 1:
         return
-    where, found = "--tensor-model-parallel-size", f"{wished}"
+    where, found = "--tensor-model-parallel-size", f"{requested}"
     largest = max(len(node.gpu_kinds) for node in cluster.nodes)
-    if wished > largest and not space.sets_across_nodes:
+    if requested > largest and not space.tp_across_nodes:
         yield Problem(
             where=where,
-            found=f"{wished}, and nodes with {largest} GPUs at most",
-            expected=f"at most {largest}, as every layer sums over a set",
-            remedy="Ask for fewer; with --sets-across-nodes sets may have ranks on several nodes.",
+            found=f"{requested}, and nodes with {largest} GPUs at most",
+            expected=f"at most {largest}, as every layer sums over a TP group",
+            remedy="Ask for fewer; with --tp-across-nodes TP groups may have ranks "
+            "on several nodes.",
         )
-    if wished > model.num_query_groups:
+    if requested > model.num_query_groups:
         yield Problem(
             where=where,
-            found=f"{wished}, and {model.num_query_groups} KV groups",
+            found=f"{requested}, and {model.num_query_groups} KV groups",
             expected=f"at most {model.num_query_groups}: each rank has a whole KV group",
             remedy="Ask for fewer.",
         )
-    if most is not None and wished > most:
+    if most is not None and requested > most:
         yield Problem(
             where=where,
             found=f"{found}, and --max-tp {most}",
@@ -124,8 +126,9 @@ _EMPTY = Profile(schema_version=1, sources=(Source(name="none", kind="analytic")
 class Inputs:
     """Everything that the search and its estimates ask for.
 
-    Layers are divided among units: GPUs, or tensor-parallel sets of them. What is called a rank
-    here is a unit, and the global rank where no GPUs are joined; `units` knows the GPUs of each.
+    Layers are divided among members: GPUs, or tensor-parallel groups of them. What is called a rank
+    here is a member, and the global rank where no GPUs are joined; `members` knows the GPUs of
+    each.
     """
 
     spec: Topology
@@ -168,10 +171,10 @@ class Inputs:
     """Of the notes those that many do not expect."""
     to_do: tuple[str, ...] = ()
     """Of the warnings those that ask for another command or measurement."""
-    sets: SetCosts | None = None
-    """Costs of tensor-parallel sets that a plan has; None: one rank stands for a set."""
-    joined_units: Units | None = None
-    """Units some of which are sets; None: all are GPUs."""
+    tp_costs: TpCosts | None = None
+    """Costs of tensor-parallel groups that a plan has; None: one rank stands for a TP group."""
+    tp_members: Members | None = None
+    """Members some of which are TP groups; None: all are GPUs."""
     gpus: Mapping[str, GpuKind] | None = None
     """Kind -> its figures; None: processes take no memory beside their tensors."""
 
@@ -191,16 +194,16 @@ class Inputs:
             sequence_length=self.sequence_length,
             by_dtype=self.by_dtype,
             recompute=self.recompute,
-            sets=self.sets,
+            tp_costs=self.tp_costs,
         )
 
     @cached_property
-    def units(self) -> Units:
-        """The units, and the inputs of single GPUs: these, if no GPUs are joined."""
-        if self.joined_units is not None:
-            return self.joined_units
-        alone = in_rank_order((), self.world_size)
-        return Units(base=self, sets=alone, kinds=self.kinds)
+    def members(self) -> Members:
+        """The members, and the inputs of single GPUs: these, if no GPUs are joined."""
+        if self.tp_members is not None:
+            return self.tp_members
+        alone = all_tp_groups((), self.world_size)
+        return Members(base=self, tp_groups=alone, kinds=self.kinds)
 
     @cached_property
     def tensor_capacities_bytes(self) -> tuple[int, ...]:
@@ -219,10 +222,10 @@ class Inputs:
 
     def dtype_of(self, ranks: Iterable[int]) -> ComputeDtype | None:
         """What a group of these ranks computes in; None: what the training command says."""
-        gpus = self.units.base
+        gpus = self.members.base
         if gpus.own_types is None:
             return None
-        kinds = {gpus.kinds[rank] for rank in self.units.ranks(ranks)}
+        kinds = {gpus.kinds[rank] for rank in self.members.ranks(ranks)}
         return common_dtype(gpus.own_types[kind] for kind in kinds)
 
 
@@ -240,12 +243,12 @@ def make_inputs(
     """Join cluster, model and profile.
 
     `dtype`: what all groups compute in; auto: each in the first of bf16, fp16 and fp32 that all of
-    its GPUs have units for.
+    its GPUs have members for.
     `computing`: what the training command says of how layers are computed.
     `memory_margin`: share of every GPU's memory reserved for fragmentation and what is not counted.
 
-    Raises PlannerInputError with every problem: kinds of GPU without units for the type or that can
-    be costed neither by the profile nor by published figures, and numbers out of range.
+    Raises PlannerInputError with every problem: kinds of GPU without members for the type or that
+    can be costed neither by the profile nor by published figures, and numbers out of range.
     """
     space = space or SearchSpace()
     known = profile or _EMPTY
@@ -255,9 +258,9 @@ def make_inputs(
     problems = [
         *_number_problems(global_batch_size, memory_margin),
         *space_problems(space),
-        *wish_problems(space, cluster, model),
+        *request_problems(space, cluster, model),
         *communication_dtype_problems(
-            space.gradient_comm_dtype, [each.dtype for each in models.computes.values()]
+            space.grad_reduce_dtype, [each.dtype for each in models.computes.values()]
         ),
         *kind_problems(models.computes),
     ]
@@ -290,7 +293,7 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         best_sizes=models.best_sizes,
         recompute=models.computing.recompute,
         own_types=cluster.kinds if models.has_own_types else None,
-        sets=SplitCosts(models=models),
+        tp_costs=SplitCosts(models=models),
         gpus=models.gpus,
         provenances={kind: each.provenance(kind) for kind, each in models.computes.items()},
         notes=(*models.notes, memory_note, *models.warnings, *_process_notes(models.gpus)),
@@ -375,22 +378,22 @@ def _problems(inputs: Inputs) -> Iterator[Problem]:
         )
 
 
-# Which tensor-parallel sets a model can be cut for.
+# Which tensor-parallel groups a model can be cut for.
 
 
-def may_join(inputs: Inputs, degree: int) -> bool:
-    """Whether sets of so many ranks can hold parts of the model at all."""
+def allows_tp_degree(inputs: Inputs, degree: int) -> bool:
+    """Whether TP groups of so many ranks can hold parts of the model at all."""
     groups, length = inputs.model.num_query_groups, inputs.model.seq_length
     most = inputs.space.max_tensor_parallel
-    if inputs.sets is None or groups is None or groups < degree:
+    if inputs.tp_costs is None or groups is None or groups < degree:
         return False
     if most is not None and degree > most:
         return False
-    return not (inputs.sets.sequence_parallel and (length is None or length % degree))
+    return not (inputs.tp_costs.sequence_parallel and (length is None or length % degree))
 
 
-def parts_are_equal(inputs: Inputs, degree: int) -> bool:
-    """Whether so many ranks can hold equal parts of everything."""
+def tp_shards_are_even(inputs: Inputs, degree: int) -> bool:
+    """Whether so many ranks can hold even TP shards of everything."""
     model = inputs.model
     sizes = (model.num_query_groups, model.ffn_hidden_size, model.vocab_size)
     return all(size is not None and size % degree == 0 for size in sizes)

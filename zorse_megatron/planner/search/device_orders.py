@@ -30,7 +30,7 @@ def device_orders(inputs: Inputs, *, most_units: int, halved: bool) -> list[Devi
 
     Every order of pools that keeps regions together, where pools are few; else by rank and by
     memory, both ways. The n-th one has the same order for any `most_units`. `halved`: cut nodes
-    into equal parts only.
+    into even TP shards only.
     """
     pools = pools_of(inputs.spec)
     units = {pool: _units(pool, inputs.world_size, most_units, halved=halved) for pool in pools}

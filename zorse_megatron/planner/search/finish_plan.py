@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 
-from zorse_megatron.plan.plan import Plan, holds_equal_parts
+from zorse_megatron.plan.plan import Plan, has_equal_tp_shards
 from zorse_megatron.planner.closed_form.communication import in_two_levels
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -93,7 +93,7 @@ def splitting(plan: Plan, ways: Sequence[Way]) -> Plan:
         replace(
             group,
             split_backward=True if way else None,
-            delayed_samples=round_of(group) if way is Way.ONE_ROUND else None,
+            delayed_wgrad_samples=round_of(group) if way is Way.ONE_ROUND else None,
         )
         for group, way in zip(plan.groups, ways, strict=True)
     )
@@ -131,7 +131,7 @@ def with_best_levels(evaluator: Evaluator, best: Evaluation) -> Evaluation:
 
 # Choose the groups that send gradients in 16 bits: those that get faster.
 #
-# Only where the search may (`SearchSpace.gradient_comm_dtype`), as it rounds: see docs/limits.md.
+# Only where the search may (`SearchSpace.grad_reduce_dtype`), as it rounds: see docs/limits.md.
 # It comes last, group by group, as it changes only how long a reduction is.
 
 
@@ -140,14 +140,14 @@ def with_narrow_gradients(evaluator: Evaluator, best: Evaluation) -> Evaluation:
 
     The plan stays as it is where its time was extrapolated: it would have to be simulated in full.
     """
-    dtype = evaluator.inputs.space.gradient_comm_dtype
+    dtype = evaluator.inputs.space.grad_reduce_dtype
     if dtype is None or best.is_extrapolated:
         return best
     for number, group in enumerate(best.plan.groups):
-        if len(group.replicas) == 1 or not holds_equal_parts(group):
+        if len(group.replicas) == 1 or not has_equal_tp_shards(group):
             continue
         groups = [*best.plan.groups]
-        groups[number] = replace(group, gradient_wire=dtype, hierarchical=None)
+        groups[number] = replace(group, grad_reduce_dtype=dtype, hierarchical=None)
         plan: Plan = replace(best.plan, groups=tuple(groups))
         evaluation = evaluator.evaluate_plan(plan)
         if evaluation is not None and evaluation.fits and evaluation.iteration_s < best.iteration_s:

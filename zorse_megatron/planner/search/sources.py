@@ -116,10 +116,11 @@ class PlanKeys:
         """`few_gpus`: up to how many GPUs plans keep their names."""
         self.inputs = inputs
         self._keeps_names = inputs.world_size <= few_gpus
-        looks: dict[object, int] = {}
+        numbers_by_key: dict[object, int] = {}
         self._look_of_node = [
-            looks.setdefault(
-                (node.region, node.switch, node.host_memory_bytes, hardware_key(node)), len(looks)
+            numbers_by_key.setdefault(
+                (node.region, node.switch, node.host_memory_bytes, hardware_key(node)),
+                len(numbers_by_key),
             )
             for node in inputs.spec.nodes
         ]

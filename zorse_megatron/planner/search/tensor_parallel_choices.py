@@ -1,47 +1,50 @@
-"""Which GPUs may be joined to tensor-parallel sets, and which parts their ranks may hold."""
+"""Which GPUs may be joined to tensor-parallel groups, and which parts their ranks may hold."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 
 from zorse_megatron.costs.interface import WHOLE
-from zorse_megatron.plan.plan import Parts
+from zorse_megatron.plan.plan import TpShards
 from zorse_megatron.planner.groupings.pools import hardware_key, set_partitions
-from zorse_megatron.planner.inputs.search_inputs import Inputs, may_join, parts_are_equal
-from zorse_megatron.planner.inputs.tensor_parallel_units import JoinedSet, Joining
+from zorse_megatron.planner.inputs.search_inputs import Inputs, allows_tp_degree, tp_shards_are_even
+from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup, TpLayout
 
-EVERY_JOINING_UP_TO = 8
+EVERY_LAYOUT_UP_TO = 8
 """GPUs: with no more, every way to join those of a node is proposed."""
 _DEGREES = (2, 4, 8)
 _PORTIONS = (1.0, 0.5, 0.25)
 _MOST = 400
 
-Sets = tuple[tuple[int, ...], ...]
+TpGroups = tuple[tuple[int, ...], ...]
 
 
-def joinings_of(inputs: Inputs) -> list[Joining]:
+def tp_layouts_of(inputs: Inputs) -> list[TpLayout]:
     """Ways to join GPUs, each kind by itself where GPUs are many; none of them empty."""
-    if inputs.sets is None or inputs.space.max_tensor_parallel == 1:
+    if inputs.tp_costs is None or inputs.space.max_tensor_parallel == 1:
         return []
-    found = _every(inputs) if inputs.world_size <= EVERY_JOINING_UP_TO else _by_kind_of_node(inputs)
-    ways = (joining for sets in found for joining in _with_parts(inputs, sets))
+    found = _every(inputs) if inputs.world_size <= EVERY_LAYOUT_UP_TO else _by_kind_of_node(inputs)
+    ways = (tp_layout for tp_groups in found for tp_layout in _with_parts(inputs, tp_groups))
     return list(dict.fromkeys(itertools.islice(ways, _MOST)))
 
 
-def wished(inputs: Inputs) -> list[Joining]:
-    """What the training command asks for: every GPU in a set of as many ranks, where they divide.
+def requested(inputs: Inputs) -> list[TpLayout]:
+    """What the training command asks for: every GPU in a TP group of as many ranks, where they
+    divide.
 
     As Megatron numbers ranks: neighbours.
     """
-    degree = inputs.space.wished_tensor_parallel
-    if degree == 1 or not may_join(inputs, degree):
+    degree = inputs.space.requested_tensor_parallel
+    if degree == 1 or not allows_tp_degree(inputs, degree):
         return []
-    sets = []
+    tp_groups = []
     for home in _homes(inputs):
-        sets += [tuple(home[at : at + degree]) for at in range(0, len(home) - degree + 1, degree)]
-    return list(_with_parts(inputs, tuple(sets))) if sets else []
+        tp_groups += [
+            tuple(home[at : at + degree]) for at in range(0, len(home) - degree + 1, degree)
+        ]
+    return list(_with_parts(inputs, tuple(tp_groups))) if tp_groups else []
 
 
-def together(inputs: Inputs, first: Joining, second: Joining) -> Joining | None:
+def together(inputs: Inputs, first: TpLayout, second: TpLayout) -> TpLayout | None:
     """Both; None where they share GPUs."""
     ranks = {rank for each in first for rank in each.ranks}
     if any(rank in ranks for each in second for rank in each.ranks):
@@ -52,46 +55,48 @@ def together(inputs: Inputs, first: Joining, second: Joining) -> Joining | None:
 def _homes(inputs: Inputs) -> list[list[int]]:
     """Ranks that may be joined with one another: of each node, or all."""
     spec = inputs.spec
-    if inputs.space.sets_across_nodes:
+    if inputs.space.tp_across_nodes:
         return [list(range(inputs.world_size))]
     return [list(spec.ranks_of(node)) for node in range(len(spec.nodes))]
 
 
-def _with_parts(inputs: Inputs, sets: Sets) -> Iterator[Joining]:
-    """Every choice of parts; sets of the same kinds of GPU take the same."""
-    kinds = [tuple(inputs.kinds[rank] for rank in ranks) for ranks in sets]
-    choices: dict[tuple[str, ...], list[Parts | None]] = {}
-    for each, ranks in zip(kinds, sets, strict=True):
+def _with_parts(inputs: Inputs, tp_groups: TpGroups) -> Iterator[TpLayout]:
+    """Every choice of parts; TP groups of the same kinds of GPU take the same."""
+    kinds = [tuple(inputs.kinds[rank] for rank in ranks) for ranks in tp_groups]
+    choices: dict[tuple[str, ...], list[TpShards | None]] = {}
+    for each, ranks in zip(kinds, tp_groups, strict=True):
         if each not in choices:
-            choices[each] = choices_of_parts(inputs, ranks)
+            choices[each] = tp_shards_to_try(inputs, ranks)
     for chosen in itertools.product(*choices.values()):
         parts = dict(zip(choices, chosen, strict=True))
         yield tuple(
-            JoinedSet(ranks=ranks, parts=parts[each])
-            for each, ranks in zip(kinds, sets, strict=True)
+            TpGroup(ranks=ranks, tp_shards=parts[each])
+            for each, ranks in zip(kinds, tp_groups, strict=True)
         )
 
 
 # Few GPUs: every way.
 
 
-def _every(inputs: Inputs) -> Iterator[Sets]:
-    """All partitions of each node's GPUs into sets, up to the names of equal GPUs."""
+def _every(inputs: Inputs) -> Iterator[TpGroups]:
+    """All partitions of each node's GPUs into TP groups, up to the names of equal GPUs."""
     per_home = [_partitions_of(inputs, home) for home in _homes(inputs)]
     for chosen in itertools.product(*per_home):
-        sets = tuple(sorted(ranks for some in chosen for ranks in some))
-        if sets:
-            yield sets
+        tp_groups = tuple(sorted(ranks for some in chosen for ranks in some))
+        if tp_groups:
+            yield tp_groups
 
 
-def _partitions_of(inputs: Inputs, home: Sequence[int]) -> list[Sets]:
-    found: dict[object, Sets] = {}
+def _partitions_of(inputs: Inputs, home: Sequence[int]) -> list[TpGroups]:
+    found: dict[object, TpGroups] = {}
     for partition in set_partitions(tuple(home)):
-        sets = tuple(ranks for ranks in partition if len(ranks) > 1)
-        if all(may_join(inputs, len(ranks)) for ranks in sets):
-            look = tuple(sorted(tuple(sorted(_look(inputs, rank) for rank in s)) for s in sets))
-            found.setdefault(look, sets)
-    return sorted(found.values(), key=lambda sets: (len(sets), sets))
+        tp_groups = tuple(ranks for ranks in partition if len(ranks) > 1)
+        if all(allows_tp_degree(inputs, len(ranks)) for ranks in tp_groups):
+            look = tuple(
+                sorted(tuple(sorted(_look(inputs, rank) for rank in s)) for s in tp_groups)
+            )
+            found.setdefault(look, tp_groups)
+    return sorted(found.values(), key=lambda tp_groups: (len(tp_groups), tp_groups))
 
 
 def _look(inputs: Inputs, rank: int) -> tuple[str, int, int]:
@@ -102,8 +107,9 @@ def _look(inputs: Inputs, rank: int) -> tuple[str, int, int]:
 # Many: all nodes that are alike in the same way.
 
 
-def _by_kind_of_node(inputs: Inputs) -> Iterator[Sets]:
-    """Sets of equal GPUs, of all nodes that are alike or some of them; and of a node's kinds."""
+def _by_kind_of_node(inputs: Inputs) -> Iterator[TpGroups]:
+    """TP groups of equal GPUs, of all nodes that are alike or some of them; and of a node's
+    kinds."""
     spec = inputs.spec
     alike: dict[object, list[int]] = {}
     for node in range(len(spec.nodes)):
@@ -111,10 +117,10 @@ def _by_kind_of_node(inputs: Inputs) -> Iterator[Sets]:
     for nodes in alike.values():
         kinds = dict.fromkeys(spec.nodes[nodes[0]].gpu_kinds)
         for kind, degree in itertools.product(kinds, _DEGREES):
-            if may_join(inputs, degree):
-                sets = [each for node in nodes for each in _runs(inputs, node, kind, degree)]
-                counts = dict.fromkeys(max(1, round(len(sets) * part)) for part in _PORTIONS)
-                yield from (tuple(sets[:count]) for count in counts if sets)
+            if allows_tp_degree(inputs, degree):
+                tp_groups = [each for node in nodes for each in _runs(inputs, node, kind, degree)]
+                counts = dict.fromkeys(max(1, round(len(tp_groups) * part)) for part in _PORTIONS)
+                yield from (tuple(tp_groups[:count]) for count in counts if tp_groups)
         if len(kinds) > 1:
             yield from _mixed(inputs, nodes, tuple(kinds))
 
@@ -125,22 +131,22 @@ def _runs(inputs: Inputs, node: int, kind: str, degree: int) -> Iterator[tuple[i
         yield tuple(ranks[at : at + degree])
 
 
-def _mixed(inputs: Inputs, nodes: Sequence[int], kinds: tuple[str, ...]) -> Iterator[Sets]:
+def _mixed(inputs: Inputs, nodes: Sequence[int], kinds: tuple[str, ...]) -> Iterator[TpGroups]:
     """One GPU of each of two kinds, or all GPUs of a node."""
     for pair in itertools.combinations(kinds, 2):
-        sets = []
+        tp_groups = []
         for node in nodes:
             ranks = inputs.spec.ranks_of(node)
             sides = ([rank for rank in ranks if inputs.kinds[rank] == kind] for kind in pair)
-            sets += [tuple(sorted(each)) for each in zip(*sides, strict=False)]
-        if may_join(inputs, 2) and sets:
-            yield tuple(sets)
+            tp_groups += [tuple(sorted(each)) for each in zip(*sides, strict=False)]
+        if allows_tp_degree(inputs, 2) and tp_groups:
+            yield tuple(tp_groups)
     whole = [tuple(inputs.spec.ranks_of(node)) for node in nodes]
-    if all(may_join(inputs, len(ranks)) for ranks in whole):
+    if all(allows_tp_degree(inputs, len(ranks)) for ranks in whole):
         yield tuple(whole)
 
 
-# Parts that the ranks of a tensor-parallel set may hold: equal ones, or by speed and memory.
+# Parts that the ranks of a tensor-parallel group may hold: equal ones, or by speed and memory.
 
 
 # Columns of the MLP and rows of the vocabulary are dealt out in multiples of this where they can
@@ -153,17 +159,17 @@ _MICRO_BATCH = 4  # at which speeds are compared
 _EVERY_COMPOSITION_UP_TO = 12
 
 
-def choices_of_parts(inputs: Inputs, ranks: Sequence[int]) -> list[Parts | None]:
-    """Parts worth trying for a set, None for equal ones; nothing where none are possible."""
+def tp_shards_to_try(inputs: Inputs, ranks: Sequence[int]) -> list[TpShards | None]:
+    """Parts worth trying for a TP group, None for equal ones; nothing where none are possible."""
     kinds = {inputs.kinds[rank] for rank in ranks}
-    divides = parts_are_equal(inputs, len(ranks))
-    found: dict[Parts | None, None] = {None: None} if divides else {}
-    if inputs.space.unequal_parts and (len(kinds) > 1 or not divides):
+    divides = tp_shards_are_even(inputs, len(ranks))
+    found: dict[TpShards | None, None] = {None: None} if divides else {}
+    if inputs.space.uneven_tp_shards and (len(kinds) > 1 or not divides):
         found.update(dict.fromkeys(_unequal(inputs, ranks)))
     return list(found)
 
 
-def _unequal(inputs: Inputs, ranks: Sequence[int]) -> Iterator[Parts]:
+def _unequal(inputs: Inputs, ranks: Sequence[int]) -> Iterator[TpShards]:
     model = inputs.model
     groups, columns, rows = model.num_query_groups, model.ffn_hidden_size, model.vocab_size
     if groups is None or columns is None or rows is None:
@@ -171,7 +177,7 @@ def _unequal(inputs: Inputs, ranks: Sequence[int]) -> Iterator[Parts]:
     attention, mlp, head = _speeds(inputs, ranks)
     room = _normed([float(inputs.tensor_capacities_bytes[rank]) for rank in ranks])
     for part in _BLENDS:
-        yield Parts(
+        yield TpShards(
             kv_groups=apportioned(groups, _blend(attention, room, part)),
             mlp_columns=_in_grains(columns, _blend(mlp, room, part)),
             vocabulary_rows=_in_grains(rows, _blend(head, room, part)),
@@ -179,7 +185,7 @@ def _unequal(inputs: Inputs, ranks: Sequence[int]) -> Iterator[Parts]:
     for counts in _compositions(groups, len(ranks)):
         share = _normed([float(count) for count in counts])
         for of_mlp in (mlp, share):
-            yield Parts(
+            yield TpShards(
                 kv_groups=counts,
                 mlp_columns=_in_grains(columns, of_mlp),
                 vocabulary_rows=_in_grains(rows, _blend(head, room, 0.5)),
@@ -201,8 +207,8 @@ def _compositions(total: int, parts: int) -> list[tuple[int, ...]]:
 
 def _speeds(inputs: Inputs, ranks: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
     """Parts of attention, MLP and head that take equally long on all ranks."""
-    assert inputs.sets is not None
-    compute = inputs.sets.of_rank(WHOLE, None).compute
+    assert inputs.tp_costs is not None
+    compute = inputs.tp_costs.of_rank(WHOLE, None).compute
     size = min(_MICRO_BATCH, inputs.global_batch_size)
     layers = [compute.layer_in_two(inputs.kinds[rank], size) for rank in ranks]
     heads = [compute.head(inputs.kinds[rank], size) for rank in ranks]

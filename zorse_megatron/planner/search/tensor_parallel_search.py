@@ -1,10 +1,10 @@
-"""Searches plans with tensor-parallel sets: which GPUs are joined, then the usual search.
+"""Searches plans with tensor-parallel groups: which GPUs are joined, then the usual search.
 
-A set computes a layer sooner than one of its GPUs and holds more, but as a whole it never computes
-more than they do alone: sums over the set come on top. What it can spare is waiting (fewer, faster
-steps fill a pipeline sooner), recomputation and copies. So sets can pay only where the plan without
-them leaves time, and only those whose sums cost less than that. These are estimated in closed form,
-and the best of them get a whole search.
+A TP group computes a layer sooner than one of its GPUs and holds more, but as a whole it never
+computes more than they do alone: sums over the TP group come on top. What it can spare is waiting
+(fewer, faster steps fill a pipeline sooner), recomputation and copies. So TP groups can pay only
+where the plan without them leaves time, and only those whose sums cost less than that. These are
+estimated in closed form, and the best of them get a whole search.
 """
 
 import math
@@ -16,9 +16,9 @@ from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts, SegmentTails
 from zorse_megatron.planner.evaluate import Evaluation, best_first
-from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.inputs.tensor_parallel_units import Joining
+from zorse_megatron.planner.inputs.tensor_parallel_inputs import with_tp_groups
+from zorse_megatron.planner.inputs.tensor_parallel_members import TpLayout
 from zorse_megatron.planner.outcome import SearchProgress, SearchStats
 from zorse_megatron.planner.search.device_orders import (
     FINE,
@@ -28,15 +28,15 @@ from zorse_megatron.planner.search.device_orders import (
 )
 from zorse_megatron.planner.search.effort import EVERY_PARTITION_UP_TO, Effort
 from zorse_megatron.planner.search.sources import batched
-from zorse_megatron.planner.search.tensor_parallel_choices import joinings_of, together, wished
+from zorse_megatron.planner.search.tensor_parallel_choices import requested, together, tp_layouts_of
 from zorse_megatron.planner.search.workers import SearchWorker, Workers, workers_for
 from zorse_megatron.planner.search.zorse_search import SearchResult, search_with
 
-_SIZES = (1, 2, 4, 8)  # of micro-batches, at the best of which units are compared
+_SIZES = (1, 2, 4, 8)  # of micro-batches, at the best of which members are compared
 _NEAR = 1.005  # what a light search finds may be so much slower than the best plan
 _HOPELESS = 1.01  # the same of estimates
-_BETTER = 0.998  # plans with sets are taken where they are faster by that much
-_SEARCHED, _SEARCHED_OF_MANY = 2, 1  # whole searches with sets; of more than so many units
+_BETTER = 0.998  # plans with TP groups are taken where they are faster by that much
+_SEARCHED, _SEARCHED_OF_MANY = 2, 1  # whole searches with TP groups; of more than so many members
 _MANY_UNITS = 16
 _ESTIMATED = 16
 _PART_OF_LOSS = 0.6
@@ -44,37 +44,37 @@ _ROUNDS = 2  # of joining more GPUs to the best so far
 _SEARCHED_WHERE_NOTHING_FITS = 4
 
 
-def search_with_sets(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
-    """Search for the fastest plan, with sets where they pay or where nothing fits without."""
+def search_with_tp(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
+    """Search for the fastest plan, with TP groups where they pay or where nothing fits without."""
     effort = Effort.of(inputs)
     with workers_for(inputs, effort, on_progress) as workers:
         alone = search_with(workers, effort, on_progress)
-        asked = wished(inputs)
-        joinings = joinings_of(inputs)
-        if not joinings and not asked:
+        asked = requested(inputs)
+        tp_layouts = tp_layouts_of(inputs)
+        if not tp_layouts and not asked:
             return alone
-        sets = _SetSearch(inputs, alone, workers, on_progress)
-        for joining in asked:
-            sets.search(joining, asked=True)
+        tp_groups = _TpSearch(inputs, alone, workers, on_progress)
+        for tp_layout in asked:
+            tp_groups.search(tp_layout, asked=True)
         if alone.evaluations:
-            sets.improve(joinings)
-        if not sets.fits:
-            sets.find(joinings)
-        return sets.result
+            tp_groups.improve(tp_layouts)
+        if not tp_groups.fits:
+            tp_groups.find(tp_layouts)
+        return tp_groups.result
 
 
 @dataclass
-class _SetSearch:
+class _TpSearch:
     """What was found so far."""
 
     inputs: Inputs
     alone: SearchResult
     workers: Workers
-    """Of the search without sets."""
+    """Of the search without TP groups."""
     report: Callable[[SearchProgress], None]
     found: list[Evaluation] = field(default_factory=list)
     considered: SearchStats = field(default_factory=SearchStats)
-    seen: set[Joining] = field(default_factory=set)
+    seen: set[TpLayout] = field(default_factory=set)
 
     @property
     def fits(self) -> bool:
@@ -83,7 +83,7 @@ class _SetSearch:
 
     @property
     def result(self) -> SearchResult:
-        """Both searches; of plans that are equally fast those without sets."""
+        """Both searches; of plans that are equally fast those without TP groups."""
         alone = self.alone.evaluations
         least_s = alone[0].iteration_s if alone else math.inf
         faster = [each for each in self.found if each.iteration_s < _BETTER * least_s]
@@ -98,15 +98,16 @@ class _SetSearch:
     def _best(self) -> Evaluation:
         return min([*self.alone.evaluations[:1], *self.found], key=lambda each: each.iteration_s)
 
-    def search(self, joining: Joining, *, asked: bool = False) -> None:
-        """Search with these sets, once: with all effort where a part of it comes near the best.
+    def search(self, tp_layout: TpLayout, *, asked: bool = False) -> None:
+        """Search with these TP groups, once: with all effort where a part of it comes near the
+        best.
 
         `asked`: plans are wanted in any case.
         """
-        if joining in self.seen:
+        if tp_layout in self.seen:
             return
-        self.seen.add(joining)
-        inputs = joined(self.inputs, joining)
+        self.seen.add(tp_layout)
+        inputs = with_tp_groups(self.inputs, tp_layout)
         effort = Effort.of(inputs)
         efforts = (effort.light, effort) if self.fits else (effort,)
         with workers_for(inputs, efforts[0], self.report) as workers:
@@ -124,10 +125,10 @@ class _SetSearch:
 
     @property
     def _hopeless_s(self) -> float:
-        """In closed form: candidates with sets from there on are not simulated.
+        """In closed form: candidates with TP groups from there on are not simulated.
 
-        Compared with the estimate of the best plan without sets, as what closed forms leave out is
-        much the same in both.
+        Compared with the estimate of the best plan without TP groups, as what closed forms leave
+        out is much the same in both.
         """
         alone = self.alone.evaluations[:1]
         return min(
@@ -135,26 +136,26 @@ class _SetSearch:
             default=math.inf,
         )
 
-    def improve(self, joinings: Sequence[Joining]) -> None:
-        """Search with the sets that the closed form finds faster than single GPUs."""
-        hopeful = self._may_pay(joinings)
+    def improve(self, tp_layouts: Sequence[TpLayout]) -> None:
+        """Search with the TP groups that the closed form finds faster than single GPUs."""
+        hopeful = self._may_pay(tp_layouts)
         if not hopeful:
             return
         many = self.inputs.world_size > _MANY_UNITS
         quick = QuickEstimate.beside(self.inputs, self.alone.evaluations[0])
-        values: dict[Joining, float] = {}
+        values: dict[TpLayout, float] = {}
 
-        def estimate(some: Sequence[Joining]) -> None:
+        def estimate(some: Sequence[TpLayout]) -> None:
             new = [each for each in dict.fromkeys(some) if each not in values]
             for number, each in enumerate(batched(new, self.workers.number)):
                 done = number * self.workers.number
-                self.report(SearchProgress(phase="joining", done=done, total=len(new)))
-                tasks = [QuickTask(quick.first_to_last, joining) for joining in each]
-                for joining, found in zip(each, self.workers.do(tasks), strict=True):
-                    values[joining] = found
+                self.report(SearchProgress(phase="tp_layout", done=done, total=len(new)))
+                tasks = [QuickTask(quick.first_to_last, tp_layout) for tp_layout in each]
+                for tp_layout, found in zip(each, self.workers.do(tasks), strict=True):
+                    values[tp_layout] = found
 
         estimate([(), *hopeful[:_ESTIMATED]])
-        # The quick search misses some of what a whole one finds, with sets and without.
+        # The quick search misses some of what a whole one finds, with TP groups and without.
         limit_s = (values.pop(()) + self._best.iteration_s) / 2
         for _ in range(_ROUNDS if many else 0):
             ranked = sorted(values, key=lambda each: (values[each], hopeful_order(each)))
@@ -163,24 +164,25 @@ class _SetSearch:
             estimate([each for each in more if each is not None])
         ranked = sorted(values, key=lambda each: (values[each], hopeful_order(each)))
         good = [each for each in ranked if values[each] < limit_s]
-        for joining in good[: _SEARCHED_OF_MANY if many else _SEARCHED]:
-            self.search(joining)
+        for tp_layout in good[: _SEARCHED_OF_MANY if many else _SEARCHED]:
+            self.search(tp_layout)
 
-    def find(self, joinings: Sequence[Joining]) -> None:
-        """Search where nothing fits on single GPUs, with the sets that look best in closed form."""
+    def find(self, tp_layouts: Sequence[TpLayout]) -> None:
+        """Search where nothing fits on single GPUs, with the TP groups that look best in closed
+        form."""
         quick = QuickEstimate(inputs=self.inputs)
         # Some of all sizes: where memory is short, how many GPUs share a layer matters most.
-        by_size = sorted(joinings, key=hopeful_order)
+        by_size = sorted(tp_layouts, key=hopeful_order)
         some = by_size[:: max(1, -(-len(by_size) // _ESTIMATED))]
         some = list(dict.fromkeys([*some, *by_size[-1:]]))
-        values = {each: quick.iteration_s(joined(self.inputs, each)) for each in some}
+        values = {each: quick.iteration_s(with_tp_groups(self.inputs, each)) for each in some}
         ranked = sorted(some, key=lambda each: (values[each], hopeful_order(each)))
-        for number, joining in enumerate(ranked):
-            if number >= _SEARCHED_WHERE_NOTHING_FITS or (number and values[joining] == math.inf):
+        for number, tp_layout in enumerate(ranked):
+            if number >= _SEARCHED_WHERE_NOTHING_FITS or (number and values[tp_layout] == math.inf):
                 return
-            self.search(joining)
+            self.search(tp_layout)
 
-    def _may_pay(self, joinings: Sequence[Joining]) -> list[Joining]:
+    def _may_pay(self, tp_layouts: Sequence[TpLayout]) -> list[TpLayout]:
         """Those that might be faster if nothing ever waited, the fastest of them first.
 
         Sums that cost most of what the best plan loses leave too little to win.
@@ -188,21 +190,21 @@ class _SetSearch:
         best_s, alone_s = self._best.iteration_s, ideal_iteration_s(self.inputs)
         limit_s = alone_s + _PART_OF_LOSS * (_BETTER * best_s - alone_s)
         rows = []
-        for order, joining in enumerate(joinings):
-            ideal_s = ideal_iteration_s(joined(self.inputs, joining))
+        for order, tp_layout in enumerate(tp_layouts):
+            ideal_s = ideal_iteration_s(with_tp_groups(self.inputs, tp_layout))
             if ideal_s < limit_s:
-                rows.append((ideal_s, order, joining))
-        return [joining for _, _, joining in sorted(rows, key=lambda row: row[:2])]
+                rows.append((ideal_s, order, tp_layout))
+        return [tp_layout for _, _, tp_layout in sorted(rows, key=lambda row: row[:2])]
 
 
-def hopeful_order(joining: Joining) -> tuple[int, int, tuple[int, ...]]:
-    """Smaller sets first, and fewer of them."""
-    degrees = [len(each.ranks) for each in joining]
-    return max(degrees), len(degrees), joining[0].ranks
+def hopeful_order(tp_layout: TpLayout) -> tuple[int, int, tuple[int, ...]]:
+    """Smaller TP groups first, and fewer of them."""
+    degrees = [len(each.ranks) for each in tp_layout]
+    return max(degrees), len(degrees), tp_layout[0].ranks
 
 
 def ideal_iteration_s(inputs: Inputs) -> float:
-    """All layers on all units, which never wait and never recompute."""
+    """All layers on all members, which never wait and never recompute."""
     rate = 0.0
     compute = inputs.compute
     sizes = [size for size in _SIZES if size <= inputs.global_batch_size]
@@ -215,7 +217,7 @@ def ideal_iteration_s(inputs: Inputs) -> float:
     return inputs.global_batch_size * inputs.num_layers / rate
 
 
-# A quick estimate of the best iteration among some units, to compare ways to join GPUs.
+# A quick estimate of the best iteration among some members, to compare ways to join GPUs.
 
 
 _LEVELS = (1, 2)
@@ -251,7 +253,7 @@ class QuickEstimate:
         return cls(inputs=inputs, first_to_last=tuple(dict.fromkeys(at)))
 
     def iteration_s(self, inputs: Inputs) -> float:
-        """Infinite where nothing fits. `inputs`: of the GPUs, or of units of them."""
+        """Infinite where nothing fits. `inputs`: of the GPUs, or of members of them."""
         if inputs.world_size > EVERY_PARTITION_UP_TO:
             return self._by_partition(inputs)
         worker = SearchWorker(inputs, _LIGHT, lambda progress: None)
@@ -280,16 +282,16 @@ class QuickEstimate:
 
     def _distance(self, inputs: Inputs, order: DeviceOrder) -> list[int]:
         """Where the kinds of the plan come in an order, to compare: least is most alike."""
-        kinds = dict.fromkeys(self._gpu_kind(inputs, unit[0]) for unit in order)
+        kinds = dict.fromkeys(self._gpu_kind(inputs, member[0]) for member in order)
         return [
             self.first_to_last.index(kind) if kind in self.first_to_last else len(kinds)
             for kind in kinds
         ]
 
     @staticmethod
-    def _gpu_kind(inputs: Inputs, unit: int) -> str:
-        units = inputs.units
-        return units.base.kinds[units.sets[unit].ranks[0]]
+    def _gpu_kind(inputs: Inputs, member: int) -> str:
+        members = inputs.members
+        return members.base.kinds[members.tp_groups[member].ranks[0]]
 
 
 @dataclass(frozen=True)
@@ -297,11 +299,11 @@ class QuickTask:
     """An estimate, for a worker that has the inputs of single GPUs."""
 
     first_to_last: tuple[str, ...]
-    joining: Joining
-    """Without any set: the GPUs themselves."""
+    tp_layout: TpLayout
+    """Without any TP group: the GPUs themselves."""
 
     def run(self, worker: SearchWorker) -> float:
         """Estimate them."""
         quick = QuickEstimate(inputs=worker.inputs, first_to_last=self.first_to_last)
-        joining, inputs = self.joining, worker.inputs
-        return quick.iteration_s(joined(inputs, joining) if joining else inputs)
+        tp_layout, inputs = self.tp_layout, worker.inputs
+        return quick.iteration_s(with_tp_groups(inputs, tp_layout) if tp_layout else inputs)

@@ -49,7 +49,7 @@ class Task(Protocol[T_co]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class FittingPlan:
     """A plan that fits, perhaps with more memory left free than was asked for at first."""
 
     estimate: Estimate
@@ -132,7 +132,7 @@ class SearchWorker:
 
     # Simulation.
 
-    def fit(self, estimate: Estimate | None, best_s: float, *, refits: int) -> Fitted | None:
+    def fit(self, estimate: Estimate | None, best_s: float, *, refits: int) -> FittingPlan | None:
         """Simulate, and ask for more free memory where it does not fit, a few times.
 
         First a part of the batch; the whole of it only where that may be faster than `best_s`.
@@ -152,7 +152,7 @@ class SearchWorker:
                 continue
             if evaluation.fits:
                 self._keep(evaluation)
-                return Fitted(estimate=estimate, evaluation=replace(evaluation, result=None))
+                return FittingPlan(estimate=estimate, evaluation=replace(evaluation, result=None))
             if evaluation.fits_gpus:
                 return None  # of host memory, more left free in the GPUs would take more
             estimate = self._reserved(estimate, evaluation.overflow_bytes)
@@ -240,7 +240,7 @@ class FitTask:
     best_s: float
     refits: int
 
-    def run(self, worker: SearchWorker) -> Fitted | None:
+    def run(self, worker: SearchWorker) -> FittingPlan | None:
         """Simulate, with more free memory where it does not fit."""
         return worker.fit(self.estimate, self.best_s, refits=self.refits)
 

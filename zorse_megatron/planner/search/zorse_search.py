@@ -92,7 +92,7 @@ class ZorseSearch:
         self.report = on_progress
         self.evaluations: dict[object, Evaluation] = {}
         """Each plan once: several estimates may come to the same one."""
-        self.fitted: set[object] = set()
+        self.fitting: set[object] = set()
         """Keys of the estimates that have been looked at in the simulator, and of those that came
         of them with more memory left free: nothing else would come of them again."""
 
@@ -159,14 +159,14 @@ class ZorseSearch:
         """Simulate as many as there are workers; returns those that fit."""
         best_s, new = self._best_s, []
         tasks = [FitTask(estimate, best_s, refits) for estimate in costed_candidates]
-        self.fitted.update(self.keys.of(task.estimate) for task in tasks)
-        for fitted in self.workers.do(tasks):
-            if fitted is not None:
-                plan = fitted.evaluation.plan
-                new.append(fitted.evaluation)
-                self.fitted.add(self.keys.of(fitted.estimate))
+        self.fitting.update(self.keys.of(task.estimate) for task in tasks)
+        for fitting in self.workers.do(tasks):
+            if fitting is not None:
+                plan = fitting.evaluation.plan
+                new.append(fitting.evaluation)
+                self.fitting.add(self.keys.of(fitting.estimate))
                 self.evaluations.setdefault(
-                    (plan.groups, plan.chunks, plan.schedule), fitted.evaluation
+                    (plan.groups, plan.chunks, plan.schedule), fitting.evaluation
                 )
         return new
 
@@ -198,7 +198,7 @@ class ZorseSearch:
         found: dict[object, Estimate] = {}
         for estimate in self.workers.first.local_moves.around(evaluation):
             key = self.keys.of(estimate)
-            if key not in self.fitted and key not in found:
+            if key not in self.fitting and key not in found:
                 found[key] = estimate
         ranked = sorted(found.values(), key=lambda each: (each.iteration_s, each.layers))
         hopeful = [

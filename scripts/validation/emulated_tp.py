@@ -1,6 +1,6 @@
-"""Compares simulator and emulation on plans with tensor-parallel sets: time, and memory by rank.
+"""Compares simulator and emulation on plans with tensor-parallel groups: time, and memory by rank.
 
-    python -m scripts.validation.emulated_sets
+    python -m scripts.validation.emulated_tp
 
 Prints a row for each plan, with and without sequence parallelism, and ends with status 1 where they
 are further apart than 2 % in the median or 5 % at most. Each row takes some seconds on two cores.
@@ -25,11 +25,11 @@ from zorse_megatron.plan.plan import (
     Chunk,
     Group,
     Offload,
-    Parts,
     Plan,
     Recompute,
     Replica,
     Schedule,
+    TpShards,
 )
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
 from zorse_megatron.planner.simulate_plan import simulate_plan
@@ -48,20 +48,20 @@ nodes:
   - {gpus: 2 x T4, nics: 25 Gb/s}
 """
 COLUMNS = MODEL.ffn_hidden_size
-THREE_TO_ONE = Parts(kv_groups=(6, 2), mlp_columns=(COLUMNS * 3 // 4, COLUMNS // 4))
-ALL_UNEQUAL = Parts(
+THREE_TO_ONE = TpShards(kv_groups=(6, 2), mlp_columns=(COLUMNS * 3 // 4, COLUMNS // 4))
+ALL_UNEQUAL = TpShards(
     kv_groups=(5, 3), mlp_columns=(COLUMNS * 4 // 5, COLUMNS // 5), vocabulary_rows=(24000, 8000)
 )
-OF_THREE = Parts(
+OF_THREE = TpShards(
     kv_groups=(4, 3, 1), mlp_columns=(COLUMNS, 0, 0), vocabulary_rows=(20000, 11999, 1)
 )
-ALL_OR_NONE = Parts(
+ALL_OR_NONE = TpShards(
     kv_groups=(8, 0), mlp_columns=(COLUMNS // 2, COLUMNS // 2), vocabulary_rows=(0, 32000)
 )
 MEDIAN, WORST = 0.02, 0.05
 
 
-def a_set(ranks: tuple[int, ...], size: int, count: int, **more: Any) -> Replica:
+def tp_replica(ranks: tuple[int, ...], size: int, count: int, **more: Any) -> Replica:
     """A replica of these ranks."""
     return Replica(
         ranks=ranks,
@@ -80,7 +80,7 @@ def plan_of(
     order = list(range(len(groups))) * rounds
     bounds = [LAYERS * n // len(order) for n in range(len(order) + 1)]
     return Plan(
-        schema_version=1,
+        schema_version=2,
         model=MODEL.fingerprint(),
         global_batch_size=SAMPLES,
         groups=tuple(Group(replicas=replicas, **settings) for replicas in groups),
@@ -92,8 +92,8 @@ def plan_of(
     )
 
 
-TWO, FOUR = a_set((0, 1), 2, 8), a_set((0, 1, 2, 3), 2, 8)
-UNLIKE = (a_set((0, 1), 2, 6, weight=2.0), a_set((2,), 1, 4))
+TWO, FOUR = tp_replica((0, 1), 2, 8), tp_replica((0, 1, 2, 3), 2, 8)
+UNLIKE = (tp_replica((0, 1), 2, 6, weight=2.0), tp_replica((2,), 1, 4))
 IN_THE_HOST: dict[str, Any] = {
     "recompute": Recompute(mode="full"),
     "offload": Offload(optimizer_state=True, activations=True),
@@ -102,16 +102,18 @@ PER_PASS = {"parameters": "per_pass"}
 PLANS: dict[str, Plan] = {
     "2": plan_of((TWO,)),
     "4": plan_of((FOUR,)),
-    "2+2": plan_of((a_set((0, 1), 2, 5), a_set((2, 3), 2, 3, weight=0.5))),
-    "2\\|2": plan_of((TWO,), (a_set((2, 3), 2, 8),)),
-    "4\\|2": plan_of((FOUR,), (a_set((4, 5), 4, 4),)),
-    "2\\|1": plan_of((TWO,), (a_set((2,), 1, 16),)),
-    "2+1\\|1": plan_of(UNLIKE, (a_set((3,), 4, 4),)),
-    "1\\|2+1": plan_of((a_set((3,), 4, 4),), UNLIKE),
-    "2\\|2, interleaved": plan_of((TWO,), (a_set((2, 3), 1, 16),), rounds=2, name="interleaved"),
+    "2+2": plan_of((tp_replica((0, 1), 2, 5), tp_replica((2, 3), 2, 3, weight=0.5))),
+    "2\\|2": plan_of((TWO,), (tp_replica((2, 3), 2, 8),)),
+    "4\\|2": plan_of((FOUR,), (tp_replica((4, 5), 4, 4),)),
+    "2\\|1": plan_of((TWO,), (tp_replica((2,), 1, 16),)),
+    "2+1\\|1": plan_of(UNLIKE, (tp_replica((3,), 4, 4),)),
+    "1\\|2+1": plan_of((tp_replica((3,), 4, 4),), UNLIKE),
+    "2\\|2, interleaved": plan_of(
+        (TWO,), (tp_replica((2, 3), 1, 16),), rounds=2, name="interleaved"
+    ),
     "2+2, breadth first": plan_of(
-        (a_set((0, 1), 2, 5), a_set((2, 3), 2, 3)),
-        (a_set((4, 5), 4, 4),),
+        (tp_replica((0, 1), 2, 5), tp_replica((2, 3), 2, 3)),
+        (tp_replica((4, 5), 4, 4),),
         rounds=2,
         name="breadth_first",
         parameters=PER_PASS,
@@ -119,7 +121,7 @@ PLANS: dict[str, Plan] = {
     ),
     "2+1 1, breadth first, in the host": plan_of(
         UNLIKE,
-        (a_set((3,), 4, 4),),
+        (tp_replica((3,), 4, 4),),
         rounds=2,
         name="breadth_first",
         parameters=PER_PASS,
@@ -127,20 +129,24 @@ PLANS: dict[str, Plan] = {
     ),
 }
 ON_MIXED_NODE: dict[str, Plan] = {
-    "2 unequal": plan_of((a_set((0, 1), 2, 8, parts=THREE_TO_ONE),)),
-    "2 unequal\\|2": plan_of((a_set((0, 1), 2, 8, parts=ALL_UNEQUAL),), (a_set((2, 3), 4, 4),)),
-    "2 all or none\\|2": plan_of((a_set((0, 1), 2, 8, parts=ALL_OR_NONE),), (a_set((2, 3), 4, 4),)),
+    "2 unequal": plan_of((tp_replica((0, 1), 2, 8, tp_shards=THREE_TO_ONE),)),
+    "2 unequal\\|2": plan_of(
+        (tp_replica((0, 1), 2, 8, tp_shards=ALL_UNEQUAL),), (tp_replica((2, 3), 4, 4),)
+    ),
+    "2 all or none\\|2": plan_of(
+        (tp_replica((0, 1), 2, 8, tp_shards=ALL_OR_NONE),), (tp_replica((2, 3), 4, 4),)
+    ),
     "2 unequal+1+1": plan_of(
         (
-            a_set((0, 1), 2, 6, weight=4.0, parts=ALL_UNEQUAL),
-            a_set((2,), 1, 2),
-            a_set((3,), 1, 2),
+            tp_replica((0, 1), 2, 6, weight=4.0, tp_shards=ALL_UNEQUAL),
+            tp_replica((2,), 1, 2),
+            tp_replica((3,), 1, 2),
         ),
         recompute=Recompute(mode="full"),
     ),
     "3 unequal\\|1": plan_of(
-        (a_set((0, 1, 2), 2, 8, parts=OF_THREE),),
-        (a_set((3,), 2, 8),),
+        (tp_replica((0, 1, 2), 2, 8, tp_shards=OF_THREE),),
+        (tp_replica((3,), 2, 8),),
         recompute=Recompute(mode="full"),
     ),
 }
@@ -229,7 +235,7 @@ def rows(only: str) -> Iterator[Row]:
 
 
 def _divides(plan: Plan) -> bool:
-    """Whether all sets divide a sequence."""
+    """Whether all TP groups divide a sequence."""
     sets = (replica for group in plan.groups for replica in group.replicas)
     return all(MODEL.seq_length % len(replica.ranks) == 0 for replica in sets)
 

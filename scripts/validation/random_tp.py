@@ -1,6 +1,6 @@
-"""Trains random plans with tensor-parallel sets on the CPU, each beside a stock single process.
+"""Trains random plans with tensor-parallel groups on the CPU, each beside a stock single process.
 
-    python -m scripts.validation.random_sets --plans 20 --seed 0
+    python -m scripts.validation.random_tp --plans 20 --seed 0
 
 Prints, for each plan, how far loss, gradient norm and weights are apart after four steps in fp32,
 and ends with status 1 if a plan is beyond the project's tolerances or fails. Each plan takes some
@@ -28,17 +28,17 @@ from tests.megatron.comparison import (
     stock_run,
 )
 from tests.megatron.launch import run_ranks
-from tests.megatron.plans import chunked_plan, set_of
+from tests.megatron.plans import chunked_plan, tp_replica
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.plan.plan import (
     Group,
     Offload,
-    Parts,
     Plan,
     Recompute,
     Replica,
     Schedule,
-    holds_equal_parts,
+    TpShards,
+    has_equal_tp_shards,
 )
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 
@@ -57,12 +57,12 @@ def composition(dice: random.Random, total: int, count: int, least: int) -> tupl
     return tuple(b - a + least for a, b in pairwise(edges))
 
 
-def random_parts(dice: random.Random, degree: int) -> Parts | None:
-    """Unequal parts of any of the three kinds; equal ones where they divide."""
+def random_tp_shards(dice: random.Random, degree: int) -> TpShards | None:
+    """Uneven TP shards of any of the three kinds; equal ones where they divide."""
     even = degree in (1, 2, 4)
     if degree == 1 or (even and dice.random() < 0.4):
         return None
-    return Parts(
+    return TpShards(
         kv_groups=None if even and dice.random() < 0.3 else composition(dice, GROUPS, degree, 0),
         mlp_columns=None if even and dice.random() < 0.3 else composition(dice, COLUMNS, degree, 0),
         vocabulary_rows=None
@@ -81,8 +81,8 @@ def random_replicas(dice: random.Random, degrees: list[int], first: int) -> tupl
     for degree, count, weight in zip(degrees, samples, weights, strict=True):
         size = dice.choice([n for n in (1, 2, 3, 4) if count % n == 0]) if count else 1
         ranks = tuple(range(first, first + degree))
-        parts = random_parts(dice, degree)
-        found.append(set_of(ranks, size, count // size, weight, parts))
+        parts = random_tp_shards(dice, degree)
+        found.append(tp_replica(ranks, size, count // size, weight, parts))
         first += degree
     return tuple(found)
 
@@ -120,7 +120,7 @@ def random_plan(dice: random.Random, most_ranks: int) -> Plan:
 def with_settings(dice: random.Random, plan: Plan, group: Group) -> Group:
     """The group, with random recomputation and offloading."""
     mode: Any = dice.choice(["none", "none", "selective", "full"])
-    alike = holds_equal_parts(group)
+    alike = has_equal_tp_shards(group)
     offload = Offload(
         parameters=alike and parameters_setting(plan) != RESIDENT and dice.random() < 0.3,
         optimizer_state=dice.random() < 0.3,
@@ -132,7 +132,7 @@ def with_settings(dice: random.Random, plan: Plan, group: Group) -> Group:
 def described(plan: Plan) -> str:
     """The plan in a few words."""
     groups = "|".join(
-        "+".join(str(len(r.ranks)) + ("'" if r.parts else "") for r in group.replicas)
+        "+".join(str(len(r.ranks)) + ("'" if r.tp_shards else "") for r in group.replicas)
         for group in plan.groups
     )
     name = plan.schedule.name + "".join(f" {v}" for v in plan.schedule.parameters.values())

@@ -1,11 +1,12 @@
-"""Tables of docs/planner.md: plans with and without tensor-parallel sets.
+"""Tables of docs/planner.md: plans with and without tensor-parallel groups.
 
-    python -m scripts.bench_sets [--emulate] [--measured DIR] [--json OUT]
+    python -m scripts.bench_tensor_parallel [--emulate] [--measured DIR] [--json OUT]
 
 Two A100 and two T4 in one machine train GPT-3 1B (the case of Baton, FAST 2025): stock Megatron's
-best even layout and its best of all, the best plan with equal parts in sets, and the best of all.
-Then a model of which no GPU holds a layer. With --measured, the clusters of the Zorse paper, with
-sets and without. All times are simulated; with --emulate, those of Baton's case are emulated too.
+best even layout and its best of all, the best plan with equal parts in TP groups, and the best of
+all. Then a model of which no GPU holds a layer. With --measured, the clusters of the Zorse paper,
+with TP groups and without. All times are simulated; with --emulate, those of Baton's case are
+emulated too.
 """
 
 import argparse
@@ -76,9 +77,9 @@ def baton_rows(*, emulate: bool) -> Iterator[dict[str, Any]]:
                 System(name=what, gpus=layout.ranks, flags=flags, stock_layout=layout.plan)
             )
         for what, space in (
-            ("no sets", SearchSpace(max_tensor_parallel=1)),
-            ("equal parts", SearchSpace(unequal_parts=False)),
-            ("any sets", SearchSpace()),
+            ("no TP groups", SearchSpace(max_tensor_parallel=1)),
+            ("equal parts", SearchSpace(uneven_tp_shards=False)),
+            ("any TP groups", SearchSpace()),
         ):
             found = {
                 ranks: find_plan(on_ranks(dataclasses.replace(inputs, space=space), ranks))
@@ -118,7 +119,10 @@ def large_layer_rows() -> Iterator[dict[str, Any]]:
         num_query_groups=64,
         seq_length=1024,
     )
-    for what, space in (("no sets", SearchSpace(max_tensor_parallel=1)), ("any", SearchSpace())):
+    for what, space in (
+        ("no TP groups", SearchSpace(max_tensor_parallel=1)),
+        ("any", SearchSpace()),
+    ):
         inputs = make_inputs(
             parse_cluster(LARGE_LAYERS),
             model,
@@ -135,7 +139,10 @@ def paper_rows(measured: Path, wanted: list[str] | None) -> Iterator[dict[str, A
     for cluster, model in cases(wanted):
         inputs = paper_inputs(measured, cluster, model)
         work_s = recomputed_work_s(inputs)
-        for what, space in (("no sets", SearchSpace(max_tensor_parallel=1)), ("any", inputs.space)):
+        for what, space in (
+            ("no TP groups", SearchSpace(max_tensor_parallel=1)),
+            ("any", inputs.space),
+        ):
             row = _row(what, dataclasses.replace(inputs, space=space))
             ratio = row["iteration_s"] and round(row["iteration_s"] / work_s, 3)
             yield {"cluster": cluster, "model": model, **row, "over_work": ratio}
@@ -156,10 +163,10 @@ def _told(what: str, inputs: Inputs, outcome: Outcome) -> dict[str, Any]:
         "iteration_s": round(outcome.iteration_s, 4),
         "plan": describe_plan(outcome.plan, inputs.kinds),
         "parts": [
-            dataclasses.asdict(each.parts)
+            dataclasses.asdict(each.tp_shards)
             for group in outcome.plan.groups
             for each in group.replicas
-            if each.parts is not None
+            if each.tp_shards is not None
         ],
         "peak_gib": [round(peak / GIB, 2) for peak in peaks or ()][:4],
         "plan_time_s": round(outcome.plan_time_s, 1),

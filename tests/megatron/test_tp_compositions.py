@@ -1,4 +1,5 @@
-"""Every way to give KV groups to the ranks of a set computes what one rank with all of them does.
+"""Every way to give KV groups to the ranks of a TP group computes what one rank with all of them
+does.
 
 Loss and gradients of one layer with embedding and loss, without a training loop; ranks may hold
 nothing of attention, of the MLP, of the vocabulary, or of all three.
@@ -13,8 +14,8 @@ import torch.distributed as dist
 
 from tests.megatron import tiny_gpt
 from tests.megatron.preloaded import run_megatron_ranks
-from zorse_megatron.plan.plan import Parts
-from zorse_megatron.schedule.tensor_parallel_parts import SetParts
+from zorse_megatron.plan.plan import TpShards
+from zorse_megatron.schedule.tensor_parallel_parts import TpPartition
 
 GROUPS, COLUMNS, ROWS, SEQUENCE, SAMPLES = 4, 16, 32, 6, 2
 MAX_LOSS_DIFFERENCE, MAX_RELATIVE_DIFFERENCE = 2e-5, 1e-4
@@ -24,17 +25,17 @@ def compositions(degree: int) -> list[tuple[int, ...]]:
     return [c for c in itertools.product(range(GROUPS + 1), repeat=degree) if sum(c) == GROUPS]
 
 
-def cases(degree: int) -> Iterator[tuple[Parts, bool]]:
+def cases(degree: int) -> Iterator[tuple[TpShards, bool]]:
     """All three kinds cut alike, or each in a way of its own; with sequence parallelism or not."""
     found = compositions(degree)
     for at, groups in enumerate(found):
         columns, rows = (at, at) if at % 2 else (at + 1, at + len(found) // 2)
-        parts = Parts(
+        tp_shards = TpShards(
             kv_groups=groups,
             mlp_columns=tuple(COLUMNS // GROUPS * n for n in found[columns % len(found)]),
             vocabulary_rows=tuple(ROWS // GROUPS * n for n in found[rows % len(found)]),
         )
-        yield parts, at % 4 > 1
+        yield tp_shards, at % 4 > 1
 
 
 def model_config() -> Any:
@@ -87,10 +88,12 @@ def loss_of(model: Any) -> torch.Tensor:
     return loss.detach()
 
 
-def part_of_rank(whole: Any, parts: Parts, sequence_parallel: bool, tp: Any, alone: Any) -> Any:
+def part_of_rank(
+    whole: Any, tp_shards: TpShards, sequence_parallel: bool, tp: Any, alone: Any
+) -> Any:
     """Loss and gradients of this rank, and what they are to be."""
-    from zorse_megatron.adapter.data_parallel.buckets import set_sums_of
-    from zorse_megatron.adapter.model.unequal_parts import (
+    from zorse_megatron.adapter.data_parallel.buckets import tp_sums_of
+    from zorse_megatron.adapter.model.uneven_tp_shards import (
         LocalSizes,
         size_hooks,
         with_sequence_parallelism,
@@ -98,14 +101,14 @@ def part_of_rank(whole: Any, parts: Parts, sequence_parallel: bool, tp: Any, alo
     from zorse_megatron.adapter.parameter_parts import held_part, taken
     from zorse_megatron.adapter.patches import under_plan
     from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.runtime.mailbox import SetPlace
+    from zorse_megatron.runtime.mailbox import TpRank
 
-    place = SetPlace(
+    place = TpRank(
         index=tp.rank(),
         degree=tp.size(),
         group=tp,
         is_split=sequence_parallel,
-        parts=SetParts(degree=tp.size(), parts=parts),
+        tp_shards=TpPartition(degree=tp.size(), tp_shards=tp_shards),
     )
     config = model_config()
     config.transformer.tensor_model_parallel_size = tp.size()
@@ -117,7 +120,7 @@ def part_of_rank(whole: Any, parts: Parts, sequence_parallel: bool, tp: Any, alo
         model = build(config, tp, alone)
         expected = {}
         for name, parameter in model.named_parameters():
-            part = held_part(name, parameter, place.parts, is_gated=True, index=place.index)
+            part = held_part(name, parameter, place.tp_shards, is_gated=True, index=place.index)
             with torch.no_grad():
                 parameter.copy_(taken(values[name], part))
             expected[name] = taken(values[name].grad, part)
@@ -126,7 +129,7 @@ def part_of_rank(whole: Any, parts: Parts, sequence_parallel: bool, tp: Any, alo
     for name, parameter in model.named_parameters():
         found[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
     for name, parameter in model.named_parameters():
-        if parameter in set_sums_of(model, config.transformer):
+        if parameter in tp_sums_of(model, config.transformer):
             dist.all_reduce(found[name], group=tp)
     return loss, found, expected
 
@@ -136,7 +139,7 @@ def unlike_specs() -> list[str]:
     from megatron.core.transformer.attention import SelfAttention
     from megatron.training.models.gpt import default_layer_spec
 
-    from zorse_megatron.adapter.model.unequal_parts import (
+    from zorse_megatron.adapter.model.uneven_tp_shards import (
         SelfAttentionWithoutHeads,
         layer_spec_without_heads,
     )

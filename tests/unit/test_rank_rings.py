@@ -1,4 +1,4 @@
-"""Summaries of sets of ranks: what like nodes share is what each node by itself says."""
+"""Summaries of TP groups of ranks: what like nodes share is what each node by itself says."""
 
 import dataclasses
 import random
@@ -7,7 +7,7 @@ from unittest import mock
 from tests.topologies import GB_PER_S, many_nodes, node, region_link, two_regions
 from tests.unit.test_comm_cost import with_curves
 from zorse_megatron.costs import communication
-from zorse_megatron.costs.communication import RankSet, RankSets
+from zorse_megatron.costs.communication import RankRing, RankRings
 from zorse_megatron.costs.routes import Routes
 from zorse_megatron.costs.topology import MeasuredNode, Topology, topology_of
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
@@ -36,14 +36,14 @@ def two_sites() -> Topology:
     return Topology.of(nodes, (), (region_link(("west", "east"), GB_PER_S, 0.03),))
 
 
-def node_by_node(spec: Topology, ranks: tuple[int, ...]) -> RankSet:
-    """Nothing is shared: no two nodes look alike, and no set follows another."""
+def node_by_node(spec: Topology, ranks: tuple[int, ...]) -> RankRing:
+    """Nothing is shared: no two nodes look alike, and no TP group follows another."""
 
     def name(node: MeasuredNode) -> tuple[object, ...]:
         return (node.name,)
 
     with mock.patch.object(communication, "_look", name):
-        return RankSets(Routes(spec)).of(ranks)
+        return RankRings(Routes(spec)).of(ranks)
 
 
 def test_sets_are_as_without_what_sets_before_have_left() -> None:
@@ -51,11 +51,11 @@ def test_sets_are_as_without_what_sets_before_have_left() -> None:
     lab = topology_of(parse_cluster(LIKE_BUT_FOR_ONE_THING.encode()))
     found = set()
     for spec in (lab, two_sites(), two_regions(), many_nodes(6)):
-        sets = RankSets(Routes(spec))
+        rings = RankRings(Routes(spec))
         for _ in range(60):
             ranks = rng.sample(range(spec.num_gpus), rng.randint(1, spec.num_gpus))
             both = [tuple(ranks), tuple(sorted(ranks))]
             for each in both:
-                assert sets.of(each) == node_by_node(spec, each)
-            found.add(sets.of(both[0]))
+                assert rings.of(each) == node_by_node(spec, each)
+            found.add(rings.of(both[0]))
     assert len(found) > 60

@@ -1,4 +1,4 @@
-"""Sets: slices of sequences and unequal parts cover the whole, or are refused."""
+"""Sets: slices of sequences and uneven TP shards cover the whole, or are refused."""
 
 from argparse import Namespace
 from collections import Counter
@@ -15,7 +15,7 @@ from tests.examples import examples
 from tests.strategies import plans
 from tests.unit.made_plans import plan_of, replica
 from tests.unit.test_shards import elements, held
-from zorse_megatron.costs.interface import RankPart
+from zorse_megatron.costs.interface import TpShard
 from zorse_megatron.errors import PlanError
 from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.plan.plan import (
@@ -23,11 +23,11 @@ from zorse_megatron.plan.plan import (
     Group,
     ModelFingerprint,
     Offload,
-    Parts,
     Plan,
     Schedule,
+    TpShards,
     data_parallel_ranks,
-    holds_equal_parts,
+    has_equal_tp_shards,
 )
 from zorse_megatron.plan.plan_file import dump_plan, parse_plan
 from zorse_megatron.plan.rules import problems_of
@@ -41,9 +41,9 @@ from zorse_megatron.schedule.actions import (
 from zorse_megatron.schedule.communicators import communicators_of, links_of
 from zorse_megatron.schedule.lower import lower_plan, refuse_unsupported
 from zorse_megatron.schedule.tensor_parallel_parts import (
-    SetParts,
+    TpPartition,
     cut_part,
-    has_uneven_parts,
+    has_uneven_tp_shards,
     owned_blocks,
     slice_of_rank,
     slice_pairs,
@@ -69,7 +69,7 @@ def test_each_position_goes_from_who_has_it_to_who_needs_it_once(
 
 
 def with_sets(plan: Plan) -> Plan:
-    """The plan, with the ranks of each set in ascending order."""
+    """The plan, with the ranks of each TP group in ascending order."""
     groups = tuple(
         replace(
             group,
@@ -80,7 +80,7 @@ def with_sets(plan: Plan) -> Plan:
     return replace(plan, groups=groups)
 
 
-set_plans = plans(
+tp_plans = plans(
     max_world=9,
     max_groups=3,
     max_chunks_per_group=2,
@@ -91,14 +91,14 @@ set_plans = plans(
 
 
 @settings(deadline=None, max_examples=examples(40))
-@given(plan=set_plans, forward_only=st.booleans())
-def test_lists_of_sets_execute(plan: Plan, forward_only: bool) -> None:
-    """All ranks of a set compute the same in one order, with peers of their own."""
+@given(plan=tp_plans, forward_only=st.booleans())
+def test_lists_of_tp_groups_execute(plan: Plan, forward_only: bool) -> None:
+    """All ranks of a TP group compute the same in one order, with peers of their own."""
     lists = lower_plan(plan, forward_only=forward_only)
-    sets = [replica.ranks for group in plan.groups for replica in group.replicas]
-    check_executable(lists, sets)
+    tp_groups = [replica.ranks for group in plan.groups for replica in group.replicas]
+    check_executable(lists, tp_groups)
     assert parse_action_lists(str(lists)) == lists
-    for ranks in sets:
+    for ranks in tp_groups:
         own = [[a for a in lists.ranks[rank] if a.kind not in SENDS | RECEIVES] for rank in ranks]
         assert all(each == own[0] for each in own)
     if not forward_only:
@@ -106,7 +106,7 @@ def test_lists_of_sets_execute(plan: Plan, forward_only: bool) -> None:
 
 
 @settings(deadline=None, max_examples=examples(40))
-@given(plan=set_plans)
+@given(plan=tp_plans)
 def test_each_element_of_an_activation_crosses_once(plan: Plan) -> None:
     length = 2520  # which all degrees divide
     sent: Counter[tuple[object, ...]] = Counter()
@@ -121,13 +121,13 @@ def test_each_element_of_an_activation_crosses_once(plan: Plan) -> None:
 
 
 def test_a_part_is_printed_and_read_back() -> None:
-    word = "1SA3>4[8:12,1:3/6]"
+    word = "1SEND_F3>4[8:12,1:3/6]"
     assert str(parse_action(word)) == word
     with pytest.raises(ValueError, match="expected an action"):
-        parse_action("1SA3>4[8:12,1:3]")
+        parse_action("1SEND_F3>4[8:12,1:3]")
 
 
-def test_ranks_of_a_set_that_compute_in_another_order_are_found() -> None:
+def test_ranks_of_a_tp_group_that_compute_in_another_order_are_found() -> None:
     lists = parse_action_lists("rank 0: 0F0 0F1\nrank 1: 0F1 0F0")
     check_executable(lists)
     with pytest.raises(ScheduleError, match="no rank can proceed"):
@@ -135,7 +135,7 @@ def test_ranks_of_a_set_that_compute_in_another_order_are_found() -> None:
 
 
 def test_a_send_and_a_receive_of_other_parts_do_not_match() -> None:
-    text = "rank 0: 0F0 0SA0>1[0:1,0:1/2]\nrank 1: 1RA0<0[0:1,1:2/2] 1F0"
+    text = "rank 0: 0F0 0SEND_F0>1[0:1,0:1/2]\nrank 1: 1RECV_F0<0[0:1,1:2/2] 1F0"
     with pytest.raises(ScheduleError, match="where rank 1 has"):
         check_executable(parse_action_lists(text))
 
@@ -154,7 +154,7 @@ def plan_with(ranks: tuple[int, ...], **model: int) -> Plan:
         ((0, 1), {"vocab_size": 257}, "for 257 rows of the vocabulary"),
     ],
 )
-def test_sets_that_cannot_hold_parts_are_refused(
+def test_tp_groups_that_cannot_hold_parts_are_refused(
     ranks: tuple[int, ...], model: dict[str, int], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
@@ -164,7 +164,10 @@ def test_sets_that_cannot_hold_parts_are_refused(
 @pytest.mark.parametrize(
     ("settings_of_group", "message"),
     [
-        ({"gradient_wire": "bf16"}, "gradient_wire: found bf16, with replicas of 1 and 2 ranks"),
+        (
+            {"grad_reduce_dtype": "bf16"},
+            "grad_reduce_dtype: found bf16, with replicas of 1 and 2 ranks",
+        ),
         ({"offload": Offload(parameters=True)}, "offload.parameters: found true, with replicas of"),
     ],
 )
@@ -193,16 +196,16 @@ counts = st.lists(st.integers(0, 5), min_size=2, max_size=4).filter(any).map(tup
 def test_parts_are_the_whole_once(
     counts: tuple[int, ...], rows: int, blocks: int, axis: int
 ) -> None:
-    parts = SetParts(degree=len(counts), parts=Parts(mlp_columns=counts))
+    tp_shards = TpPartition(degree=len(counts), tp_shards=TpShards(mlp_columns=counts))
     shape = [7, 7]
     shape[axis] = blocks * rows * sum(counts)
     pieces = []
     for index, count in enumerate(counts):
-        part = cut_part(shape, axis, parts, "mlp_columns", index=index, blocks=blocks)
+        part = cut_part(shape, axis, tp_shards, "mlp_columns", index=index, blocks=blocks)
         local = part.local_shape[axis]
         assert local == blocks * rows * count
         if count:
-            assert parts.whole_length("mlp_columns", index, local) == shape[axis]
+            assert tp_shards.whole_length("mlp_columns", index, local) == shape[axis]
             pieces.append(held(part))
     found = np.concatenate([piece.reshape(-1) for piece in pieces])
     assert sorted(found) == list(range(shape[0] * shape[1]))
@@ -213,12 +216,12 @@ def test_intervals_of_a_part_as_blocks_of_the_whole(
     counts: tuple[int, ...], axis: int, data: st.DataObject
 ) -> None:
     """In the order of the rank's own memory, also where rows of gate and up follow one another."""
-    parts = SetParts(degree=len(counts), parts=Parts(mlp_columns=counts))
+    tp_shards = TpPartition(degree=len(counts), tp_shards=TpShards(mlp_columns=counts))
     blocks = 2 if axis == 0 else 1
     shape = [3, 3]
     shape[axis] = blocks * sum(counts)
     index = data.draw(st.sampled_from([i for i, count in enumerate(counts) if count]))
-    part = cut_part(shape, axis, parts, "mlp_columns", index=index, blocks=blocks)
+    part = cut_part(shape, axis, tp_shards, "mlp_columns", index=index, blocks=blocks)
     mine = held(part).reshape(-1)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(mine))] * 2)))
     found = [
@@ -234,10 +237,10 @@ def test_owners_of_unlike_parts(
     shape = (sum(first) * sum(second), 3)
     replicas, rank = [], 0
     for numbers in (first, second):
-        parts = SetParts(degree=len(numbers), parts=Parts(mlp_columns=numbers))
+        tp_shards = TpPartition(degree=len(numbers), tp_shards=TpShards(mlp_columns=numbers))
         replicas.append(
             {
-                rank + index: cut_part(shape, 0, parts, "mlp_columns", index=index, blocks=1)
+                rank + index: cut_part(shape, 0, tp_shards, "mlp_columns", index=index, blocks=1)
                 for index in range(len(numbers))
             }
         )
@@ -257,25 +260,25 @@ def test_owners_of_unlike_parts(
     assert sorted(owned) == list(range(shape[0] * 3))
 
 
-def plan_of_parts(parts: Parts, **model: int) -> Plan:
+def plan_of_tp_shards(tp_shards: TpShards, **model: int) -> Plan:
     plan = plan_with((0, 1), **model)
-    replica = replace(plan.groups[0].replicas[0], parts=parts)
+    replica = replace(plan.groups[0].replicas[0], tp_shards=tp_shards)
     group = replace(plan.groups[0], replicas=(replica,))
     return replace(plan, groups=(group,))
 
 
 def test_a_plan_with_parts_is_said_back() -> None:
-    plan = plan_of_parts(Parts(kv_groups=(3, 1), mlp_columns=(8, 0)), num_query_groups=4)
+    plan = plan_of_tp_shards(TpShards(kv_groups=(3, 1), mlp_columns=(8, 0)), num_query_groups=4)
     assert not problems_of(plan)
     assert parse_plan(dump_plan(plan).encode()) == plan
     refuse_unsupported(plan)  # raises nothing
-    assert "parts" not in dump_plan(plan_with((0, 1)))
+    assert "tp_shards" not in dump_plan(plan_with((0, 1)))
 
 
 def test_a_rank_may_hold_none_of_anything() -> None:
-    parts = Parts(kv_groups=(4, 0), mlp_columns=(16, 0), vocabulary_rows=(0, 16))
+    tp_shards = TpShards(kv_groups=(4, 0), mlp_columns=(16, 0), vocabulary_rows=(0, 16))
     sizes = {"num_query_groups": 4, "ffn_hidden_size": 16, "vocab_size": 16}
-    plan = plan_of_parts(parts, **sizes)
+    plan = plan_of_tp_shards(tp_shards, **sizes)
     assert not problems_of(plan)
     assert parse_plan(dump_plan(plan).encode()) == plan
     refuse_unsupported(plan)  # raises nothing
@@ -285,37 +288,40 @@ def test_equal_parts_are_those_of_a_plan_that_names_none() -> None:
     """Replicas of which one names them are twins, with the data-parallel groups of twins."""
     plan = plan_with((0, 1))
     (silent,) = plan.groups[0].replicas
-    for said in (Parts(), Parts(kv_groups=(2, 2), mlp_columns=(8, 8), vocabulary_rows=(9, 9))):
-        naming = replace(silent, ranks=(2, 3), parts=said)
+    for said in (
+        TpShards(),
+        TpShards(kv_groups=(2, 2), mlp_columns=(8, 8), vocabulary_rows=(9, 9)),
+    ):
+        naming = replace(silent, ranks=(2, 3), tp_shards=said)
         group = replace(plan.groups[0], replicas=(silent, naming))
-        assert SetParts.of(naming) == SetParts.of(silent)
-        assert RankPart.of(naming, 3) == RankPart.of(silent, 1)
-        assert holds_equal_parts(group) and not has_uneven_parts(group)
+        assert TpPartition.of(naming) == TpPartition.of(silent)
+        assert TpShard.of(naming, 3) == TpShard.of(silent, 1)
+        assert has_equal_tp_shards(group) and not has_uneven_tp_shards(group)
         assert data_parallel_ranks(group) == ((0, 2), (1, 3))
         both, none = (
             replace(plan, global_batch_size=2 * plan.global_batch_size, groups=(each,))
-            for each in (group, replace(group, replicas=(silent, replace(naming, parts=None))))
+            for each in (group, replace(group, replicas=(silent, replace(naming, tp_shards=None))))
         )
         assert lower_plan(both) == lower_plan(none)
         assert communicators_of(both, [lower_plan(both)]) == communicators_of(
             none, [lower_plan(none)]
         )
-    columns = replace(silent, parts=Parts(kv_groups=(2, 2), mlp_columns=(15, 1)))
-    assert SetParts.of(columns).parts == Parts(mlp_columns=(15, 1))
+    columns = replace(silent, tp_shards=TpShards(kv_groups=(2, 2), mlp_columns=(15, 1)))
+    assert TpPartition.of(columns).tp_shards == TpShards(mlp_columns=(15, 1))
 
 
 def test_unlike_parts_are_no_twins() -> None:
-    plan = plan_of_parts(Parts(kv_groups=(3, 1)))
+    plan = plan_of_tp_shards(TpShards(kv_groups=(3, 1)))
     (uneven,) = plan.groups[0].replicas
     twin = replace(uneven, ranks=(2, 3))
-    assert holds_equal_parts(replace(plan.groups[0], replicas=(uneven, twin)))
-    even = replace(twin, parts=None)
-    assert not holds_equal_parts(replace(plan.groups[0], replicas=(uneven, even)))
+    assert has_equal_tp_shards(replace(plan.groups[0], replicas=(uneven, twin)))
+    even = replace(twin, tp_shards=None)
+    assert not has_equal_tp_shards(replace(plan.groups[0], replicas=(uneven, even)))
 
 
 def test_intervals_follow_one_another() -> None:
-    parts = SetParts(degree=3, parts=Parts(vocabulary_rows=(1, 155, 100)))
-    found = [parts.interval("vocabulary_rows", index, 256) for index in range(3)]
+    tp_shards = TpPartition(degree=3, tp_shards=TpShards(vocabulary_rows=(1, 155, 100)))
+    found = [tp_shards.interval("vocabulary_rows", index, 256) for index in range(3)]
     assert found[0][0] == 0 and found[-1][1] == 256
     assert all(one[1] == other[0] for one, other in pairwise(found))
 
@@ -328,8 +334,8 @@ def flag_problems(plan: Plan, **given: object) -> list[str]:
     ]
 
 
-def test_flags_that_sets_cannot_keep_are_refused() -> None:
-    plan = plan_of_parts(Parts(mlp_columns=(8, 0), vocabulary_rows=(9, 7)))
+def test_flags_that_tp_groups_cannot_keep_are_refused() -> None:
+    plan = plan_of_tp_shards(TpShards(mlp_columns=(8, 0), vocabulary_rows=(9, 7)))
     assert flag_problems(plan) == []
     found = flag_problems(plan, hidden_dropout=0.1, attention_dropout=None, sft=True)
     assert [each.split(":")[0] for each in found] == [
@@ -340,7 +346,7 @@ def test_flags_that_sets_cannot_keep_are_refused() -> None:
     assert flag_problems(plan, swiglu=True, save="checkpoints") == []
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     assert flag_problems(plan, **fused) == [
-        "--cross-entropy-fusion-impl: te, with unequal parts of the vocabulary"
+        "--cross-entropy-fusion-impl: te, with uneven TP shards of the vocabulary"
     ]
     (split,) = flag_problems(plan, sequence_parallel=True, seq_length=33)
     assert "33 positions of a sequence" in split
@@ -348,19 +354,19 @@ def test_flags_that_sets_cannot_keep_are_refused() -> None:
     assert "16 rows of the vocabulary in all" in rows
 
 
-def chain(*sets: tuple[int, ...]) -> Plan:
-    """One group and one layer for each set."""
-    groups = tuple(plan_with(ranks).groups[0] for ranks in sets)
-    chunks = tuple(Chunk(group=n, layers=(n, n + 1)) for n in range(len(sets)))
-    model = ModelFingerprint(num_layers=len(sets))
-    return replace(plan_with(sets[0]), model=model, groups=groups, chunks=chunks)
+def chain(*tp_groups: tuple[int, ...]) -> Plan:
+    """One group and one layer for each TP group."""
+    groups = tuple(plan_with(ranks).groups[0] for ranks in tp_groups)
+    chunks = tuple(Chunk(group=n, layers=(n, n + 1)) for n in range(len(tp_groups)))
+    model = ModelFingerprint(num_layers=len(tp_groups))
+    return replace(plan_with(tp_groups[0]), model=model, groups=groups, chunks=chunks)
 
 
-def test_masks_do_not_reach_all_ranks_of_sets_in_between() -> None:
+def test_masks_do_not_reach_all_ranks_of_tp_groups_in_between() -> None:
     """Stock's `get_batch_on_this_tp_rank` broadcasts them on the first and the last stage."""
     between, ends = chain((0,), (1, 2), (3,)), chain((0, 1), (2,), (3, 4))
     (found,) = flag_problems(between, reset_attention_mask=True)
-    assert found.startswith("--reset-attention-mask: the flag, with a tensor-parallel set in")
+    assert found.startswith("--reset-attention-mask: the flag, with a tensor-parallel group in")
     assert "groups[1].replicas[0].ranks" in found
     assert flag_problems(ends, reset_attention_mask=True) == []
     without = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": False}
@@ -376,6 +382,6 @@ def test_replicas_that_cut_layers_differently_have_no_hashes_to_compare() -> Non
     assert "2, with replicas in groups[0] that cut layers differently" in found
 
 
-def test_a_plan_without_sets_asks_nothing_of_the_flags() -> None:
+def test_a_plan_without_tp_groups_asks_nothing_of_the_flags() -> None:
     plan = plan_with((0,))
     assert flag_problems(plan, hidden_dropout=0.1, sft=True, sequence_parallel=True) == []

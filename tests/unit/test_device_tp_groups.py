@@ -1,10 +1,10 @@
-"""Sets of GPUs as devices, and the communication of tensor-parallel sets."""
+"""TP groups of GPUs as devices, and the communication of tensor-parallel groups."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.validation.device_sets import SetComm, as_devices
+from scripts.validation.device_tp_groups import TpGroupComm, as_devices
 from tests.topologies import node
 from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.link_bandwidth import BandwidthCurve, LogFit, curve_for
@@ -56,7 +56,7 @@ def test_curves_are_those_of_all_gpus_at_once(log2_bytes):
     assert curve_for(device.intra_curves, 1).transfer_s(whole) == pytest.approx(each)
 
 
-def test_sets_that_do_not_fit_a_node():
+def test_tp_groups_that_do_not_fit_a_node():
     with pytest.raises(ValueError, match="multiple of 4"):
         as_devices(cluster(6), 4)
     mixed = node("mixed", 4, gpu_kinds=("A", "A", "A", "B"))
@@ -66,7 +66,7 @@ def test_sets_that_do_not_fit_a_node():
 
 def test_each_rank_with_a_nic_sends_as_if_alone():
     spec = cluster(num_nics=4)
-    sets, ranks = SetComm(spec, 4), GraphComm(spec)
+    sets, ranks = TpGroupComm(spec, 4), GraphComm(spec)
     assert sets.transfer_s(0, 1, 4 * MIB) == pytest.approx(ranks.transfer_s(0, 4, MIB))
     shards = (MIB, MIB, MIB)
     assert sets.all_gather_s((0, 1, 2), shards) == pytest.approx(
@@ -81,7 +81,7 @@ def test_each_rank_with_a_nic_sends_as_if_alone():
 
 def test_ranks_that_share_a_nic_divide_it():
     spec = cluster(num_nics=1)
-    sets, ranks = SetComm(spec, 4), GraphComm(spec)
+    sets, ranks = TpGroupComm(spec, 4), GraphComm(spec)
     latency_s = ranks.transfer_s(0, 4, 0)
     alone_s = ranks.transfer_s(0, 4, 64 * MIB) - latency_s
     assert sets.transfer_s(0, 1, 4 * 64 * MIB) - latency_s == pytest.approx(4 * alone_s)
@@ -89,6 +89,6 @@ def test_ranks_that_share_a_nic_divide_it():
 
 def test_every_set_counts_once_in_statistics():
     spec = cluster()
-    assert SetComm(spec, 4).all_reduce_s((0, 1, 2), 4) == pytest.approx(
+    assert TpGroupComm(spec, 4).all_reduce_s((0, 1, 2), 4) == pytest.approx(
         GraphComm(as_devices(spec, 4)).all_reduce_s((0, 1, 2), 16)
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from zorse_megatron.errors import LaunchError
-from zorse_megatron.launch.elastic.torchrun_ranks import Answers, Arrival, MeetingPoint, meet
+from zorse_megatron.launch.elastic.torchrun_ranks import Answers, Arrival, Rendezvous, rendezvous
 from zorse_megatron.processes import free_port
 
 
@@ -17,10 +17,10 @@ def met(size: int, decide: object, *, absent: int = 0, arrive_s: float = 20.0) -
     port, found = free_port(), [None] * size
 
     def come(number: int) -> None:
-        point = MeetingPoint(number=number, size=size, address="localhost", port=port)
+        point = Rendezvous(number=number, size=size, address="localhost", port=port)
         me = Arrival(node=f"n{number % 2}", local_rank=number // 2, free_port=number)
         try:
-            found[number] = meet(point, me, decide, arrive_s=arrive_s, decide_s=5.0)  # type: ignore
+            found[number] = rendezvous(point, me, decide, arrive_s=arrive_s, decide_s=5.0)  # type: ignore
         except (LaunchError, ZeroDivisionError) as error:
             found[number] = error  # type: ignore[call-overload]
 
@@ -69,9 +69,7 @@ def test_a_first_process_that_fails_ends_the_others() -> None:
 
 def test_an_answer_that_is_cut_is_none() -> None:
     with socket.create_server(("127.0.0.1", 0)) as first:
-        point = MeetingPoint(
-            number=1, size=2, address="127.0.0.1", port=int(first.getsockname()[1])
-        )
+        point = Rendezvous(number=1, size=2, address="127.0.0.1", port=int(first.getsockname()[1]))
 
         def dies() -> None:
             connection, _ = first.accept()
@@ -82,11 +80,13 @@ def test_an_answer_that_is_cut_is_none() -> None:
         thread = threading.Thread(target=dies)
         thread.start()
         with pytest.raises(LaunchError, match="the first process has ended"):
-            meet(point, Arrival(node="n", local_rank=0, free_port=1), list, arrive_s=9, decide_s=9)
+            rendezvous(
+                point, Arrival(node="n", local_rank=0, free_port=1), list, arrive_s=9, decide_s=9
+            )
         thread.join()
         # The first process itself, where another program has its port.
         with pytest.raises(LaunchError, match="a port that cannot be used"):
-            meet(
+            rendezvous(
                 replace(point, number=0),
                 Arrival(node="n", local_rank=0, free_port=1),
                 list,
@@ -102,12 +102,12 @@ _ANOTHER = b'{"number": 7, "node": "n", "local_rank": 0, "free_port": 1}\n'
 def test_somebody_else_at_the_port_is_no_process_of_the_job(said: bytes) -> None:
     port = free_port()
     found: list[object] = []
-    point = MeetingPoint(number=0, size=2, address="127.0.0.1", port=port)
+    point = Rendezvous(number=0, size=2, address="127.0.0.1", port=port)
     me = Arrival(node="n", local_rank=0, free_port=1)
 
     def host() -> None:
         answers = [{"number": 0}, {"number": 1}]
-        found.append(meet(point, me, lambda arrivals: answers, arrive_s=20, decide_s=5))
+        found.append(rendezvous(point, me, lambda arrivals: answers, arrive_s=20, decide_s=5))
 
     thread = threading.Thread(target=host)
     thread.start()
@@ -118,6 +118,6 @@ def test_somebody_else_at_the_port_is_no_process_of_the_job(said: bytes) -> None
             break
         except ConnectionRefusedError:
             continue
-    second = meet(replace(point, number=1), me, lambda arrivals: [], arrive_s=20, decide_s=5)
+    second = rendezvous(replace(point, number=1), me, lambda arrivals: [], arrive_s=20, decide_s=5)
     thread.join()
     assert (second, found) == ({"number": 1}, [{"number": 0}])

@@ -1,9 +1,9 @@
-"""Costs of tensor-parallel sets in closed form."""
+"""Costs of tensor-parallel groups in closed form."""
 
 from dataclasses import dataclass, field
 
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
-from zorse_megatron.costs.interface import LayerTimes, PassTimes, SetRankCosts
+from zorse_megatron.costs.interface import LayerTimes, PassTimes, TpRankCosts
 
 
 class SplitCompute(FakeCompute):
@@ -27,13 +27,14 @@ class SplitCompute(FakeCompute):
 
 
 @dataclass(kw_only=True)
-class FakeSets:
-    """A layer of `cut` parameters that sets cut and `whole` ones; computations take 1 / degree."""
+class FakeTpCosts:
+    """A layer of `cut` parameters that TP groups cut and `whole` ones; computations take 1 /
+    degree."""
 
     cut: int = 600
     whole: int = 40
     boundary: int = 0
-    kept: int = 1000
+    saved: int = 1000
     positions: int = 0
     forward_s: float = 1.0
     factors: dict = field(default_factory=dict)
@@ -41,7 +42,7 @@ class FakeSets:
     learns_positions: bool = False
     measured: bool = False
     attention_shares: dict = field(default_factory=dict)
-    """Index in a set with unequal parts -> which part of a layer's time is attention's."""
+    """Index in a TP group with uneven TP shards -> which part of a layer's time is attention's."""
 
     def compute(self, degree, index=0):
         costs = SplitCompute(
@@ -54,23 +55,23 @@ class FakeSets:
         return costs
 
     def memory(self, degree):
-        kept = self.kept // degree
+        saved = self.saved // degree
         return FakeMemory(
             layer_count=self.whole + self.cut // degree,
             embedding_count=self.positions,
-            kept={"none": kept, "selective": kept, "full": kept // 10},
+            saved={"none": saved, "selective": saved, "full": saved // 10},
             boundary=self.boundary // (degree if self.sequence_parallel else 1),
         )
 
     def of_rank(self, part, dtype):
         compute = self.compute(part.degree, part.index)
-        return SetRankCosts(compute=compute, memory=self.memory(part.degree))
+        return TpRankCosts(compute=compute, memory=self.memory(part.degree))
 
     def cut_parameters(self, section):
         return {"mlp_columns": self.cut} if section == "layer" else {"vocabulary_rows": 0}
 
     def alone(self):
-        """What `simulate` takes for ranks that are sets of their own."""
+        """What `simulate` takes for ranks that are TP groups of their own."""
         return {"compute": self.compute(1), "memory": self.memory(1)}
 
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel sets in plans: when they are found, that none better are missed, and bounds."""
+"""Tensor-parallel groups in plans: when they are found, that none better are missed, and bounds."""
 
 import dataclasses
 import itertools
@@ -8,25 +8,25 @@ import re
 import pytest
 
 from tests.unit.made_plans import plan_of, replica
-from zorse_megatron.costs.interface import RankPart
+from zorse_megatron.costs.interface import TpShard
 from zorse_megatron.emulate.compare import Planned, compared_systems
 from zorse_megatron.inputs import cluster_yaml
 from zorse_megatron.inputs.model import Computing, ModelShape
 from zorse_megatron.inputs.profile import Profile, ProfiledModel, Source, Times
-from zorse_megatron.plan.plan import Chunk, Parts
+from zorse_megatron.plan.plan import Chunk, TpShards
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
-from zorse_megatron.planner.explanation import set_sentences
+from zorse_megatron.planner.explanation import tp_sentences
 from zorse_megatron.planner.find_plan import find_plan
-from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.inputs.tensor_parallel_units import JoinedSet
+from zorse_megatron.planner.inputs.tensor_parallel_inputs import with_tp_groups
+from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup
 from zorse_megatron.planner.outcome import NoPlanError, PlannerInputError
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.tensor_parallel_choices import (
     apportioned,
-    choices_of_parts,
-    joinings_of,
+    tp_layouts_of,
+    tp_shards_to_try,
 )
 from zorse_megatron.planner.search.zorse_search import search
 from zorse_megatron.planner.simulate_plan import simulate_plan
@@ -75,7 +75,7 @@ def parts_of(degree):
     for groups in compositions(4, degree):
         for grains in compositions(MODEL.ffn_hidden_size // COLUMNS, degree):
             total = sum(grains)
-            yield Parts(
+            yield TpShards(
                 kv_groups=groups,
                 mlp_columns=tuple(COLUMNS * each for each in grains),
                 vocabulary_rows=tuple(MODEL.vocab_size * each // total for each in grains),
@@ -95,10 +95,10 @@ def partitions(ranks):
 
 def all_plans(inputs, batch):
     """Each way to join GPUs, all parts; the units are groups in any order, or share the batch."""
-    for sets in partitions(list(range(inputs.world_size))):
-        choices = [[None] if len(s) == 1 else list(parts_of(len(s))) for s in sets]
+    for tp_groups in partitions(list(range(inputs.world_size))):
+        choices = [[None] if len(s) == 1 else list(parts_of(len(s))) for s in tp_groups]
         for chosen in itertools.product(*choices):
-            units = list(zip(sets, chosen, strict=True))
+            units = list(zip(tp_groups, chosen, strict=True))
             for order in itertools.permutations(units):
                 for layers in compositions(MODEL.num_layers, len(units)):
                     yield plan_in_order(inputs, batch, order, layers)
@@ -109,7 +109,7 @@ def all_plans(inputs, batch):
 
 def unit_replica(unit, count):
     ranks, parts = unit
-    return replica(*sorted(ranks), count=count, parts=parts)
+    return replica(*sorted(ranks), count=count, tp_shards=parts)
 
 
 def plan_in_order(inputs, batch, order, layers):
@@ -141,7 +141,7 @@ def test_no_membership_and_no_parts_are_better(gpus, batch):
     best_s = min(simulate_plan(inputs, plan).iteration_s for plan in all_plans(inputs, batch))
     assert found.iteration_s <= NEAR * best_s
     assert simulate_plan(inputs, found.plan).iteration_s == pytest.approx(found.iteration_s)
-    assert degrees(found.plan) == [2], "with so few samples a set is faster"
+    assert degrees(found.plan) == [2], "with so few samples a TP group is faster"
 
 
 def test_three_gpus_of_two_kinds():
@@ -157,11 +157,11 @@ def test_three_gpus_of_two_kinds():
 def test_equal_parts_may_be_asked_for():
     inputs = inputs_of("1 x V100-16, 1 x T4", batch=1)
     even = dataclasses.replace(
-        inputs, space=dataclasses.replace(QUICK, unequal_parts=False, recompute=("none",))
+        inputs, space=dataclasses.replace(QUICK, uneven_tp_shards=False, recompute=("none",))
     )
     uneven, equal = find_plan(inputs), find_plan(even)
     assert uneven.iteration_s < 0.95 * equal.iteration_s
-    assert all(each.parts is None for group in equal.plan.groups for each in group.replicas)
+    assert all(each.tp_shards is None for group in equal.plan.groups for each in group.replicas)
 
 
 def test_a_comparison_runs_the_planned_set_and_says_so():
@@ -172,16 +172,16 @@ def test_a_comparison_runs_the_planned_set_and_says_so():
         ["zorse"],
         lambda strategy: Planned(ranks=(0, 1), outcome=outcome),
     )
-    assert ours.layout.startswith("1 V100-16, 1 T4: groups of a set of 2, 1 chunk")
+    assert ours.layout.startswith("1 V100-16, 1 T4: groups of a TP group of 2, 1 chunk")
     assert degrees(ours.system.plan) == [2]
 
 
-def test_equal_inputs_give_equal_plans_with_sets():
+def test_equal_inputs_give_equal_plans_with_tp_groups():
     inputs = inputs_of("1 x V100-16, 1 x T4", batch=2)
     assert dump_plan(find_plan(inputs).plan) == dump_plan(find_plan(inputs).plan)
 
 
-def test_a_plan_that_no_set_betters_is_the_one_without_sets():
+def test_a_plan_that_no_tp_group_betters_is_the_one_without_tp_groups():
     """On a slow link with many samples."""
     with_sets, without = (
         find_plan(inputs_of("2 x T4", batch=4, link=SLOW, space=space)).plan
@@ -196,7 +196,7 @@ HUGE = dataclasses.replace(
 )
 
 
-def test_a_layer_that_fits_no_gpu_is_planned_with_sets():
+def test_a_layer_that_fits_no_gpu_is_planned_with_tp_groups():
     inputs = inputs_of("4 x T4", batch=4, model=HUGE, space=SearchSpace())
     with pytest.raises(NoPlanError):
         find_plan(
@@ -211,7 +211,7 @@ def test_a_layer_that_fits_no_gpu_is_planned_with_sets():
     assert all(a <= b for a, b in zip(peaks, inputs.capacities_bytes, strict=True))
 
 
-def profile_of_sets(share):
+def profile_of_tp_groups(share):
     """A pair takes `share` of the time of one T4."""
     fields = {field.name for field in dataclasses.fields(ProfiledModel)}
     known = {name: value for name, value in vars(MODEL).items() if name in fields}
@@ -238,20 +238,20 @@ def profile_of_sets(share):
 
 
 @pytest.mark.parametrize("share", [None, 0.3, 0.6])
-def test_no_plan_with_sets_beats_the_bound(share):
+def test_no_plan_with_tp_groups_beats_the_bound(share):
     """Also where a pair was measured to be faster than two GPUs apart."""
     gpus = "2 x T4" if share else "1 x V100-16, 1 x T4"
-    profile = None if share is None else profile_of_sets(share)
+    profile = None if share is None else profile_of_tp_groups(share)
     inputs = inputs_of(gpus, batch=2, profile=profile)
     bound_s = lower_bound_s(inputs)
     fastest_s = min(simulate_plan(inputs, plan).iteration_s for plan in all_plans(inputs, 2))
     assert bound_s <= fastest_s
 
 
-def test_times_of_sets_are_used_for_sets_of_that_degree_alone():
-    inputs = inputs_of("4 x T4", batch=4, profile=profile_of_sets(0.3))
+def test_times_of_tp_groups_are_used_for_tp_groups_of_that_degree_alone():
+    inputs = inputs_of("4 x T4", batch=4, profile=profile_of_tp_groups(0.3))
     alone, two, four = (
-        inputs.sets.of_rank(RankPart(degree=degree), None).compute for degree in (1, 2, 4)
+        inputs.tp_costs.of_rank(TpShard(degree=degree), None).compute for degree in (1, 2, 4)
     )
     assert alone.layer("T4", 1).forward_s == 0.01
     assert two.layer("T4", 1).forward_s == pytest.approx(0.003)
@@ -261,10 +261,10 @@ def test_times_of_sets_are_used_for_sets_of_that_degree_alone():
 
 
 def test_a_unit_is_costed_as_the_simulator_times_it():
-    """One set, one group: all of it but the optimizer step and statistics."""
+    """One TP group, one group: all of it but the optimizer step and statistics."""
     inputs = inputs_of("1 x V100-16, 1 x T4", batch=4)
-    parts = choices_of_parts(inputs, (0, 1))[1]
-    units = joined(inputs, (JoinedSet(ranks=(0, 1), parts=parts),))
+    tp_shards = tp_shards_to_try(inputs, (0, 1))[1]
+    units = with_tp_groups(inputs, (TpGroup(ranks=(0, 1), tp_shards=tp_shards),))
     found = search(units, lambda progress: None).evaluations[0]
     (stage,), (cost,) = found.estimate.stages, found.estimate.costs
     computed_s = cost.busy_s
@@ -276,8 +276,8 @@ def test_a_unit_is_costed_as_the_simulator_times_it():
 
 def test_the_plans_of_units_name_all_ranks_once():
     inputs = inputs_of("3 x T4, 1 x V100-16", batch=2)
-    for joining in joinings_of(inputs)[::9]:
-        units = joined(inputs, joining)
+    for tp_layout in tp_layouts_of(inputs)[::9]:
+        units = with_tp_groups(inputs, tp_layout)
         found = search(units, lambda progress: None, Effort.of(units).light).evaluations[:1]
         for each in found:
             ranks = sorted(rank for group in each.plan.groups for rank in group.ranks)
@@ -286,7 +286,7 @@ def test_the_plans_of_units_name_all_ranks_once():
             refuse_unsupported(each.plan)
 
 
-def test_sets_stay_on_a_node_unless_asked():
+def test_tp_groups_stay_on_a_node_unless_asked():
     cluster = parse_cluster("nodes: [{count: 2, gpus: 1 x T4, nics: 100 Gb/s}]")
     made_for = [
         make_inputs(
@@ -295,19 +295,19 @@ def test_sets_stay_on_a_node_unless_asked():
             None,
             global_batch_size=1,
             dtype="float16",
-            space=dataclasses.replace(QUICK, sets_across_nodes=across),
+            space=dataclasses.replace(QUICK, tp_across_nodes=across),
         )
         for across in (False, True)
     ]
-    assert [len(joinings_of(inputs)) for inputs in made_for] == [0, 1]
+    assert [len(tp_layouts_of(inputs)) for inputs in made_for] == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"wished_tensor_parallel": 8}, "at most 2"),
-        ({"wished_tensor_parallel": 8, "sets_across_nodes": True}, "whole KV group"),
-        ({"wished_tensor_parallel": 2, "max_tensor_parallel": 1}, "at most 1"),
+        ({"requested_tensor_parallel": 8}, "at most 2"),
+        ({"requested_tensor_parallel": 8, "tp_across_nodes": True}, "whole KV group"),
+        ({"requested_tensor_parallel": 2, "max_tensor_parallel": 1}, "at most 1"),
     ],
 )
 def test_wishes_that_cannot_be(changes, said):
@@ -317,27 +317,27 @@ def test_wishes_that_cannot_be(changes, said):
     assert said in str(caught.value)
 
 
-def test_a_wish_is_tried_and_bettered():
-    """Sets of two on a slow link: they are searched, and single GPUs are faster."""
-    space = dataclasses.replace(QUICK, wished_tensor_parallel=2)
+def test_a_proposal_is_tried_and_bettered():
+    """TP groups of two on a slow link: they are searched, and single GPUs are faster."""
+    space = dataclasses.replace(QUICK, requested_tensor_parallel=2)
     found = find_plan(inputs_of("2 x T4", batch=4, link=SLOW, space=space))
     assert degrees(found.plan) == [1, 1]
     assert any("x (2 T4)" in each.what for each in found.rejected)
 
 
-def test_why_there_are_sets_or_none():
+def test_why_there_are_tp_groups_or_none():
     slow = inputs_of("2 x T4", batch=4, link=SLOW)
-    (never,) = set_sentences(slow, find_plan(slow).plan)
+    (never,) = tp_sentences(slow, find_plan(slow).plan)
     assert re.match(r"TP=2 not used on T4: \d\d % slower over PCIe than two GPUs apart \(", never)
     fast = inputs_of("2 x T4", batch=1)
-    (used,) = set_sentences(fast, find_plan(fast).plan)
+    (used,) = tp_sentences(fast, find_plan(fast).plan)
     assert used.startswith("TP=2 used on T4: with TP=2 a layer takes ")
 
 
-def test_sequence_parallelism_halves_what_a_set_keeps_whole():
+def test_sequence_parallelism_halves_what_a_tp_group_keeps_whole():
     cluster = parse_cluster("nodes: [{gpus: 2 x T4}]")
     whole, parted = (
-        joined(
+        with_tp_groups(
             make_inputs(
                 cluster,
                 MODEL,
@@ -346,7 +346,7 @@ def test_sequence_parallelism_halves_what_a_set_keeps_whole():
                 dtype="float16",
                 computing=Computing(attention="flash", sequence_parallel=sequence_parallel),
             ),
-            (JoinedSet(ranks=(0, 1)),),
+            (TpGroup(ranks=(0, 1)),),
         )
         for sequence_parallel in (False, True)
     )
@@ -354,7 +354,7 @@ def test_sequence_parallelism_halves_what_a_set_keeps_whole():
     assert parted.memory.activation_bytes(1, "none", kind) < whole.memory.activation_bytes(
         1, "none", kind
     )
-    assert whole.units.arrival_s(kind, 1) > 0 == parted.units.arrival_s(kind, 1)
+    assert whole.members.arrival_s(kind, 1) > 0 == parted.members.arrival_s(kind, 1)
 
 
 def test_parts_in_proportion():

@@ -1,4 +1,4 @@
-"""Sets of GPUs of a node as one device: how tensor-parallel ranks use links, all at once.
+"""TP groups of GPUs of a node as one device: how tensor-parallel ranks use links, all at once.
 
 A device has the links of all its GPUs together. Of measured curves it takes those with as many
 GPUs at once; where they say what one GPU gets, the device gets as many times that.
@@ -13,7 +13,8 @@ from zorse_megatron.costs.topology import MeasuredNode, Topology
 
 
 def as_devices(spec: Topology, gpus_each: int) -> Topology:
-    """Return the cluster with sets of `gpus_each` neighbours as devices; rank n is GPU n * each on.
+    """Return the cluster with TP groups of `gpus_each` neighbours as devices; rank n is GPU n *
+    each on.
 
     Raises ValueError for a node whose GPUs cannot be grouped so.
     """
@@ -25,21 +26,21 @@ def as_devices(spec: Topology, gpus_each: int) -> Topology:
 
 def _node(node: MeasuredNode, each: int) -> MeasuredNode:
     kinds = node.gpu_kinds
-    sets = [kinds[first : first + each] for first in range(0, len(kinds), each)]
-    if len(kinds) % each or any(len(set(members)) > 1 for members in sets):
+    tp_groups = [kinds[first : first + each] for first in range(0, len(kinds), each)]
+    if len(kinds) % each or any(len(set(members)) > 1 for members in tp_groups):
         raise ValueError(
             f"node {node.name}: found GPUs {kinds}; expected a multiple of {each}, with equal GPUs "
-            f"in each set of {each}"
+            f"in each TP group of {each}"
         )
     return dataclasses.replace(
         node,
-        gpu_kinds=tuple(members[0] for members in sets),
+        gpu_kinds=tuple(members[0] for members in tp_groups),
         link=dataclasses.replace(
             node.link, bandwidth_bytes_per_s=each * node.link.bandwidth_bytes_per_s
         ),
         host_link_bytes_per_s=each * node.host_link_bytes_per_s,
-        intra_curves=_curves(node.intra_curves, each, len(sets), factor=each),
-        nic_curves=_curves(node.nic_curves, each, len(sets), factor=1),
+        intra_curves=_curves(node.intra_curves, each, len(tp_groups), factor=each),
+        nic_curves=_curves(node.nic_curves, each, len(tp_groups), factor=1),
     )
 
 
@@ -68,13 +69,13 @@ def _scaled(curve: BandwidthCurve, each: int, factor: int) -> BandwidthCurve:
     )
 
 
-class SetComm:
-    """`CommCost` of sets of `tensor_parallel` neighbouring GPUs, one rank for each; see
+class TpGroupComm:
+    """`CommCost` of TP groups of `tensor_parallel` neighbouring GPUs, one rank for each; see
     `costs.interface`.
 
-    Sizes of collectives are those of one GPU. All GPUs of a set send as much at the same time, each
-    to its counterpart, so a set counts as one device with the links of all its GPUs and as many
-    times the bytes. Of an activation each GPU sends its part, so a set sends it once.
+    Sizes of collectives are those of one GPU. All GPUs of a TP group send as much at the same time,
+    each to its counterpart, so a TP group counts as one device with the links of all its GPUs and
+    as many times the bytes. Of an activation each GPU sends its part, so a TP group sends it once.
     """
 
     def __init__(self, spec: Topology, tensor_parallel: int) -> None:
@@ -90,19 +91,19 @@ class SetComm:
         return self.comm.shared_links(source, target)
 
     def reduce_scatter_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
-        """As many reductions at once as a set has GPUs."""
+        """As many reductions at once as a TP group has GPUs."""
         return self.comm.reduce_scatter_s(ranks, tuple(self.size * size for size in shard_bytes))
 
     def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
-        """As many gathers at once as a set has GPUs, each over one GPU of each set."""
+        """As many gathers at once as a TP group has GPUs, each over one GPU of each TP group."""
         return self.comm.all_gather_s(ranks, tuple(self.size * size for size in shard_bytes))
 
     def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
-        """As many exchanges at once as a set has GPUs."""
+        """As many exchanges at once as a TP group has GPUs."""
         return self.comm.exchange_s(ranks, tuple(self.size * size for size in shard_bytes))
 
     def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
-        """Over sets, each of which counts once."""
+        """Over TP groups, each of which counts once."""
         return self.comm.all_reduce_s(ranks, self.size * num_bytes)
 
     def host_link_bytes_per_s(self, rank: int) -> float:

@@ -26,7 +26,7 @@ from zorse_megatron.schedule.tensor_parallel_parts import (
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PartedTensor:
+class MixedTpTensor:
     """One parameter as a rank sees it."""
 
     part: TensorPart
@@ -54,7 +54,7 @@ class PartedTensor:
         return torch.cat(views) if views else local.new_empty(0)
 
 
-Unit = Sequence[PartedTensor]
+Unit = Sequence[MixedTpTensor]
 """Parameters that are exchanged together."""
 
 
@@ -65,7 +65,7 @@ class Exchanged:
     unit: Unit
     sums: bool
 
-    def messages(self, tensor: PartedTensor) -> Messages:
+    def messages(self, tensor: MixedTpTensor) -> Messages:
         """(source, target) -> elements of this tensor."""
         return (sum_messages if self.sums else gather_messages)(tensor.blocks)
 

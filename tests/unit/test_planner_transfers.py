@@ -31,8 +31,8 @@ def pipelines(schedule: str) -> SearchSpace:
     return SearchSpace(schedules=(schedule,), recompute=("none",), max_micro_batch_size=1)
 
 
-def without_hops(plan: Plan) -> Plan:
-    chunks = tuple(dataclasses.replace(chunk, hop=None) for chunk in plan.chunks)
+def without_transfers(plan: Plan) -> Plan:
+    chunks = tuple(dataclasses.replace(chunk, transfer=None) for chunk in plan.chunks)
     return dataclasses.replace(plan, chunks=chunks)
 
 
@@ -42,21 +42,21 @@ def found(cluster: str, schedule: str) -> tuple[Inputs, Plan]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_the_hop_between_regions_is_that_of_the_network(schedule):
+def test_the_transfer_between_regions_is_that_of_the_network(schedule):
     inputs, plan = found(REGIONS, schedule)
-    hops = [chunk.hop for chunk in plan.chunks]
-    assert hops[-1] is None and hops[0] is not None
+    transfers = [chunk.transfer for chunk in plan.chunks]
+    assert transfers[-1] is None and transfers[0] is not None
     busy_s = max(usage.busy_s for usage in simulated(inputs, plan).usage)
     # What the simulator counts as busy also has the optimizer step.
-    assert hops[0].latency == pytest.approx(0.06 / busy_s, rel=0.1)
+    assert transfers[0].latency == pytest.approx(0.06 / busy_s, rel=0.1)
     sample_s = inputs.memory.boundary_bytes(1) * 8 / 5e9
-    assert hops[0].load == pytest.approx(64 * sample_s / busy_s, rel=0.1)
+    assert transfers[0].load == pytest.approx(64 * sample_s / busy_s, rel=0.1)
 
 
 def test_there_is_none_on_a_fast_network_nor_under_breadth_first():
     for cluster, schedule in ((ONE_NODE, "1f1b"), (REGIONS, "breadth_first")):
         _, plan = found(cluster, schedule)
-        assert plan == without_hops(plan)
+        assert plan == without_transfers(plan)
 
 
 @pytest.mark.parametrize("first", [1, 11, 21])
@@ -71,5 +71,5 @@ def test_there_is_none_between_chunks_of_one_group(first):
     estimate = evaluator.estimator.estimate(candidate, (first, 22 - first))
     assert estimate is not None
     plan = evaluator.builder.plan(estimate)
-    assert plan is not None and any(chunk.hop for chunk in plan.chunks)
+    assert plan is not None and any(chunk.transfer for chunk in plan.chunks)
     assert list(problems_of(plan)) == []

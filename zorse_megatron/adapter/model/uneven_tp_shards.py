@@ -1,9 +1,9 @@
-"""Unequal parts of a tensor-parallel set: sizes, and ranks without heads or rows.
+"""Uneven TP shards of a tensor-parallel group: sizes, and ranks without heads or rows.
 
-Megatron's layers divide numbers of heads, groups, columns and rows by the ranks of the set. A rank
-that holds n of them is told n times the number of ranks, so that all of its own divisions, in its
-layers and in Transformer Engine's, come to n. What is left are the rows of the vocabulary, of which
-a rank must know the first one: stock takes it that all ranks before have as many.
+Megatron's layers divide numbers of heads, groups, columns and rows by the ranks of the TP group. A
+rank that holds n of them is told n times the number of ranks, so that all of its own divisions, in
+its layers and in Transformer Engine's, come to n. What is left are the rows of the vocabulary, of
+which a rank must know the first one: stock takes it that all ranks before have as many.
 """
 
 import copy
@@ -26,13 +26,13 @@ from zorse_megatron.adapter.parameter_parts import mark_unit
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
 from zorse_megatron.errors import PlanError, Problem
-from zorse_megatron.runtime.mailbox import SetPlace
+from zorse_megatron.runtime.mailbox import TpRank
 
 
 class LocalSizes:
     """What one rank's model config says, and what the model is."""
 
-    def __init__(self, model_config: Any, place: SetPlace) -> None:
+    def __init__(self, model_config: Any, place: TpRank) -> None:
         """`model_config`: the script's (`cfg_container.model`), as for the whole model."""
         self.config, self.place = model_config, place
         transformer = model_config.transformer
@@ -59,7 +59,7 @@ class LocalSizes:
         }
 
     def _told(self, kind: Any, whole: int) -> int:
-        start, stop = self.place.parts.interval(kind, self.place.index, whole)
+        start, stop = self.place.tp_shards.interval(kind, self.place.index, whole)
         return (stop - start) * self.place.degree
 
     def show(self) -> None:
@@ -82,24 +82,25 @@ class LocalSizes:
         return [(self.config.transformer, self._transformer), (self.config, self._model)]
 
 
-def size_hooks(place: SetPlace | None) -> Replacements:
-    """What Megatron asks of sizes beside the config, on a rank with other parts than its set's."""
+def size_hooks(place: TpRank | None) -> Replacements:
+    """What Megatron asks of sizes beside the config, on a rank with other parts than its TP
+    group's."""
     hooks: dict[Rebinding, Make] = {}
     if place is None:
         return hooks
-    if place.parts.units("vocabulary_rows") is not None:
+    if place.tp_shards.units("vocabulary_rows") is not None:
         hooks[under_plan.VOCAB_RANGE] = partial(_with_own_rows, place)
-    if not place.parts.has_any("vocabulary_rows", place.index):
+    if not place.tp_shards.has_any("vocabulary_rows", place.index):
         hooks[under_plan.LOOK_UP] = looking_up_nothing
         hooks[under_plan.LOSS] = without_a_logit
-    if not place.parts.has_any("mlp_columns", place.index):
+    if not place.tp_shards.has_any("mlp_columns", place.index):
         hooks[under_plan.SPLIT_GATE] = saved_as_nothing
     return hooks
 
 
-def _with_own_rows(place: SetPlace, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `VocabUtility.vocab_range_from_per_partition_vocab_size`, for a rank of a set."""
-    rows = place.parts.units("vocabulary_rows")
+def _with_own_rows(place: TpRank, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `VocabUtility.vocab_range_from_per_partition_vocab_size`, for a rank of a TP group."""
+    rows = place.tp_shards.units("vocabulary_rows")
     assert rows is not None, "equal rows are stock's own"
 
     def vocab_range_from_per_partition_vocab_size(
@@ -107,7 +108,7 @@ def _with_own_rows(place: SetPlace, stock: Callable[..., Any]) -> Callable[..., 
     ) -> Any:
         if world_size != place.degree:  # the whole model is built on one rank
             return stock(per_partition_vocab_size, rank, world_size)
-        # Without rows there is a logit of none of them (`unequal_parts`).
+        # Without rows there is a logit of none of them (`uneven_tp_shards`).
         start = sum(rows[:rank])
         return start, start + rows[rank]
 
@@ -116,16 +117,17 @@ def _with_own_rows(place: SetPlace, stock: Callable[..., Any]) -> Callable[..., 
 
 # Attention on a rank that holds no KV group.
 #
-# The rank has nothing to attend with, but it takes part in what the others of its set sum: forward
-# the output of the projection, to which it adds zeros, and backward the gradient of the input, or
-# with sequence parallelism their gathers and reduce-scatters. Megatron's two linear layers do all
-# of that with no rows and no columns, so the class is those two and nothing between them.
+# The rank has nothing to attend with, but it takes part in what the others of its TP group sum:
+# forward the output of the projection, to which it adds zeros, and backward the gradient of the
+# input, or with sequence parallelism their gathers and reduce-scatters. Megatron's two linear
+# layers do all of that with no rows and no columns, so the class is those two and nothing between
+# them.
 
 
 class SelfAttentionWithoutHeads(SelfAttention):
     """`SelfAttention` whose projections have no rows and no columns; core attention is not run.
 
-    The config says one KV group for each rank of the set, which tells how large one would be.
+    The config says one KV group for each rank of the TP group, which tells how large one would be.
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +193,7 @@ def _leave_out_heads(layer: Any) -> None:
                     where="the layers of the model",
                     found=f"attention of class {attention.module}",
                     expected="Megatron's SelfAttention",
-                    remedy="Give each rank of a set at least one KV group.",
+                    remedy="Give each rank of a TP group at least one KV group.",
                 )
             ],
         )
@@ -203,7 +205,7 @@ def _leave_out_heads(layer: Any) -> None:
 # Megatron's lookup needs a row, and its cross entropy a logit for each token. Both get one that
 # changes nothing: a row of zeros, whose result is masked as that of every row that another rank
 # has, and a logit of minus infinity, which is no maximum and adds nothing to the sum. The sums over
-# the set, forward and backward, are Megatron's own.
+# the TP group, forward and backward, are Megatron's own.
 
 
 def looking_up_nothing(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -220,7 +222,7 @@ class _WithRow:
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding
-        # Made of the weight, so that backwards take part in what the set gathers there.
+        # Made of the weight, so that backwards take part in what the TP group gathers there.
         self.weight = F.pad(embedding.weight, (0, 0, 0, 1))
 
     def __getattr__(self, name: str) -> Any:

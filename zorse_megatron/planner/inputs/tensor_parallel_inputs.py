@@ -1,4 +1,4 @@
-"""The inputs of a search among tensor-parallel sets, and what these cost."""
+"""The inputs of a search among tensor-parallel groups, and what these cost."""
 
 import dataclasses
 import math
@@ -11,76 +11,76 @@ from zorse_megatron.costs.interface import (
     ModelSection,
     PassTimes,
     RecomputeMode,
-    SetComputeCost,
+    TpComputeCost,
 )
 from zorse_megatron.costs.topology import Topology
 from zorse_megatron.plan.plan import ClusterFingerprint
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.inputs.tensor_parallel_units import (
-    JoinedSet,
-    Joining,
-    SetKind,
-    Units,
+from zorse_megatron.planner.inputs.tensor_parallel_members import (
+    Members,
+    TpGroup,
+    TpGroupKind,
+    TpLayout,
+    all_tp_groups,
     costs_of_rank,
-    in_rank_order,
-    rank_parts,
-    set_collectives,
+    rank_shards,
+    tp_collectives,
 )
 
 
-def joined(base: Inputs, joining: Joining) -> Inputs:
-    """Return the inputs where each set is one unit; "rank" there means unit.
+def with_tp_groups(base: Inputs, tp_layout: TpLayout) -> Inputs:
+    """Return the inputs where each TP group is one member; "rank" there means member.
 
-    A unit is in the node of its first rank. What fits in a unit fits in each of its GPUs, as far as
-    closed forms know; plans are simulated rank by rank on `base`.
+    A member is in the node of its first rank. What fits in a member fits in each of its GPUs, as
+    far as closed forms know; plans are simulated rank by rank on `base`.
     """
-    assert base.joined_units is None and base.sets is not None
-    sets = in_rank_order(joining, base.world_size)
-    names: dict[object, SetKind] = {}
-    kinds = tuple(_kind(base, each, names) for each in sets)
-    set_kinds = {kind.name: kind for kind in names.values()}
+    assert base.tp_members is None and base.tp_costs is not None
+    tp_groups = all_tp_groups(tp_layout, base.world_size)
+    names: dict[object, TpGroupKind] = {}
+    kinds = tuple(_kind(base, each, names) for each in tp_groups)
+    tp_kinds = {kind.name: kind for kind in names.values()}
     # A kind's name goes with one kind of node alone, so that a node's links are in its costs.
-    spec = _spec(base, sets, kinds)
-    units = Units(base=base, sets=sets, kinds=kinds, set_kinds=set_kinds)
-    compute = UnitCompute(base=base, set_kinds=set_kinds)
+    spec = _spec(base, tp_groups, kinds)
+    members = Members(base=base, tp_groups=tp_groups, kinds=kinds, tp_kinds=tp_kinds)
+    compute = MemberCompute(base=base, tp_kinds=tp_kinds)
     return dataclasses.replace(
         base,
         spec=spec,
         compute=compute,
-        memory=UnitMemory(base=base, set_kinds=set_kinds),
-        comm=UnitComm(units=units),
+        memory=MemberMemory(base=base, tp_kinds=tp_kinds),
+        comm=MemberComm(members=members),
         by_dtype={},
         kinds=kinds,
-        capacities_bytes=tuple(_capacity(units, each.ranks) for each in sets),
-        host_bytes=tuple(_host_bytes(units, each.ranks) for each in sets),
+        capacities_bytes=tuple(_capacity(members, each.ranks) for each in tp_groups),
+        host_bytes=tuple(_host_bytes(members, each.ranks) for each in tp_groups),
         cluster=ClusterFingerprint(name=base.cluster.name, gpu_kinds=kinds),
         best_sizes={},
         own_types=None,
         gpus=None,
-        joined_units=units,
+        tp_members=members,
     )
 
 
-def _kind(base: Inputs, each: JoinedSet, names: dict[object, SetKind]) -> str:
-    """The kind of a unit, made where it is new."""
+def _kind(base: Inputs, each: TpGroup, names: dict[object, TpGroupKind]) -> str:
+    """The kind of a member, made where it is new."""
     gpu_kinds = tuple(base.kinds[rank] for rank in each.ranks)
     if len(each.ranks) == 1:
         return gpu_kinds[0]
     spec = base.spec
     nodes = sorted({spec.node_of(rank) for rank in each.ranks})
-    # Sets over several nodes are of a kind of their own: their links may differ.
+    # TP groups over several nodes are of a kind of their own: their links may differ.
     node = spec.nodes[nodes[0]]
     place: object = (node.link, node.intra_curves) if len(nodes) == 1 else each.ranks
-    key = (gpu_kinds, each.parts, place)
+    key = (gpu_kinds, each.tp_shards, place)
     if key not in names:
-        parts = rank_parts(each)
+        parts = rank_shards(each)
         whole = base.memory.layer_parameters()
         counted = {kind: gpu_kinds.count(kind) for kind in gpu_kinds}
         said = " + ".join(f"{count} {kind}" for kind, count in counted.items())
-        names[key] = SetKind(
+        names[key] = TpGroupKind(
             name=f"set {len(names)}: {said}",
             gpu_kinds=gpu_kinds,
-            rank_parts=parts,
+            rank_shards=parts,
             shares=tuple(
                 costs_of_rank(base, part).memory.layer_parameters() / whole for part in parts
             ),
@@ -89,25 +89,26 @@ def _kind(base: Inputs, each: JoinedSet, names: dict[object, SetKind]) -> str:
     return names[key].name
 
 
-def _capacity(units: Units, ranks: Sequence[int]) -> int:
+def _capacity(members: Members, ranks: Sequence[int]) -> int:
     """What tensors may fill: of the rank that is full first."""
-    room = units.base.tensor_capacities_bytes
+    room = members.base.tensor_capacities_bytes
     if len(ranks) == 1:
         return room[ranks[0]]
-    return int(min(room[rank] / units.share(rank) for rank in ranks))
+    return int(min(room[rank] / members.share(rank) for rank in ranks))
 
 
-def _host_bytes(units: Units, ranks: Sequence[int]) -> int | None:
-    found = [units.base.host_bytes[rank] for rank in ranks]
+def _host_bytes(members: Members, ranks: Sequence[int]) -> int | None:
+    found = [members.base.host_bytes[rank] for rank in ranks]
     known = [each for each in found if each is not None]
     return sum(known) if len(known) == len(found) else None
 
 
-def _spec(base: Inputs, sets: Sequence[JoinedSet], kinds: Sequence[str]) -> Topology:
-    """The nodes with units for GPUs; a node whose GPUs are all in sets of another one is gone."""
+def _spec(base: Inputs, tp_groups: Sequence[TpGroup], kinds: Sequence[str]) -> Topology:
+    """The nodes with members for GPUs; a node whose GPUs are all in TP groups of another one is
+    gone."""
     spec = base.spec
     of_node: dict[int, list[str]] = {}
-    for each, kind in zip(sets, kinds, strict=True):
+    for each, kind in zip(tp_groups, kinds, strict=True):
         of_node.setdefault(spec.node_of(each.ranks[0]), []).append(kind)
     nodes = [
         dataclasses.replace(spec.nodes[node], gpu_kinds=tuple(found))
@@ -116,23 +117,23 @@ def _spec(base: Inputs, sets: Sequence[JoinedSet], kinds: Sequence[str]) -> Topo
     return Topology.of(nodes, spec.switches, spec.region_links, spec.unequal_shards)
 
 
-# Costs of units that are tensor-parallel sets, as a search asks for them.
+# Costs of members that are tensor-parallel groups, as a search asks for them.
 #
 # As the simulator prices them (`simulate.action_costs`): attention and MLP of a layer end in a sum
-# over the set, so each takes as long as on the rank that is slowest there.
+# over the TP group, so each takes as long as on the rank that is slowest there.
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitCompute:
-    """`ComputeCost` of units. Kinds of GPU cost what they did."""
+class MemberCompute:
+    """`ComputeCost` of members. Kinds of GPU cost what they did."""
 
     base: Inputs
-    set_kinds: Mapping[str, SetKind]
+    tp_kinds: Mapping[str, TpGroupKind]
     _layers: dict[tuple[str, int], PassTimes] = field(default_factory=dict)
 
     def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
-        """One transformer layer, the set's collectives included."""
-        if kind not in self.set_kinds:
+        """One transformer layer, the TP group's collectives included."""
+        if kind not in self.tp_kinds:
             return self.base.compute.layer(kind, micro_batch_size)
         key = kind, micro_batch_size
         if key not in self._layers:
@@ -144,70 +145,70 @@ class UnitCompute:
         """A layer on the ranks that are slowest in its halves."""
         halves = [
             compute.layer_in_two(gpu, micro_batch_size)
-            for gpu, compute in self._ranks(self.set_kinds[kind])
+            for gpu, compute in self._ranks(self.tp_kinds[kind])
         ]
         return _sum(
             _slowest([each.attention for each in halves]), _slowest([each.mlp for each in halves])
         )
 
     def collectives(self, kind: str, section: ModelSection, micro_batch_size: int) -> PassTimes:
-        """Those of the set in a part of the model; none where they were measured with it."""
-        found = self.set_kinds[kind]
+        """Those of the TP group in a part of the model; none where they were measured with it."""
+        found = self.tp_kinds[kind]
         if all(compute.includes_collectives(gpu, section) for gpu, compute in self._ranks(found)):
             return NO_TIME
         num_bytes = self.base.memory.boundary_bytes(micro_batch_size)
         num_tokens = micro_batch_size * self.base.sequence_length
-        return set_collectives(self.base).of(section, found.example, num_bytes, num_tokens)
+        return tp_collectives(self.base).of(section, found.example, num_bytes, num_tokens)
 
     def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
         """Token (and position) embedding."""
-        if kind not in self.set_kinds:
+        if kind not in self.tp_kinds:
             return self.base.compute.embedding(kind, micro_batch_size)
-        each = [c.embedding(gpu, micro_batch_size) for gpu, c in self._ranks(self.set_kinds[kind])]
+        each = [c.embedding(gpu, micro_batch_size) for gpu, c in self._ranks(self.tp_kinds[kind])]
         return _sum(_slowest(each), self.collectives(kind, "embedding", micro_batch_size))
 
     def head(self, kind: str, micro_batch_size: int) -> PassTimes:
         """Final norm, output layer and loss."""
-        if kind not in self.set_kinds:
+        if kind not in self.tp_kinds:
             return self.base.compute.head(kind, micro_batch_size)
-        each = [c.head(gpu, micro_batch_size) for gpu, c in self._ranks(self.set_kinds[kind])]
+        each = [c.head(gpu, micro_batch_size) for gpu, c in self._ranks(self.tp_kinds[kind])]
         return _sum(_slowest(each), self.collectives(kind, "head", micro_batch_size))
 
     def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
         """What recomputing one layer adds to its backward; of a whole one its sums, too."""
-        if kind not in self.set_kinds:
+        if kind not in self.tp_kinds:
             return self.base.compute.recompute_s(kind, micro_batch_size, mode)
         if mode == "full":
             return self.layer(kind, micro_batch_size).forward_s
         return max(
             compute.recompute_s(gpu, micro_batch_size, mode)
-            for gpu, compute in self._ranks(self.set_kinds[kind])
+            for gpu, compute in self._ranks(self.tp_kinds[kind])
         )
 
     def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
         """What gradients of its matrices take of one layer's backward."""
-        if kind not in self.set_kinds:
+        if kind not in self.tp_kinds:
             return self.base.compute.weight_gradients_s(kind, micro_batch_size)
         return max(
             compute.weight_gradients_s(gpu, micro_batch_size)
-            for gpu, compute in self._ranks(self.set_kinds[kind])
+            for gpu, compute in self._ranks(self.tp_kinds[kind])
         )
 
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Optimizer step on a shard, of which each rank has its part."""
-        if kind not in self.set_kinds:
+        if kind not in self.tp_kinds:
             return self.base.compute.step_s(kind, num_parameters)
-        found = self.set_kinds[kind]
+        found = self.tp_kinds[kind]
         return max(
             self.base.compute.step_s(gpu, int(num_parameters * share))
             for gpu, share in zip(found.gpu_kinds, found.shares, strict=True)
         )
 
-    def _ranks(self, kind: SetKind) -> list[tuple[str, SetComputeCost]]:
+    def _ranks(self, kind: TpGroupKind) -> list[tuple[str, TpComputeCost]]:
         """(kind of GPU, costs) of each rank."""
         return [
             (gpu, costs_of_rank(self.base, part).compute)
-            for gpu, part in zip(kind.gpu_kinds, kind.rank_parts, strict=True)
+            for gpu, part in zip(kind.gpu_kinds, kind.rank_shards, strict=True)
         ]
 
 
@@ -225,11 +226,11 @@ def _slowest(times: Sequence[PassTimes]) -> PassTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitMemory:
-    """`MemoryCost` of units: of a set, what its fullest rank has, over that rank's part."""
+class MemberMemory:
+    """`MemoryCost` of members: of a TP group, what its fullest rank has, over that rank's part."""
 
     base: Inputs
-    set_kinds: Mapping[str, SetKind]
+    tp_kinds: Mapping[str, TpGroupKind]
 
     @property
     def _whole(self) -> MemoryCost:
@@ -263,7 +264,7 @@ class UnitMemory:
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> int:
         """What one layer keeps from forward to backward."""
-        found = self.set_kinds.get(kind or "")
+        found = self.tp_kinds.get(kind or "")
         if found is None:
             return self._whole.activation_bytes(micro_batch_size, mode, kind)
         return max(
@@ -272,16 +273,17 @@ class UnitMemory:
                 / share
             )
             for gpu, part, share in zip(
-                found.gpu_kinds, found.rank_parts, found.shares, strict=True
+                found.gpu_kinds, found.rank_shards, found.shares, strict=True
             )
         )
 
-    def kept_tensor_bytes(
+    def saved_tensor_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> tuple[int, ...]:
-        """`activation_bytes`, tensor by tensor; of a set in the proportions of a rank alone."""
-        each = self._whole.kept_tensor_bytes(micro_batch_size, mode, kind)
-        if kind not in self.set_kinds:
+        """`activation_bytes`, tensor by tensor; of a TP group in the proportions of a rank
+        alone."""
+        each = self._whole.saved_tensor_bytes(micro_batch_size, mode, kind)
+        if kind not in self.tp_kinds:
             return each
         total = self.activation_bytes(micro_batch_size, mode, kind)
         return tuple(-(-total * one // sum(each)) for one in each)
@@ -291,7 +293,7 @@ class UnitMemory:
         return self._whole.delayed_bytes(micro_batch_size)
 
     def boundary_bytes(self, micro_batch_size: int) -> int:
-        """One activation between two layers, as all ranks of a set send it together."""
+        """One activation between two layers, as all ranks of a TP group send it together."""
         return self._whole.boundary_bytes(micro_batch_size)
 
     def head_bytes(self, micro_batch_size: int) -> int:
@@ -300,19 +302,19 @@ class UnitMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitComm:
-    """`CommCost` between units, on the links of their GPUs."""
+class MemberComm:
+    """`CommCost` between members, on the links of their GPUs."""
 
-    units: Units
+    members: Members
     _links: dict[tuple[int, int], tuple[tuple[str, float], ...]] = field(default_factory=dict)
 
     @property
     def _base(self) -> "Inputs":
-        return self.units.base
+        return self.members.base
 
     def _pairs(self, source: int, target: int) -> list[tuple[int, int]]:
         """GPUs that send each other a part of an activation."""
-        ours, theirs = (self.units.sets[unit].ranks for unit in (source, target))
+        ours, theirs = (self.members.tp_groups[member].ranks for member in (source, target))
         count = max(len(ours), len(theirs))
         return [
             (ours[n * len(ours) // count], theirs[n * len(theirs) // count]) for n in range(count)
@@ -342,7 +344,7 @@ class UnitComm:
         return self._links[key]
 
     def reduce_scatter_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
-        """Over one GPU of each unit, as many at once as sets have ranks."""
+        """Over one GPU of each member, as many at once as TP groups have ranks."""
         return self._base.comm.reduce_scatter_s(*self._spread(ranks, shard_bytes))
 
     def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
@@ -354,33 +356,35 @@ class UnitComm:
         return self._base.comm.exchange_s(*self._spread(ranks, shard_bytes))
 
     def _spread(
-        self, units: tuple[int, ...], shard_bytes: tuple[int, ...]
+        self, members: tuple[int, ...], shard_bytes: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """On a node, parts go over links of their own: one rank of each unit stands for all.
+        """On a node, parts go over links of their own: one rank of each member stands for all.
 
         Between nodes all of it passes the NICs of all: as if every GPU had a shard.
         """
-        firsts = self.units.first_ranks(units)
-        smallest = min(len(self.units.sets[unit].ranks) for unit in units)
+        firsts = self.members.first_ranks(members)
+        smallest = min(len(self.members.tp_groups[member].ranks) for member in members)
         spec = self._base.spec
         if len({spec.node_of(rank) for rank in firsts}) == 1:
             return firsts, tuple(size // smallest for size in shard_bytes)
         ranks: list[int] = []
         sizes: list[int] = []
-        for unit, size in zip(units, shard_bytes, strict=True):
-            members = self.units.sets[unit].ranks
-            ranks += members
-            sizes += [size // len(members)] * len(members)
+        for member, size in zip(members, shard_bytes, strict=True):
+            own_ranks = self.members.tp_groups[member].ranks
+            ranks += own_ranks
+            sizes += [size // len(own_ranks)] * len(own_ranks)
         order = sorted(range(len(ranks)), key=ranks.__getitem__)
         return tuple(ranks[at] for at in order), tuple(sizes[at] for at in order)
 
     def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
         """Small statistics, over all GPUs."""
-        return self._base.comm.all_reduce_s(self.units.ranks(ranks), num_bytes)
+        return self._base.comm.all_reduce_s(self.members.ranks(ranks), num_bytes)
 
     def host_link_bytes_per_s(self, rank: int) -> float:
-        """To host memory, of all GPUs of a unit."""
-        comm, members = self._base.comm, self.units.sets[rank].ranks
-        if len(members) == 1:
-            return comm.host_link_bytes_per_s(members[0])
-        return min(comm.host_link_bytes_per_s(each) / self.units.share(each) for each in members)
+        """To host memory, of all GPUs of a member."""
+        comm, own_ranks = self._base.comm, self.members.tp_groups[rank].ranks
+        if len(own_ranks) == 1:
+            return comm.host_link_bytes_per_s(own_ranks[0])
+        return min(
+            comm.host_link_bytes_per_s(each) / self.members.share(each) for each in own_ranks
+        )

@@ -1,12 +1,12 @@
-"""Sums and gathers between sets of different degrees, on gloo ranks, against whole tensors."""
+"""Sums and gathers between TP groups of different degrees, on gloo ranks, against whole tensors."""
 
 import torch
 import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
-from zorse_megatron.runtime import part_exchange
-from zorse_megatron.runtime.part_exchange import (
-    PartedTensor,
+from zorse_megatron.runtime import mixed_tp_exchange
+from zorse_megatron.runtime.mixed_tp_exchange import (
+    MixedTpTensor,
     gather_from_owners,
     sum_into_owners,
 )
@@ -18,11 +18,11 @@ from zorse_megatron.schedule.tensor_parallel_parts import (
     sum_messages,
 )
 
-SETS, WEIGHTS = ((0, 1), (2,), (3,)), (2.0, 1.0, 0.0)
+TP_GROUPS, WEIGHTS = ((0, 1), (2,), (3,)), (2.0, 1.0, 0.0)
 TENSORS = (((24, 40), 0, 2), ((16, 48), 1, 1), ((100,), None, 1))
 
 
-def tensors(rank: int) -> list[PartedTensor]:
+def tensors(rank: int) -> list[MixedTpTensor]:
     found = []
     for shape, axis, blocks in TENSORS:
         replicas = [
@@ -30,10 +30,10 @@ def tensors(rank: int) -> list[PartedTensor]:
                 r: equal_part(shape, axis, index=i, degree=len(ranks), blocks=blocks)
                 for i, r in enumerate(ranks)
             }
-            for ranks in SETS
+            for ranks in TP_GROUPS
         ]
         (part,) = [replica[rank] for replica in replicas if rank in replica]
-        found.append(PartedTensor(part=part, blocks=owned_blocks(replicas, WEIGHTS)))
+        found.append(MixedTpTensor(part=part, blocks=owned_blocks(replicas, WEIGHTS)))
     return found
 
 
@@ -42,7 +42,7 @@ def whole_values(seed: int) -> list[torch.Tensor]:
     return [torch.randint(-64, 65, shape, generator=dice) / 64 for shape, *_ in TENSORS]
 
 
-def cut(whole: torch.Tensor, tensor: PartedTensor) -> torch.Tensor:
+def cut(whole: torch.Tensor, tensor: MixedTpTensor) -> torch.Tensor:
     part = tensor.part
     if part.axis is None:
         return whole.clone()
@@ -72,13 +72,13 @@ class Counting:
 def exchange() -> tuple[bool, bool, list[tuple[int, int]]]:
     rank, unit = dist.get_rank(), tensors(dist.get_rank())
     assert dist.group.WORLD is not None
-    replica = next(n for n, ranks in enumerate(SETS) if rank in ranks)
+    replica = next(n for n, ranks in enumerate(TP_GROUPS) if rank in ranks)
     counting = Counting()
-    part_exchange.dist = counting  # type: ignore[assignment]
+    mixed_tp_exchange.dist = counting  # type: ignore[assignment]
     mine = [cut(v, t) for v, t in zip(whole_values(replica), unit, strict=True)]
     owned = [torch.empty(t.num_owned(rank)) for t in unit]
     sum_into_owners(unit, mine, owned, dist.group.WORLD)
-    total = [sum(values) for values in zip(*map(whole_values, range(len(SETS))), strict=True)]
+    total = [sum(values) for values in zip(*map(whole_values, range(len(TP_GROUPS))), strict=True)]
     expected = [t.packed(cut(v, t), rank) for v, t in zip(total, unit, strict=True)]
     sums_are_right = all(torch.equal(a, b) for a, b in zip(owned, expected, strict=True))
     volumes = [(counting.sent, counting.received)]

@@ -4,7 +4,7 @@ Where all replicas of a group hold the same parts, ranks with the same part redu
 buffers (`bucket_groups`). Here no two ranks need have the same buffer. What a rank owns is a list
 of blocks of whole parameters (`schedule.tensor_parallel_parts`), packed into a buffer of its own,
 which is what sums of gradients arrive in, what the optimizer steps, and what checkpoints hold.
-Parameters as layers compute with them are made of it by GATHER (`runtime.part_exchange`).
+Parameters as layers compute with them are made of it by UNSHARD (`runtime.mixed_tp_exchange`).
 
 To the rest it is a chunk of which a rank keeps its shards, with the packed order as the order of
 each parameter's elements. The parameters may stay unsharded, if the list never releases them; the
@@ -21,12 +21,16 @@ import torch
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
 from zorse_megatron.adapter.parameter_parts import part_of_whole
 from zorse_megatron.plan.plan import Group
-from zorse_megatron.runtime.part_exchange import PartedTensor, gather_from_owners, sum_into_owners
+from zorse_megatron.runtime.mixed_tp_exchange import (
+    MixedTpTensor,
+    gather_from_owners,
+    sum_into_owners,
+)
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 from zorse_megatron.schedule.tensor_parallel_parts import (
     Run,
-    SetParts,
     TensorPart,
+    TpPartition,
     owned_blocks,
     runs_of,
 )
@@ -34,24 +38,24 @@ from zorse_megatron.schedule.tensor_parallel_parts import (
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
-class PartedShards(ChunkShards):
+class MixedTpShards(ChunkShards):
     """The memory of one wrapped chunk, none of which may wait in the host.
 
     Gathers and reductions are over when they return.
     """
 
     def __init__(
-        self, ddp: Any, parted: dict[torch.nn.Parameter, PartedTensor], *, releases: bool
+        self, ddp: Any, mixed_tp: dict[torch.nn.Parameter, MixedTpTensor], *, reshards: bool
     ) -> None:
-        """`parted`: each trainable parameter; `releases`: whether the list ever releases."""
+        """`mixed_tp`: each trainable parameter; `reshards`: whether the list ever releases."""
         super().__init__(ddp, buffers=())
         self.rank = torch.distributed.get_rank()
-        self.parted = parted
-        self.releases = releases
-        self.units = list(_units(ddp.module, parted))
+        self.mixed_tp = mixed_tp
+        self.reshards = reshards
+        self.units = list(_units(ddp.module, mixed_tp))
         self.full = [ShardedBuffer(buffer.param_data, ()) for buffer in ddp.buffers]
         self.gradients = [ShardedBuffer(buffer.grad_data, ()) for buffer in ddp.buffers]
-        self.values = {p: t.packed(p.detach(), self.rank) for p, t in parted.items()}
+        self.values = {p: t.packed(p.detach(), self.rank) for p, t in mixed_tp.items()}
         """What this rank owns of each parameter."""
         self.sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         """And of its gradient, once it has been reduced."""
@@ -62,23 +66,23 @@ class PartedShards(ChunkShards):
     # Parameters.
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Make the parameters of what their owners have; a collective call of the group."""
-        if self.releases and self.is_unsharded:
+        if self.reshards and self.is_unsharded:
             return
         for buffer in self.full:
             buffer.allocate()
         for unit in self.units:
             gather_from_owners(
-                [self.parted[p] for p in unit],
+                [self.mixed_tp[p] for p in unit],
                 [self.values[p] for p in unit],
                 [p.data for p in unit],  # whose versions autograd does not watch
                 self.group,
             )
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Keep what this rank owns only, if the list ever does."""
-        for buffer in self.full if self.releases else ():
+        for buffer in self.full if self.reshards else ():
             buffer.free()
 
     @contextmanager
@@ -89,7 +93,7 @@ class PartedShards(ChunkShards):
         try:
             yield
         finally:
-            self.release()
+            self.reshard()
 
     def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of what this rank owns of a parameter."""
@@ -110,11 +114,11 @@ class PartedShards(ChunkShards):
 
     def packed(self, parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
         """What this rank owns, of a value of what it holds."""
-        return self.parted[parameter].packed(local.view(parameter.shape), self.rank)
+        return self.mixed_tp[parameter].packed(local.view(parameter.shape), self.rank)
 
     def owned_runs(self, parameter: torch.nn.Parameter) -> tuple[Run, ...]:
         """What this rank owns, as places in the flattened whole parameter."""
-        tensor, at = self.parted[parameter], 0
+        tensor, at = self.mixed_tp[parameter], 0
         runs: list[Run] = []
         for block in tensor.owned_by(self.rank):
             runs += runs_of(block, tensor.part.shape, at)
@@ -148,7 +152,7 @@ class PartedShards(ChunkShards):
             for parameter, gradient in zip(unit, gradients, strict=True):
                 self.sums[parameter] = gradient.new_empty(self.num_owned(parameter))
             sum_into_owners(
-                [self.parted[p] for p in unit],
+                [self.mixed_tp[p] for p in unit],
                 gradients,
                 [self.sums[p] for p in unit],
                 self.group,
@@ -176,9 +180,9 @@ def _nothing() -> None:
     pass
 
 
-def parted_tensor(
+def mixed_tp_tensor(
     group: Group, name: str, mine: TensorPart, axis: int | None, *, is_gated: bool
-) -> PartedTensor:
+) -> MixedTpTensor:
     """A parameter of a group whose replicas cut it differently.
 
     `name`: in the model; `mine`: what this rank holds; `axis`: that which is cut.
@@ -189,7 +193,7 @@ def parted_tensor(
                 name,
                 mine.shape,
                 axis,
-                SetParts.of(replica),
+                TpPartition.of(replica),
                 is_gated=is_gated,
                 index=index,
             )
@@ -198,16 +202,16 @@ def parted_tensor(
         for replica in group.replicas
     ]
     weights = [replica.shard_weight for replica in group.replicas]
-    return PartedTensor(part=mine, blocks=owned_blocks(replicas, weights))
+    return MixedTpTensor(part=mine, blocks=owned_blocks(replicas, weights))
 
 
 def _units(
-    model: torch.nn.Module, parted: dict[torch.nn.Parameter, PartedTensor]
+    model: torch.nn.Module, mixed_tp: dict[torch.nn.Parameter, MixedTpTensor]
 ) -> Iterator[Sequence[torch.nn.Parameter]]:
     """Parameters that are exchanged together, of one type: a layer, or what is in none."""
     units: dict[tuple[str, torch.dtype], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        if parameter in parted:
+        if parameter in mixed_tp:
             layer = _LAYER.search(name)
             units.setdefault((layer[0] if layer else "", parameter.dtype), []).append(parameter)
     return iter(units.values())
