@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 import pydantic
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from zorse_megatron.cli.commands.measure import counts_of
+from zorse_megatron.cli.checked_file import profile_counts
 from zorse_megatron.errors import Problem, ProfileError, ZorseError
 from zorse_megatron.files.json_text import read_text
 from zorse_megatron.files.strict import read_file
@@ -397,7 +397,7 @@ def main() -> int:
     except ZorseError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{arguments.out}: {counts_of(found.profile)}")
+    print(f"{arguments.out}: {profile_counts(found.profile)}")
     for note in found.notes:
         print(f"note: {note}")
     return 0

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from tests.unit import plan_samples, profile_samples
 from tests.unit.cli_samples import FLAGS_IN_ONE_TEXT, WORKLOAD, write_lab
 from tests.unit.test_hugging_face import LLAMA_3_8B
-from zorse_megatron.cli.commands.check import check_file
+from zorse_megatron.cli.checked_file import check_file
 from zorse_megatron.cli.main import app
 from zorse_megatron.errors import Problem
 
@@ -41,6 +41,7 @@ WORDS = {
     "plan ...": shlex.join(("plan", *WORKLOAD)),
     "compare ...": shlex.join(("compare", "--simulated", *WORKLOAD)),
     "explain ...": f"explain {ON_LAB}",
+    "emulate ...": f"emulate {ON_LAB}",
 }
 
 

@@ -1,99 +1,85 @@
+"""What all commands have in common: help, completion, one name per option, JSON, colours."""
+
+import doctest
 import json
+import os
+import re
 import subprocess
 import sys
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from rich.table import Table
+from typer.main import get_command
 
-from tests.unit.plan_samples import good, load
+from tests.unit.cli_samples import FLAGS, runner_in
 from zorse_megatron import __version__
+from zorse_megatron.cli import console
+from zorse_megatron.cli.console import print_plain, print_table
 from zorse_megatron.cli.main import app
-from zorse_megatron.plan.plan_file import fingerprint
+from zorse_megatron.files import wording
+
+WITHOUT_JSON = {"actions", "join"}
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run `zorse` in a directory that has a good.json and a bad.json with two problems."""
-    monkeypatch.chdir(tmp_path)
-    bad = good()
-    bad["chunks"][1]["layers"] = [6, 7]
-    bad["groups"][1]["replicas"][0]["num_microbatches"] = 7
-    (tmp_path / "good.json").write_text(json.dumps(good()))
-    (tmp_path / "bad.json").write_text(json.dumps(bad))
-    return lambda *arguments: CliRunner().invoke(app, arguments)
+    return runner_in(tmp_path, monkeypatch)
 
 
-def test_check_good(run):
-    result = run("check", "good.json")
-    assert result.exit_code == 0
-    assert result.stdout.startswith(f"good.json: OK, plan {fingerprint(load(good()))}: 5 ranks")
-    rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if "│" in line]
-    assert [[cell.strip() for cell in row] for row in rows] == [
-        ["0 a", "0 to 4", "0", "4 x 4 samples", "75.0 %"],
-        ["", "", "1", "4 x 2 samples", "25.0 %"],
-        ["1", "5 to 6", "2", "8 x 3 samples", "100.0 %"],
-        ["2", "7 to 11", "4", "6 x 3 samples", "50.0 %"],
-        ["", "", "3", "6 x 1 sample", "50.0 %"],
-    ]
+def commands(group=None, path=()):
+    """All commands: words -> command."""
+    for name, command in (group or get_command(app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
 
 
-def test_check_joins_equal_replicas_and_keeps_brackets(run, tmp_path):
-    plan = good()
-    plan["groups"][1]["name"] = "[red]"
-    plan["groups"][1]["replicas"] = [
-        {"ranks": [rank], "micro_batch_size": 3, "num_microbatches": 2, "shard_weight": 1}
-        for rank in (2, 5, 6, 7)
-    ]
-    (tmp_path / "good.json").write_text(json.dumps(plan))
-    result = run("check", "good.json")
-    row = next(line for line in result.stdout.splitlines() if "[red]" in line)
-    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
-        "1 [red]",
-        "5 to 6",
-        "2, 5 to 7",
-        "2 x 3 samples each",
-        "25.0 % each",
-    ]
+def options(command):
+    return {option for parameter in command.params for option in parameter.opts}
 
 
-def test_check_bad_prints_every_problem_unwrapped(run):
-    result = run("check", "bad.json")
-    assert result.exit_code == 1
-    lines = result.stdout.splitlines()
-    assert lines[0] == "bad.json cannot be used (2 problems):"
-    assert lines[1].startswith("  1. bad.json: chunks: found layer 5 in no chunk; expected")
-    assert lines[2].startswith("  2. bad.json: groups[1]: found 21 samples (replicas[0] 3 x 7")
-    assert len(lines) == 3
+COMMANDS = dict(commands())
+IN_JSON = [words for words in COMMANDS if words[-1] not in WITHOUT_JSON]
 
 
-def test_problems_are_not_read_as_markup(run, tmp_path):
-    (tmp_path / "bad.json").write_text(json.dumps({**good(), "[red]": 1}))
-    assert 'unknown key "[red]"' in run("check", "bad.json").stdout
+@pytest.mark.parametrize("words", [(), ("profile",), *COMMANDS], ids=" ".join)
+def test_h_is_help(words, run):
+    short, long = run(*words, "-h"), run(*words, "--help")
+    assert short.exit_code == 0 and "Usage: " in short.stdout
+    assert short.stdout == long.stdout
 
 
-def test_check_json(run):
-    result = run("check", "--json", "good.json")
-    assert result.exit_code == 0
+def test_what_is_written_is_out_everywhere(run):
+    for words, command in COMMANDS.items():
+        assert "--output" not in options(command), words
+    assert "--out" in options(COMMANDS["discover",])
+    # The name that some commands had is still read.
+    for name in ("--out", "--output"):
+        said = run("discover", name, "/proc/x").output
+        assert "--out /proc/x: found a directory that takes no file" in said
+
+
+@pytest.mark.parametrize("words", IN_JSON, ids=" ".join)
+def test_options_that_cannot_be_read_are_json_too(words, run):
+    assert "--json" in options(COMMANDS[words])
+    result = run(*words, "--no-such-option", "--json")
     answer = json.loads(result.stdout)
-    assert answer["ok"] is True
-    assert answer["problems"] == []
-    (file,) = answer["files"]
-    assert (file["path"], file["kind"], file["ok"]) == ("good.json", "plan", True)
-    assert file["fingerprint"] == fingerprint(load(good()))
-    assert file["groups"][0]["layers"] == [[0, 5]]
-    assert [each["shard_percent"] for each in file["groups"][0]["replicas"]] == [75, 25]
-
-
-@pytest.mark.parametrize(("name", "count"), [("bad.json", 2), ("no.json", 1)])
-def test_check_json_bad(run, name, count):
-    result = run("check", "--json", name)
-    assert result.exit_code == 1
-    answer = json.loads(result.stdout)
+    assert result.exit_code == 2
     assert answer["ok"] is False
-    assert [set(each) for each in answer["problems"]] == [
-        {"where", "found", "expected", "remedy"}
-    ] * count
+    (problem,) = answer["problems"]
+    assert "--no-such-option" in problem["found"]
+    assert problem["remedy"] == f"Run: {problem['where']} --help."
+    # After -- it is the training command's, and without it people are told.
+    assert not run(*words, "--no-such-option", "--", "--json").stdout
+
+
+def test_launch_answers_in_json(run):
+    given = ("launch", "plan.json", "--cluster", "cluster.yaml", "--json")
+    lines = json.loads(run(*given, "--torchrun", "--", *FLAGS).stdout)
+    assert lines["ok"] and "torchrun" in lines["lines"] and lines["written"] is None
+    job = json.loads(run(*given, "--slurm", "job.sh", "--", *FLAGS).stdout)
+    assert job == {"ok": True, "written": "job.sh", "lines": None, "resumes": False}
 
 
 def test_version(run):
@@ -101,23 +87,13 @@ def test_version(run):
 
 
 def test_actions(run):
-    every = run("actions", "good.json")
-    assert every.exit_code == 0, every.output
-    lines = every.stdout.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"rank {rank}" for rank in range(5)]
-    assert run("actions", "good.json", "--rank", "3").stdout.splitlines() == [lines[3]]
-
-
-def test_actions_of_a_rank_that_is_not_there(run):
-    result = run("actions", "good.json", "--rank", "5")
-    assert result.exit_code == 2
-    assert "found 5; expected 0 to 4" in result.output
-
-
-def test_actions_of_a_bad_plan(run):
-    result = run("actions", "bad.json")
-    assert result.exit_code == 1
-    assert "2 problems" in result.stderr
+    lines = run("actions", "plan.json").stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"rank {rank}" for rank in range(8)]
+    assert run("actions", "plan.json", "--rank", "3").stdout.splitlines() == [lines[3]]
+    missing = run("actions", "plan.json", "--rank", "8")
+    assert missing.exit_code == 2 and "found 8; expected 0 to 7" in missing.output
+    none = run("actions", "none.json")
+    assert none.exit_code == 1 and "none.json: found no readable file" in none.stderr
 
 
 @pytest.mark.slow
@@ -138,25 +114,37 @@ print(sorted({"torch", "megatron"} & set(sys.modules)))
     assert result.stdout == "[]\n[]\n", result.stderr
 
 
-# What a plan is made from is asked for by the same options wherever it counts.
-WORKLOAD = {
-    *("--cluster", "--model", "--profile", "--global-batch-size", "--seq-length", "--dtype"),
-    "--margin",
-}
-WITH_A_WORKLOAD = {
-    **{name: WORKLOAD for name in ("plan", "explain", "check", "compare")},
-    # Its GPUs have all of their memory.
-    "emulate": WORKLOAD - {"--margin"},
-    # These take the training command alone, or no model.
-    **{name: {"--cluster"} for name in ("launch", "join")},
-    "discover": {"--profile"},
-}
+@pytest.mark.slow
+def test_completion():
+    environment = {"_ZORSE_COMPLETE": "complete_bash", "COMP_WORDS": "zorse dis", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "zorse_megatron"]
+    completed = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | environment
+    )
+    assert completed.stdout.split() == ["discover"]
 
 
-def test_options_of_a_workload_are_in_all_commands_that_have_one():
-    commands = typer.main.get_command(app).commands
-    found = {
-        name: WORKLOAD & {option for each in command.params for option in each.opts}
-        for name, command in commands.items()
-    }
-    assert {name: options for name, options in found.items() if options} == WITH_A_WORKLOAD
+@pytest.mark.parametrize(("columns", "width"), [(None, 120), ("60", 60), ("x", 120)])
+def test_tables_are_as_wide_as_columns_says(columns, width, monkeypatch, capsys):
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    table = Table("A")
+    table.add_row("word " * 100)
+    print_table(table)
+    assert max(map(len, capsys.readouterr().out.splitlines())) in range(width - 5, width + 1)
+
+
+def test_no_color(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_plain("[red]text[/red]")
+    print_table(Table("A", style="red", header_style="green"))
+    assert not re.search(r"\x1b\[[0-9;]*3\d", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("module", [console, wording])
+def test_how_numbers_read(module):
+    results = doctest.testmod(module)
+    assert results.attempted and not results.failed

@@ -119,7 +119,6 @@ def our_flags():
     commands = [name.replace("_", "-") for name in names] + [
         "profile correct",
         "profile measure",
-        "profile show",
         "checkpoint verify",
     ]
     helps = [CliRunner().invoke(app, ["--help"]).stdout]

@@ -358,7 +358,6 @@ def test_what_no_gpu_does_is_told(factor, said, tmp_path, monkeypatch):
     (tmp_path / "cluster.yaml").write_text("nodes: [{gpus: 1 x A100-80}]")
     for command in (
         ("check", "profile.json"),
-        ("profile", "show", "profile.json"),
         ("plan", *WORKLOAD, "--profile", "profile.json"),
     ):
         result = run(*command)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from zorse_megatron.cli import console as progress
-from zorse_megatron.cli.console import progress_bar, waiting
+from zorse_megatron.cli.console import progress_shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ def wait_for(text, word):
 
 
 def test_a_log_gets_plain_lines_of_what_is_done(stderr):
-    with waiting("simulating", wanted=True) as tell:
+    with progress_shown("simulating", wanted=True) as tell:
         wait_for(stderr, "zorse: simulating (0 s)\n")
         tell("drawing [1/2]")
         wait_for(stderr, "zorse: drawing [1/2] (0 s)\n")
@@ -43,22 +43,21 @@ def test_a_log_gets_plain_lines_of_what_is_done(stderr):
 
 
 def test_a_log_gets_plain_lines_of_what_is_counted(stderr):
-    with progress_bar(wanted=True, title="cephalo") as show:
-        show(Searched(phase="simulating", done=3, total=9))
+    with progress_shown("searching", wanted=True, title="cephalo") as tell:
+        tell(Searched(phase="simulating", done=3, total=9))
         wait_for(stderr, "zorse: cephalo: simulating 3 of 9 (0 s)\n")
 
 
 def test_what_is_fast_says_nothing(stderr, monkeypatch):
     monkeypatch.setattr(progress, "QUIET_S", 60.0)
-    with waiting("simulating", wanted=True), progress_bar(wanted=True):
+    with progress_shown("simulating", wanted=True):
         pass
     assert stderr.getvalue() == ""
 
 
 def test_json_is_not_disturbed(stderr):
-    with waiting("simulating", wanted=False) as tell, progress_bar(wanted=False) as show:
+    with progress_shown("simulating", wanted=False) as tell:
         tell("drawing")
-        assert show is None
         time.sleep(0.1)
     assert stderr.getvalue() == ""
 
@@ -68,6 +67,9 @@ def test_a_terminal_shows_what_is_done(monkeypatch):
     monkeypatch.setattr(
         progress, "Console", lambda stderr: Console(file=text, force_terminal=True, no_color=True)
     )
-    with waiting("simulating", wanted=True) as tell:
+    with progress_shown("simulating", wanted=True) as tell:
         tell("drawing")
     assert "drawing" in text.getvalue()
+    with progress_shown("simulating", wanted=True) as tell:
+        tell(Searched(phase="searching", done=3, total=9))
+    assert "searching 3 of 9" in text.getvalue()

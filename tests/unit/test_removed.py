@@ -17,6 +17,7 @@ LAUNCH = ["launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "train.
         (["follow", "status", "--cluster", "c.yaml"], "zorse follow", "zorse plan --from-status"),
         (["follow", "--help"], "zorse follow", "zorse plan --from-status"),
         (["compare-plans", "--model", "m"], "zorse compare-plans", "zorse compare --simulated"),
+        (["profile", "show", "p.json"], "zorse profile show", "Run zorse check PROFILE"),
         (["profile", "import", "t.csv"], "zorse profile import", "scripts.import_profile"),
         (["simulate", "p.json", "--memory", "m.png"], "zorse simulate", "Run zorse explain"),
         (["schema"], "zorse schema", "plan.schema.json"),

@@ -45,6 +45,7 @@ _REMOVED = {
     "replan": "Run zorse plan --without NODE --out PLAN: the cluster file of the other nodes is "
     "written beside the plan.",
     "explain --no-replan": "Leave it out: zorse explain searches with --search only.",
+    "profile show": "Run zorse check PROFILE: it shows the same.",
     "profile import": "Measure with zorse profile measure. For published tables in CSV: "
     "python -m scripts.import_profile, in a checkout of zorse-megatron.",
 }

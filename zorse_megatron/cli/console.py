@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,12 @@ def refusal(
     return CommandError(what, [Problem(where=where, found=found, expected=expected, remedy=remedy)])
 
 
+def refuse(problems: Sequence[Problem], what: str = "the command cannot be run") -> None:
+    """Raise CommandError if there are any problems."""
+    if problems:
+        raise CommandError(what, problems)
+
+
 class Errors:
     """Errors of several checks, to be reported all at once."""
 
@@ -56,8 +63,7 @@ class Errors:
         if len(self.found) == 1:
             raise self.found[0]
         problems = [problem for error in self.found for problem in error.problems]
-        if problems:
-            raise CommandError("the command cannot be run", problems)
+        refuse(problems)
 
 
 def gib(num_bytes: float) -> str:
@@ -92,32 +98,40 @@ def print_json(value: dict[str, Any]) -> None:
     typer.echo(layout(value))
 
 
-def print_answer(
-    values: Mapping[str, Any],
-    shown: Iterable[str | Table],
-    *,
-    notes: Sequence[str] | None = None,
-    written: Sequence[Path] | None = None,
-    as_json: bool,
-) -> None:
-    """Print what a command found: values for programs, or lines and tables for people.
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a command found: values for programs, lines and tables for people."""
 
-    `notes`, `written`: None where the command never has any.
-    """
-    files = [str(path) for path in written or ()]
-    if as_json:
-        more = {} if notes is None else {"notes": list(notes)}
-        print_json(
-            {"ok": True, **values, **more, **({} if written is None else {"written": files})}
-        )
-        return
-    for each in (*shown, *(f"note: {note}" for note in notes or ())):
-        if isinstance(each, Table):
-            print_table(each)
+    values: Mapping[str, Any]
+    shown: Iterable[str | Table]
+    notes: Sequence[str] | None = None
+    """None where the command never has any."""
+    written: Sequence[Path] | None = None
+    """None where the command never writes any."""
+    ok: bool = True
+    """If not, the exit status is 1."""
+    error: ZorseError | None = None
+    """What went wrong after all that was found; the exit status is 1 then, too."""
+
+    def print(self, *, as_json: bool) -> None:
+        """Print it, and end with exit status 1 where something is wrong."""
+        if as_json:
+            more = {} if self.notes is None else {"notes": list(self.notes)}
+            files = {} if self.written is None else {"written": list(map(str, self.written))}
+            values = {"ok": self.ok, **self.values, **more, **files}
+            print_json(values | failure_as_json(self.error))
         else:
-            print_plain(each)
-    if files:
-        print_plain(f"written: {', '.join(files)}")
+            for each in (*self.shown, *(f"note: {note}" for note in self.notes or ())):
+                if isinstance(each, Table):
+                    print_table(each)
+                else:
+                    print_plain(each)
+            if self.written:
+                print_plain(f"written: {', '.join(map(str, self.written))}")
+            if self.error is not None:
+                print_plain(str(self.error), to_stderr=True)
+        if self.error is not None or not self.ok:
+            raise typer.Exit(1)
 
 
 def plain_problems(problems: Sequence[Problem]) -> list[dict[str, str]]:
@@ -151,8 +165,8 @@ def reported_errors(
         raise typer.Exit(status) from error
 
 
-class ProgressDisplay(Protocol):
-    """How far something is: a search, or a measurement."""
+class Progress(Protocol):
+    """How far something that can be counted is: a search, or a measurement."""
 
     @property
     def phase(self) -> str:
@@ -173,62 +187,49 @@ class ProgressDisplay(Protocol):
 QUIET_S = 10.0
 """How long a command may say nothing where stderr is not a terminal."""
 
-OnProgress = Callable[[ProgressDisplay], None]
+Tell = Callable[[str | Progress], None]
+"""Takes what is being done, and how far it is if that can be counted."""
 
 
 @contextmanager
-def progress_bar(*, wanted: bool, title: str = "") -> Iterator[OnProgress | None]:
-    """Show how far it is, while the block runs."""
-    console = Console(stderr=True)
-    if not wanted:
-        yield None
-        return
-    if not console.is_terminal:
-        with _sparse_lines(console, title or "searching") as tell:
-            yield lambda progress: tell(_described(progress, title))
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
+def progress_shown(phase: str, *, wanted: bool, title: str = "") -> Iterator[Tell]:
+    """Show on stderr what is being done and for how long, while the block runs.
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Bar(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(title or "searching", total=None)
-
-        def show(progress: ProgressDisplay) -> None:
-            phase = f"{title}: {progress.phase}" if title else progress.phase
-            bar.update(
-                task, description=phase, completed=progress.done, total=progress.total or None
-            )
-
-        yield show
-
-
-@contextmanager
-def waiting(phase: str, *, wanted: bool) -> Iterator[Callable[[str], None]]:
-    """Say what is being done and for how long, while the block runs.
-
-    Yields what changes the phase: for work that cannot be counted.
+    Yields what changes the phase. `title`: in front of each.
     """
-    console = Console(stderr=True)
+    console, start = Console(stderr=True), f"{title}: " if title else ""
     if not wanted:
-        yield lambda _phase: None
-        return
-    if not console.is_terminal:
-        with _sparse_lines(console, phase) as tell:
-            yield tell
-        return
+        yield lambda _now: None
+    elif console.is_terminal:
+        with _bar(console, start + phase) as update:
+            yield lambda now: update(start, now)
+    else:
+        with _sparse_lines(console, start + phase) as print_now:
+            yield lambda now: print_now(start + _said(now))
+
+
+@contextmanager
+def _bar(console: Console, phase: str) -> Iterator[Callable[[str, str | Progress], None]]:
+    """Show a bar that runs back and forth until something is counted."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
-    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
-    with Bar(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(phase, total=None)
-        yield lambda now: bar.update(task, description=now)
+
+        def update(start: str, now: str | Progress) -> None:
+            bar.update(task, description=start + _said(now))
+            if not isinstance(now, str):
+                bar.update(task, completed=now.done, total=now.total or None)
+
+        yield update
 
 
-def _described(progress: ProgressDisplay, title: str) -> str:
-    counted = f" {progress.done}" + (f" of {progress.total}" if progress.total else "")
-    return f"{title}: {progress.phase}{counted}" if title else progress.phase + counted
+def _said(now: str | Progress) -> str:
+    if isinstance(now, str):
+        return now
+    return f"{now.phase} {now.done}" + (f" of {now.total}" if now.total else "")
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -12,14 +11,16 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from zorse_megatron.cli.command_group import training_flags
-from zorse_megatron.cli.console import refusal
+from zorse_megatron.cli.console import Output, refusal, reported_errors
 from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE, Workload, workload_of
-from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import did_you_mean
 from zorse_megatron.plan.plan import Plan
 
 T = TypeVar("T")
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")]
+StatusDirectory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="What the run has as --zorse-status.")
+]
 ClusterFile = Annotated[
     Path, typer.Option("--cluster", metavar="YAML", help="The cluster file: GPUs and links.")
 ]
@@ -74,13 +75,17 @@ Margin = Annotated[
         help="Share of each GPU's memory reserved for fragmentation and what is not counted."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+_AS_JSON = inspect.Parameter(
+    "as_json",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--json", help="Print the result as JSON.")],
+)
 
 DEFAULT_MARGIN = 0.05
-_LARGEST_FACTOR = 1e6
 
 
-def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
+def with_bundles(command: Callable[..., T]) -> Callable[..., T]:
     """Let a command take dataclasses of options: each field is an option of its own.
 
     They stand where the parameter is, with the field's annotation and default.
@@ -98,19 +103,46 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter)
 
     @functools.wraps(command)
-    def run(**values: Any) -> None:
+    def run(**values: Any) -> T:
         for name, bundle in bundles.items():
             fields = dataclasses.fields(bundle)
             values[name] = bundle(**{each.name: values.pop(each.name) for each in fields})
-        command(**values)
+        return command(**values)
 
-    by_name = [
-        each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for each in parameters
-    ]
-    run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in by_name}
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    _takes(run, [each.replace(annotation=hints[each.name], kind=by_name) for each in parameters])
     return run
+
+
+def answers(
+    command: Callable[..., Output | None], *, errors_to_stderr: bool = True
+) -> Callable[..., None]:
+    """Let a command, whose options may be in bundles, take `--json` and print what it returns.
+
+    Its errors are printed, too. One that has a parameter `as_json` is told; one that returns None
+    has printed itself.
+    """
+    bundled = with_bundles(command)
+    signature = inspect.signature(bundled)
+    is_told = "as_json" in signature.parameters
+
+    @functools.wraps(bundled)
+    def run(*, as_json: bool, **values: Any) -> None:
+        more = {"as_json": as_json} if is_told else {}
+        with reported_errors(to_stderr=errors_to_stderr, as_json=as_json):
+            output = bundled(**values, **more)
+        if output is not None:
+            output.print(as_json=as_json)
+
+    others = [each for name, each in signature.parameters.items() if name != "as_json"]
+    _takes(run, [*others, _AS_JSON])
+    return run
+
+
+def _takes(command: Any, parameters: Sequence[inspect.Parameter]) -> None:
+    """Say what a function takes that has its arguments by name."""
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
 
 
 def _hints(annotated: Any) -> dict[str, Any]:
@@ -169,39 +201,6 @@ class PlannedWorkload(WorkloadOptions):
     dtype: DtypeOrAuto = None
 
 
-def factors(texts: Sequence[str]) -> dict[str, float]:
-    """Key -> factor, of those texts that are `KEY=FACTOR`."""
-    return dict(pair for text in texts if (pair := _factor(text)) is not None)
-
-
-def factor_problems(texts: Sequence[str], option: str) -> Iterator[Problem]:
-    """Yield every text that is something else, and every key that has two factors."""
-    keys = [pair[0] for text in texts if (pair := _factor(text)) is not None]
-    for key in dict.fromkeys(key for key in keys if keys.count(key) > 1):
-        yield Problem(
-            where=option,
-            found=f'"{key}" {keys.count(key)} times',
-            expected="one factor for each",
-            remedy="Leave out all but one.",
-        )
-    for text in texts:
-        if _factor(text) is None:
-            yield Problem(
-                where=option,
-                found=f'"{text}"',
-                expected="NAME=FACTOR with a factor above 0",
-                remedy=f"For example, {option} {text.partition('=')[0] or 3}=1.3 is 30 % slower.",
-            )
-
-
-def _factor(text: str) -> tuple[str, float] | None:
-    key, _, number = text.rpartition("=")
-    factor = _number(number)
-    if not key or factor is None or not 0 < factor <= _LARGEST_FACTOR:
-        return None
-    return key, factor
-
-
 def checked_share(value: float, option: str) -> float:
     """Return a share of at least 0 and below 1. Raises CommandError for any other number."""
     if 0 <= value < 1:  # NaN is neither
@@ -228,11 +227,3 @@ def is_given(context: typer.Context, name: str) -> bool:
     """Whether the command line itself has an option, by its parameter's name."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None

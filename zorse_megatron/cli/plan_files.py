@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.answer import Answer, Written
-from zorse_megatron.cli.console import CommandError, Errors, progress_bar
+from zorse_megatron.cli.console import CommandError, Errors, progress_shown
 from zorse_megatron.cli.gpu_selection import Found
 from zorse_megatron.cli.simulated import capacities_bytes, rank_table, simulated, types_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts
@@ -190,8 +190,8 @@ def page_of(answer: Answer, *, shows_progress: bool) -> str:
     from zorse_megatron.plots.report_page import html_page
 
     costs, plan = answer.costs, answer.outcome.plan
-    with progress_bar(wanted=shows_progress, title="page") as on_progress:
-        more = replan(costs.inputs, found_s=answer.outcome.iteration_s, on_progress=on_progress)
+    with progress_shown("searching", wanted=shows_progress, title="page") as tell:
+        more = replan(costs.inputs, found_s=answer.outcome.iteration_s, on_progress=tell)
     result = simulated(plan, costs, source="the plan")
     return html_page(
         f"{costs.workload.model.name} on {costs.cluster.name or 'the cluster'}",

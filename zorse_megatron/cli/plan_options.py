@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from zorse_megatron.cli.console import CommandError, refusal
-from zorse_megatron.cli.options import DEFAULT_MARGIN, AsJson, Margin, one_of
+from zorse_megatron.cli.options import DEFAULT_MARGIN, Margin, one_of
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import (
@@ -349,7 +349,6 @@ class AnswerOptions:
             help="Print the whole plan, its reasons, rejected plans, and what the times rest on.",
         ),
     ] = False
-    as_json: AsJson = False
 
 
 def strategy_named(name: str) -> "Strategy":

@@ -1,35 +1,28 @@
-"""`zorse supervise` and `zorse join`: what jobs run that go on with the nodes that are left."""
+"""`zorse join`: what jobs run that go on with the nodes that are left; and its options."""
 
 import os
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from zorse_megatron.cli.command_group import training_flags
-from zorse_megatron.cli.console import CommandError, reported_errors
-from zorse_megatron.cli.elastic_options import (
-    DEFAULT_PLAN_LIMIT_S,
-    DEFAULT_PLANS,
-    MinGpus,
-    PlanLimit,
-    PlanOptions,
-    PlansDirectory,
-    plan_options_of,
-    plan_options_problems,
-)
-from zorse_megatron.cli.options import ClusterFile, PlanFile
+from zorse_megatron.cli.console import refusal, refuse, reported_errors
+from zorse_megatron.cli.options import ClusterFile, PlanFile, with_bundles
 from zorse_megatron.errors import Problem
+from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.flags.command import last_values
 from zorse_megatron.inputs.cluster_yaml import load_cluster
-from zorse_megatron.launch.elastic.replan import Replanner, Starts
+from zorse_megatron.launch.elastic.replan import DEFAULT_LIMIT_S, Replanner, Starts
 from zorse_megatron.launch.elastic.torchrun_ranks import (
     ERROR,
     LEAVES,
@@ -39,76 +32,172 @@ from zorse_megatron.launch.elastic.torchrun_ranks import (
     rendezvous,
 )
 from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank, node_called
-from zorse_megatron.launch.training_command import MODULE, training_of
+from zorse_megatron.launch.training_command import MODULE, TrainingCommand, training_of
 from zorse_megatron.log import say
 from zorse_megatron.processes import end_with_parent, free_port
 
+_WEEK_S = 604_800
+"""Longer than anybody waits; what sleeps and waits is given as seconds has to end somewhere."""
+_NOT_AGAIN = (
+    "--cluster",
+    "--out",
+    "--output",
+    "--json",
+    "--model",
+    "--html",
+    "--from-status",
+    "--without",
+    "--",
+)
 _ARRIVE_S = 180.0
 """From torchrun's start of all processes until each has imported this."""
 _LIST_S = 60.0
-MaxRestarts = Annotated[
-    int,
-    typer.Option(
-        min=0, envvar="MAX_RESTARTS", help="Failures in a row without a new checkpoint, at most."
-    ),
-]
 _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
-def join(  # noqa: PLR0917
+@dataclass(frozen=True, kw_only=True)
+class ElasticOptions:
+    """What a job is to do when nodes are lost, as it is written into its script."""
+
+    plans: Annotated[
+        Path,
+        typer.Option(
+            "--plans",
+            metavar="DIR",
+            help="Directory for the cluster files and plans for fewer nodes, each searched once; "
+            "all nodes must see it.",
+        ),
+    ] = Path("plans-for-fewer-nodes")
+    min_gpus: Annotated[
+        int, typer.Option(min=1, help="With fewer GPUs the job ends instead of going on.")
+    ] = 1
+    plan_options: Annotated[
+        str,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Options of zorse plan for planning again, in quotes: "
+            "--plan-options '--profile profile.json --max-tp 1'.",
+        ),
+    ] = ""
+    plan_limit: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=1, max=_WEEK_S, help="How long planning again may take."
+        ),
+    ] = DEFAULT_LIMIT_S
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield all that is wrong with them."""
+        yield from self.plan_options_problems()
+        yield from folder_problems("--plans", self.plans)
+
+    def plan_options_problems(self) -> Iterator[Problem]:
+        """Yield what cannot be given to `zorse plan` once more."""
+        where = "--plan-options"
+        try:
+            words = shlex.split(self.plan_options)
+        except ValueError as error:
+            yield Problem(
+                where=where,
+                found=f"{self.plan_options!r} ({error})",
+                expected="options, quoted as in a shell",
+                remedy="Check the quotes.",
+            )
+            return
+        for name in (word.partition("=")[0] for word in words):
+            if name in _NOT_AGAIN:
+                yield Problem(
+                    where=where,
+                    found=f"{name} in it",
+                    expected="options that say how to search",
+                    remedy="Leave it out: files and training command are given where the job is.",
+                )
+
+    def refuse_without_save(self, training: TrainingCommand) -> None:
+        """Raise CommandError for a command that has nothing to go on from."""
+        if not training.resumes:
+            raise refusal(
+                "--elastic",
+                "no --save in the training command",
+                "checkpoints to go on from",
+                "Add --save DIR --save-interval N.",
+            )
+
+    def words(self) -> list[str]:
+        """As options of a command."""
+        more = ["--plan-options", self.plan_options] if self.plan_options else []
+        return [
+            *("--plans", str(self.plans), "--min-gpus", str(self.min_gpus), *more),
+            *("--plan-limit", f"{self.plan_limit:g}"),
+        ]
+
+
+@with_bundles
+def join(
+    *,
     context: typer.Context,
     path: PlanFile,
     cluster: ClusterFile,
-    plans: PlansDirectory = DEFAULT_PLANS,
-    min_gpus: MinGpus = 1,
-    plan_options: PlanOptions = "",
-    plan_limit: PlanLimit = DEFAULT_PLAN_LIMIT_S,
-    max_restarts: MaxRestarts = 20,
+    when_lost: ElasticOptions,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            envvar="MAX_RESTARTS",
+            help="Failures in a row without a new checkpoint, at most.",
+        ),
+    ] = 20,
 ) -> None:
     """Train as a process of torchrun, under the plan for the nodes that torchrun has."""
     with reported_errors():
-        problems = [*plan_options_problems(plan_options), *_launcher_problems()]
-        if problems:
-            raise CommandError("the command cannot be run", problems)
+        refuse([*when_lost.plan_options_problems(), *_launcher_problems()])
         me = launched_rank(os.environ, socket.gethostname())
-        whole = load_cluster(cluster)
-        node = node_called(whole, me.node)
         given = training_flags(context) or ()
         save = last_values(given, ["--save"]).get("--save")
-        run = os.environ.get("TORCHELASTIC_RUN_ID", "job")
         replanner = Replanner(
             plan=path,
             cluster=cluster,
-            directory=plans,
+            directory=when_lost.plans,
             training=given,
-            options=plan_options_of(plan_options),
-            min_gpus=min_gpus,
+            options=tuple(shlex.split(when_lost.plan_options)),
+            min_gpus=when_lost.min_gpus,
             save=save,
-            limit_s=plan_limit,
+            limit_s=when_lost.plan_limit,
         )
-        starts = Starts(directory=plans, run=run, save=save, max_failures=max_restarts)
-        answer = rendezvous(
-            Rendezvous(
-                number=me.rank, size=me.world_size, address=me.master_address, port=me.master_port
-            ),
-            Arrival(
-                node=me.node if node is None else node.name,
-                local_rank=me.local_rank,
-                free_port=free_port(),
-                gpus=None if me.local_rank else _listed_gpus(),
-                restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            ),
-            partial(
-                answers_for,
-                whole,
-                replanner,
-                starts,
-                was_requeued=os.environ.get("SLURM_RESTART_COUNT", "0") != "0",
-            ),
-            arrive_s=_ARRIVE_S,
-            decide_s=plan_limit,
+        starts = Starts(
+            directory=when_lost.plans,
+            run=os.environ.get("TORCHELASTIC_RUN_ID", "job"),
+            save=save,
+            max_failures=max_restarts,
         )
-        _become(_Rank.of(answer, me), given)
+        _become(_Rank.of(_answer(me, replanner, starts), me), given)
+
+
+def _answer(me: LaunchedRank, replanner: Replanner, starts: Starts) -> object:
+    """What the first process says to this one, once all have arrived."""
+    whole = load_cluster(replanner.cluster)
+    node = node_called(whole, me.node)
+    return rendezvous(
+        Rendezvous(
+            number=me.rank, size=me.world_size, address=me.master_address, port=me.master_port
+        ),
+        Arrival(
+            node=me.node if node is None else node.name,
+            local_rank=me.local_rank,
+            free_port=free_port(),
+            gpus=None if me.local_rank else _listed_gpus(),
+            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        ),
+        partial(
+            answers_for,
+            whole,
+            replanner,
+            starts,
+            was_requeued=os.environ.get("SLURM_RESTART_COUNT", "0") != "0",
+        ),
+        arrive_s=_ARRIVE_S,
+        decide_s=replanner.limit_s,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +210,7 @@ class _Rank:
     told: str
 
     @classmethod
-    def of(cls, answer: "object", me: LaunchedRank) -> "_Rank":
+    def of(cls, answer: object, me: LaunchedRank) -> "_Rank":
         """Read an answer; ends this process where there is nothing to train."""
         assert isinstance(answer, dict)
         if ERROR in answer:

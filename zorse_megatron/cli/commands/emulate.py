@@ -15,28 +15,25 @@ from rich.table import Table
 from rich.text import Text
 
 from zorse_megatron.cli.console import (
-    CommandError,
-    failure_as_json,
+    Output,
+    Tell,
     part_of,
-    print_answer,
-    print_plain,
-    reported_errors,
-    waiting,
+    progress_shown,
+    refuse,
 )
 from zorse_megatron.cli.gpu_selection import CostsOf, find
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
-    AsJson,
     ClusterFile,
     Iterations,
     Margin,
     PlanFile,
     PlannedWorkload,
     WorkloadOptions,
+    answers,
     is_given,
-    with_bundles,
 )
-from zorse_megatron.cli.perturbed import SlowGpus, SlowIterations
+from zorse_megatron.cli.perturbed import SlowIterations
 from zorse_megatron.cli.plan_options import UseAll, strategy_named
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload_costs import (
@@ -61,6 +58,7 @@ if TYPE_CHECKING:
     from zorse_megatron.emulate.compare import ComparedSystem, ComparisonReport, Planned, Result
     from zorse_megatron.emulate.emulator import EmulatedRun, System
     from zorse_megatron.emulate.tiny_model import TinyTraining
+    from zorse_megatron.inputs.model import JobRecompute
     from zorse_megatron.planner.baselines.stock_layouts import Grid
     from zorse_megatron.planner.outcome import Strategy
     from zorse_megatron.simulate.assumptions import Framework, Perturbation
@@ -73,105 +71,6 @@ NOTE = (
     "the emulation shares its costs with the planner: it validates schedule, order, overlap "
     "and runtime, not the profile"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmulatedTraining:
-    """One job, and what is simulated beside it."""
-
-    costs: WorkloadCosts
-    system: "System"
-    plan: Plan
-    """What is simulated, on GPUs in the order of `simulated_on`."""
-    simulated_on: WorkloadCosts
-    framework: "Framework | None" = None
-
-    def simulated(self, source: str) -> "SimulationResult":
-        """One iteration as the simulator has it."""
-        costs, framework = self.simulated_on, self.framework
-        return simulated(self.plan, costs, source=source, framework=framework)
-
-    def training(self, iterations: int) -> "TinyTraining":
-        """Of the tiny model."""
-        from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining
-
-        model, computing = self.costs.workload.model, self.costs.workload.computing
-        return TinyTraining(
-            model=model,
-            global_batch_size=self.plan.global_batch_size,
-            iterations=iterations,
-            recompute=None if self.system.plan is None else computing.recompute,
-            shape=TinyShape.of(model, [self.plan]),
-            sequence_parallel=computing.sequence_parallel,
-        )
-
-
-def ours(
-    plan: Plan, costs: WorkloadCosts, *, rebalance: bool, status: Path | None
-) -> EmulatedTraining:
-    """Our runtime under the plan."""
-    from zorse_megatron.emulate.emulator import System
-
-    flags = (
-        *(("--zorse-rebalance", "on") if rebalance else ()),
-        *(("--zorse-status", str(status.absolute())) if status is not None else ()),
-    )
-    system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan, flags=flags)
-    return EmulatedTraining(costs=costs, system=system, plan=plan, simulated_on=costs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfStock:
-    """A plan read as stock's layout."""
-
-    grid: "Grid"
-    order: tuple[int, ...]
-    """Rank of stock's job -> rank of the cluster."""
-
-    def job(self, plan: Plan, costs: WorkloadCosts) -> EmulatedTraining:
-        """Unmodified Megatron with the layout's flags, on these GPUs."""
-        from zorse_megatron.emulate.emulator import System, flags_of_grid
-        from zorse_megatron.planner.baselines.stock_layouts import Placement, plan_of_grid
-        from zorse_megatron.planner.baselines.stock_search import framework_of
-
-        node_of = costs.inputs.spec.node_of
-        nodes = tuple(tuple(some) for _, some in groupby(self.order, key=node_of))
-        placed = Placement(nodes=nodes).inputs(costs.inputs)
-        made = plan_of_grid(placed, self.grid)
-        dtype = plan.groups[0].compute_dtype
-        layout = replace(
-            made, groups=tuple(replace(group, compute_dtype=dtype) for group in made.groups)
-        )
-        system = System(
-            name="stock Megatron",
-            gpus=self.order,
-            flags=flags_of_grid(placed, self.grid),
-            stock_layout=layout,
-        )
-        return EmulatedTraining(
-            costs=costs,
-            system=system,
-            plan=layout,
-            simulated_on=replace(costs, inputs=placed),
-            framework=framework_of(self.grid),
-        )
-
-
-def stock_layout(
-    plan: Plan, cluster: Path, flags: tuple[str, ...] | None, *, source: str
-) -> tuple[OfStock, tuple[str, ...] | None]:
-    """Read a plan as stock's layout, and take what that decides from the training command.
-
-    Raises ZorseError where the plan is no such layout, or the command contradicts it.
-    """
-    from zorse_megatron.planner.baselines.stock_plans import grid_of_plan, layout_flags
-
-    there = load_cluster(cluster)
-    refuse_other_cluster(plan, there, source)
-    grid, order = grid_of_plan(plan, [node.ranks for node in there.nodes], source)
-    if flags is not None:
-        flags = without_layout(flags, layout_flags(grid), is_started=False)
-    return OfStock(grid=grid, order=order), flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +101,33 @@ class EmulationOptions:
         typer.Option(metavar="DIR", help="Keep the run's status there, for zorse status."),
     ] = None
 
+    def problems(self, plan: Plan, source: str) -> Iterator[Problem]:
+        """Yield why the plan cannot be emulated so."""
+        if plan.world_size > MAX_RANKS:
+            yield Problem(
+                where=source,
+                found=f"{plan.world_size} ranks",
+                expected=f"at most {MAX_RANKS}: each is a process on this machine",
+                remedy="Emulate a part of the cluster, or use zorse explain.",
+            )
+        if self.dilation is not None and not 0 < self.dilation < float("inf"):
+            yield Problem(
+                where="--dilation",
+                found=f"{self.dilation}",
+                expected="a number above 0",
+                remedy="With 10, one emulated second takes ten seconds on this machine.",
+            )
+        given = {"--rebalance": self.rebalance, "--status": self.status}
+        for option in (name for name, value in given.items() if self.stock and value):
+            yield Problem(
+                where=option,
+                found="it with --stock",
+                expected="one of the two",
+                remedy="Stock Megatron has no such thing; leave one of them out.",
+            )
 
-@with_bundles
+
+@answers
 def emulate(
     *,
     path: PlanFile,
@@ -212,84 +136,122 @@ def emulate(
     iterations: Iterations = 4,
     slow: SlowIterations,
     emulation: EmulationOptions,
-    as_json: AsJson = False,
-) -> None:
+    as_json: bool,
+) -> Output:
     """Train with a plan on an emulated cluster, on this machine's CPU."""
-    with reported_errors(as_json=as_json):
-        refuse_without("train", what="zorse emulate")
-        plan, flags, layout = load_plan(path), given.flags, None
-        if emulation.stock:
-            layout, flags = stock_layout(plan, cluster, flags, source=str(path))
-        refuse_unsupported(plan, str(path))
-        workload = given.workload(plan, flags=flags)
-        costs = costs_for_plan(plan, cluster, workload, given.profiles, source=str(path))
-        _refuse_run(plan, emulation, str(path))
-        perturbation = slow.perturbation(costs)
-        with waiting("simulating", wanted=not as_json) as tell:
-            if layout is None:
-                job = ours(plan, costs, rebalance=emulation.rebalance, status=emulation.status)
-            else:
-                job = layout.job(plan, costs)
-            predicted = job.simulated(str(path))
-            run = _run(job, iterations, perturbation, emulation.dilation, tell)
-    print_answer(
-        _as_json(run, predicted),
-        _shown_run(path, run, costs, predicted),
-        notes=[NOTE, *costs.notes],
-        as_json=as_json,
-    )
-    if not run.self_test.is_valid or run.out_of_memory is not None:
-        raise typer.Exit(1)
-
-
-def _run(
-    job: EmulatedTraining,
-    iterations: int,
-    perturbation: Any,
-    dilation: float | None,
-    tell: Callable[[str], None],
-) -> "EmulatedRun":
     from zorse_megatron.emulate.emulator import emulator
 
-    training = job.training(iterations)
-    inputs = job.costs.inputs
-    with emulator(
-        inputs, training, perturbation=perturbation, dilation=dilation, tell=tell
-    ) as emulated:
-        return emulated.run(job.system)
+    refuse_without("train", what="zorse emulate")
+    plan, flags, layout = load_plan(path), given.flags, None
+    if emulation.stock:
+        layout, flags = _stock_layout(plan, cluster, flags, source=str(path))
+    refuse_unsupported(plan, str(path))
+    workload = given.workload(plan, flags=flags)
+    costs = costs_for_plan(plan, cluster, workload, given.profiles, source=str(path))
+    refuse(list(emulation.problems(plan, str(path))), "the plan cannot be emulated")
+    perturbation = slow.perturbation(costs)
+    with progress_shown("simulating", wanted=not as_json) as tell:
+        job = _ours(plan, costs, emulation) if layout is None else _stocks(plan, costs, *layout)
+        predicted = simulated(job.plan, job.costs, source=str(path), framework=job.framework)
+        recompute = workload.computing.recompute if layout is None else None
+        training = _tiny(costs, [job.plan], iterations, recompute)
+        with emulator(
+            costs.inputs,
+            training,
+            perturbation=perturbation,
+            dilation=emulation.dilation,
+            tell=tell,
+        ) as emulated:
+            run = emulated.run(job.system)
+    return Output(
+        values=_as_json(run, predicted),
+        shown=_shown_run(path, run, costs, predicted),
+        notes=[NOTE, *costs.notes],
+        ok=run.self_test.is_valid and run.out_of_memory is None,
+    )
 
 
-def _refuse_run(plan: Plan, emulation: EmulationOptions, source: str) -> None:
-    problems = list(_run_problems(plan, emulation.dilation, source))
-    problems += [
-        Problem(
-            where=f"--{name}",
-            found="it with --stock",
-            expected="one of the two",
-            remedy="Stock Megatron has no such thing; leave one of them out.",
-        )
-        for name in ("rebalance", "status")
-        if emulation.stock and getattr(emulation, name)
-    ]
-    if problems:
-        raise CommandError("the plan cannot be emulated", problems)
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """Who trains, and what is simulated beside it."""
+
+    system: "System"
+    plan: Plan
+    """What is simulated, on GPUs in the order of `costs`."""
+    costs: WorkloadCosts
+    framework: "Framework | None" = None
 
 
-def _run_problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Problem]:
-    if plan.world_size > MAX_RANKS:
-        yield Problem(
-            where=source,
-            found=f"{plan.world_size} ranks",
-            expected=f"at most {MAX_RANKS}: each is a process on this machine",
-            remedy="Emulate a part of the cluster, or use zorse explain.",
-        )
-    if dilation is not None and not 0 < dilation < float("inf"):
-        yield Problem(
-            where="--dilation",
-            found=f"{dilation}",
-            expected="a number above 0",
-            remedy="With 10, one emulated second takes ten seconds on this machine.",
-        )
+def _ours(plan: Plan, costs: WorkloadCosts, emulation: EmulationOptions) -> _Job:
+    """Our runtime under the plan."""
+    from zorse_megatron.emulate.emulator import System
+
+    status = emulation.status
+    flags = (
+        *(("--zorse-rebalance", "on") if emulation.rebalance else ()),
+        *(("--zorse-status", str(status.absolute())) if status is not None else ()),
+    )
+    system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan, flags=flags)
+    return _Job(system=system, plan=plan, costs=costs)
+
+
+def _stocks(plan: Plan, costs: WorkloadCosts, grid: "Grid", order: tuple[int, ...]) -> _Job:
+    """Unmodified Megatron with the flags of a plan's layout, on the plan's GPUs.
+
+    `order`: rank of stock's job -> rank of the cluster.
+    """
+    from zorse_megatron.emulate.emulator import System, flags_of_grid
+    from zorse_megatron.planner.baselines.stock_layouts import Placement, plan_of_grid
+    from zorse_megatron.planner.baselines.stock_search import framework_of
+
+    nodes = tuple(tuple(some) for _, some in groupby(order, key=costs.inputs.spec.node_of))
+    placed = Placement(nodes=nodes).inputs(costs.inputs)
+    made, dtype = plan_of_grid(placed, grid), plan.groups[0].compute_dtype
+    groups = tuple(replace(group, compute_dtype=dtype) for group in made.groups)
+    layout, flags = replace(made, groups=groups), flags_of_grid(placed, grid)
+    return _Job(
+        system=System(name="stock Megatron", gpus=order, flags=flags, stock_layout=layout),
+        plan=layout,
+        costs=replace(costs, inputs=placed),
+        framework=framework_of(grid),
+    )
+
+
+def _stock_layout(
+    plan: Plan, cluster: Path, flags: tuple[str, ...] | None, *, source: str
+) -> tuple[tuple["Grid", tuple[int, ...]], tuple[str, ...] | None]:
+    """Read a plan as stock's layout, and take what that decides from the training command.
+
+    Raises ZorseError where the plan is no such layout, or the command contradicts it.
+    """
+    from zorse_megatron.planner.baselines.stock_plans import grid_of_plan, layout_flags
+
+    there = load_cluster(cluster)
+    refuse_other_cluster(plan, there, source)
+    grid, order = grid_of_plan(plan, [node.ranks for node in there.nodes], source)
+    if flags is not None:
+        flags = without_layout(flags, layout_flags(grid), is_started=False)
+    return (grid, order), flags
+
+
+def _tiny(
+    costs: WorkloadCosts,
+    plans: Sequence[Plan],
+    iterations: int,
+    recompute: "JobRecompute | None" = None,
+) -> "TinyTraining":
+    """What trains in place of the model; all of these plans can train it."""
+    from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining
+
+    model = costs.workload.model
+    return TinyTraining(
+        model=model,
+        global_batch_size=costs.inputs.global_batch_size,
+        iterations=iterations,
+        recompute=recompute,
+        shape=TinyShape.of(model, plans),
+        sequence_parallel=costs.workload.computing.sequence_parallel,
+    )
 
 
 def _shown_run(
@@ -349,7 +311,7 @@ def _as_json(run: "EmulatedRun", predicted: "SimulationResult") -> dict[str, Any
 # `zorse compare`: stock Megatron, the baselines and ours, on one emulated or simulated cluster.
 
 
-_EMULATED = ("iterations", "jitter", "seed", "slow_rank", "slow_kind")
+_EMULATED = ("iterations", "jitter", "seed", "slow_rank", "slow_kind", "slow_link")
 """Options of what trains."""
 
 
@@ -391,7 +353,7 @@ ComparisonDirectory = Annotated[
 ]
 
 
-@with_bundles
+@answers
 def compare(
     *,
     cluster: ClusterFile,
@@ -399,36 +361,33 @@ def compare(
     given: PlannedWorkload,
     margin: Margin = DEFAULT_MARGIN,
     comparison: ComparisonOptions,
-    slow: SlowGpus,
-    as_json: AsJson = False,
-) -> None:
+    slow: SlowIterations,
+    as_json: bool,
+) -> Output:
     """Compare stock Megatron and every strategy's plan, trained on an emulated cluster."""
-    with reported_errors(as_json=as_json):
-        _refuse_without_extras(comparison, out)
-        strategies = comparison.strategies
-        workload = given.workload(dtype_may_be_auto=comparison.simulated)
-        batch = needed_batch_size(workload)
-        costs_of = partial(
-            costs_of_workload, profiles=given.profiles, global_batch_size=batch, margin=margin
-        )
-        machines = load_cluster(cluster)
-        _refuse_comparison(given.context, machines.world_size, out, simulated=comparison.simulated)
-        costs, perturbation = costs_of(machines, workload), None
-        if not comparison.simulated:
-            workload = replace(workload, dtype=costs.dtype)  # one for all, on fewer GPUs too
-            perturbation = slow.perturbation(costs)
-        planned = partial(_planned, costs, partial(costs_of, workload=workload), comparison.use_all)
-        with waiting("planning", wanted=not as_json) as tell:
-            report = _compared(
-                costs, strategies, planned, perturbation, comparison.iterations, tell
-            )
-        written, lost = _saved(report, out)
-    values = {"dtype": costs.dtype, "rows": report.as_json(), **failure_as_json(lost)}
-    print_answer(values, _shown_comparison(report), written=written, as_json=as_json)
-    if lost is not None:
-        if not as_json:
-            print_plain(str(lost), to_stderr=True)
-        raise typer.Exit(1)
+    _refuse_without_extras(comparison, out)
+    strategies = comparison.strategies
+    workload = given.workload(dtype_may_be_auto=comparison.simulated)
+    batch = needed_batch_size(workload)
+    costs_of = partial(
+        costs_of_workload, profiles=given.profiles, global_batch_size=batch, margin=margin
+    )
+    machines = load_cluster(cluster)
+    _refuse_comparison(given.context, machines.world_size, out, simulated=comparison.simulated)
+    costs, perturbation = costs_of(machines, workload), None
+    if not comparison.simulated:
+        workload = replace(workload, dtype=costs.dtype)  # one for all, on fewer GPUs too
+        perturbation = slow.perturbation(costs)
+    planned = partial(_planned, costs, partial(costs_of, workload=workload), comparison.use_all)
+    with progress_shown("planning", wanted=not as_json) as tell:
+        report = _compared(costs, strategies, planned, perturbation, comparison.iterations, tell)
+    written, lost = _saved(report, out)
+    return Output(
+        values={"dtype": costs.dtype, "rows": report.as_json()},
+        shown=_shown_comparison(report),
+        written=written,
+        error=lost,
+    )
 
 
 def _refuse_without_extras(comparison: ComparisonOptions, out: Path | None) -> None:
@@ -450,7 +409,7 @@ def _planned(
     costs: WorkloadCosts,
     costs_of: CostsOf,
     use_all: bool,
-    tell: Callable[[str], None],
+    tell: Tell,
     strategy: "Strategy",
 ) -> "Planned":
     """Plan as `zorse plan` does. `costs`: of all GPUs."""
@@ -474,10 +433,10 @@ def _planned(
 def _compared(  # noqa: PLR0917
     costs: WorkloadCosts,
     strategies: "Sequence[Strategy]",
-    planned: "Callable[[Callable[[str], None], Strategy], Planned]",
+    planned: "Callable[[Tell, Strategy], Planned]",
     perturbation: "Perturbation | None",
     iterations: int,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> "ComparisonReport":
     """`perturbation`: of the emulation; None: what is simulated is not trained."""
     from zorse_megatron.emulate.compare import ComparisonReport, Result, compared_systems
@@ -503,27 +462,18 @@ def _trained(
     costs: WorkloadCosts,
     perturbation: "Perturbation",
     iterations: int,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> list["Result"]:
     """Train all systems from the same weights, on the same data; what is equal once."""
     from zorse_megatron.emulate.compare import Result
     from zorse_megatron.emulate.emulator import EmulatedRun, emulator
-    from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining
 
-    inputs, workload = costs.inputs, costs.workload
     systems = [compared.system for compared in found if compared.system is not None]
     layouts = [system.plan or system.stock_layout for system in systems]
-    plans = [plan for plan in layouts if plan is not None]
-    training = TinyTraining(
-        model=workload.model,
-        global_batch_size=inputs.global_batch_size,
-        iterations=iterations,
-        shape=TinyShape.of(workload.model, plans),
-        sequence_parallel=workload.computing.sequence_parallel,
-    )
+    training = _tiny(costs, [plan for plan in layouts if plan is not None], iterations)
     runs: dict[object, EmulatedRun] = {}
     results = []
-    with emulator(inputs, training, perturbation=perturbation, tell=tell) as emulated:
+    with emulator(costs.inputs, training, perturbation=perturbation, tell=tell) as emulated:
         tell("drawing initial weights")
         emulated.write_weights()
         for compared in found:
@@ -539,8 +489,7 @@ def _refuse_comparison(
     context: typer.Context, world_size: int, out: Path | None, *, simulated: bool
 ) -> None:
     problems = list(_comparison_problems(context, world_size, out, simulated=simulated))
-    if problems:
-        raise CommandError("the comparison cannot be made", problems)
+    refuse(problems, "the comparison cannot be made")
 
 
 def _comparison_problems(

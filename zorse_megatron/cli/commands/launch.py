@@ -1,54 +1,34 @@
-"""`zorse launch` and `zorse replan`: start a plan's ranks, also on the nodes that are left."""
+"""`zorse launch`: write what starts a plan's ranks, also on the nodes that are left."""
 
+import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from zorse_megatron.cli.command_group import training_flags
-from zorse_megatron.cli.console import print_json, print_plain, reported_errors
-from zorse_megatron.cli.elastic_options import (
-    DEFAULT_PLAN_LIMIT_S,
-    DEFAULT_PLANS,
-    Elastic,
-    ElasticOptions,
-    MinGpus,
-    PlanLimit,
-    PlanOptions,
-    PlansDirectory,
-    refuse_odd_elastic,
-    refuse_without_save,
-)
-from zorse_megatron.cli.launched_job import (
-    Force,
-    LaunchedJob,
-    MasterAddr,
-    MasterPort,
-    NodeNames,
-    Partitions,
-    Python,
-    Sbatch,
-    Slurm,
-    Stock,
-    Torchrun,
-    partitions_of,
-    planned_job,
-    refuse_odd_options,
-    sbatch_options_of,
-    stock_job,
-)
-from zorse_megatron.cli.options import AsJson, ClusterFile, PlanFile
+from zorse_megatron.cli.commands.elastic import ElasticOptions
+from zorse_megatron.cli.console import Output, refuse
+from zorse_megatron.cli.launched_job import LaunchedJob, planned_job, stock_job
+from zorse_megatron.cli.options import ClusterFile, PlanFile, answers, is_given
+from zorse_megatron.errors import Problem
 from zorse_megatron.files.read_write import write_text
+from zorse_megatron.files.writable import unwritable_problems
 from zorse_megatron.launch.batch_script import (
+    OWN_OPTIONS,
     BatchOptions,
+    Elastic,
     batch_script,
+    closest,
     components_of,
+    is_known,
     refuse_edited,
     with_checksum,
 )
-from zorse_megatron.launch.batch_script import Elastic as OfElastic
 from zorse_megatron.launch.torchrun_lines import (
     DEFAULT_PORT,
     Rendezvous,
@@ -57,116 +37,261 @@ from zorse_megatron.launch.torchrun_lines import (
     torchrun_lines,
 )
 
+_OF_SLURM = ("force", "partition", "sbatch", "python")
+_OF_TORCHRUN = ("master_addr", "master_port")
+_OF_ELASTIC = ("plans", "min_gpus", "plan_options", "plan_limit")
+_LONG_OPTION = re.compile(r"([a-z][a-z0-9-]*)(=[^\n]*)?")
 
-def launch(  # noqa: PLR0917
-    context: typer.Context,
-    path: PlanFile,
-    cluster: ClusterFile,
-    slurm: Slurm = None,
-    force: Force = False,
-    torchrun: Torchrun = False,
-    stock: Stock = False,
-    node_names: NodeNames = False,
-    partition: Partitions = None,
-    sbatch: Sbatch = None,
-    python: Python = "python",
-    master_addr: MasterAddr = None,
-    master_port: MasterPort = DEFAULT_PORT,
-    elastic: Elastic = False,
-    plans: PlansDirectory = DEFAULT_PLANS,
-    min_gpus: MinGpus = 1,
-    plan_options: PlanOptions = "",
-    plan_limit: PlanLimit = DEFAULT_PLAN_LIMIT_S,
-    as_json: AsJson = False,
-) -> None:
-    """Write the Slurm job or torchrun commands that start a plan's ranks on the right GPUs."""
-    with reported_errors(as_json=as_json):
-        refuse_odd_options(
-            context,
-            slurm=slurm,
-            torchrun=torchrun,
-            stock=stock,
-            partition=partition or [],
-            sbatch=sbatch or [],
-            inputs=[path, cluster],
-        )
-        when_lost = ElasticOptions(
-            plans=plans,
-            min_gpus=min_gpus,
-            plan_options=plan_options,
-            plan_limit_s=plan_limit,
-        )
-        refuse_odd_elastic(context, when_lost, is_elastic=elastic)
-        given, make = training_flags(context) or (), stock_job if stock else planned_job
-        job = make(path, cluster, given, names_nodes=node_names or elastic)
-        if slurm is None and elastic:
-            refuse_without_save(job.training)
-            lines = elastic_torchrun_lines(
-                job.cluster,
-                _joined(path, cluster, when_lost, given),
-                rendezvous=Rendezvous(
-                    name=job.name, address=master_addr, port=master_port, min_gpus=min_gpus
-                ),
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How a plan's ranks are started."""
+
+    context: typer.Context
+    slurm: Annotated[
+        Path | None,
+        typer.Option("--slurm", metavar="FILE", help="Write a Slurm batch script to this file."),
+    ] = None
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="With --slurm: overwrite FILE even if it was edited by hand."),
+    ] = False
+    torchrun: Annotated[
+        bool, typer.Option("--torchrun", help="Print each node's torchrun command.")
+    ] = False
+    stock: Annotated[
+        bool,
+        typer.Option(
+            "--stock",
+            help="Start unmodified Megatron in the plan's layout, with its GPUs in stock's order; "
+            "the nodes need not have zorse-megatron.",
+        ),
+    ] = False
+    node_names: Annotated[
+        bool,
+        typer.Option(
+            "--node-names",
+            help="The cluster file has real host names, as zorse discover writes them: request "
+            "exactly these nodes, and check at start-up that each rank runs on its own.",
+        ),
+    ] = False
+    partition: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[KIND=]PARTITION",
+            help="Slurm partition for all nodes, or for those of this GPU kind or name; "
+            "repeatable.",
+        ),
+    ] = None
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION", help="Further sbatch option, such as time=24:00:00; repeatable."
+        ),
+    ] = None
+    python: Annotated[
+        str,
+        typer.Option(
+            help="With --slurm: the nodes' Python interpreter that has zorse-megatron; with "
+            "--stock, that has Megatron."
+        ),
+    ] = "python"
+    master_addr: Annotated[
+        str | None,
+        typer.Option(
+            help="With --torchrun: address of the first node. Default: its name, or localhost if "
+            "it is the only node."
+        ),
+    ] = None
+    master_port: Annotated[
+        int,
+        typer.Option(min=1, max=65535, help="With --torchrun: a free port on the first node."),
+    ] = DEFAULT_PORT
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="When nodes are lost, plan again for those that are left and go on from the "
+            "newest checkpoint. Needs real host names in the cluster file, and --save.",
+        ),
+    ] = False
+
+    @property
+    def names_nodes(self) -> bool:
+        """Whether ranks take their nodes from the cluster file."""
+        return self.node_names or self.elastic
+
+    @property
+    def partitions(self) -> dict[str, str]:
+        """Key -> partition, of `[KEY=]PARTITION`; without a key, "", it is that of all others."""
+        pairs = [text.rpartition("=") for text in self.partition or ()]
+        return {key: partition for key, _, partition in pairs}
+
+    @property
+    def sbatch_options(self) -> tuple[str, ...]:
+        """Without their dashes."""
+        return tuple(text.removeprefix("--") for text in self.sbatch or ())
+
+    def problems(self, inputs: Sequence[Path]) -> Iterator[Problem]:
+        """Yield what is malformed, what would be ignored, and what contradicts."""
+        yield from unwritable_problems({"--slurm": self.slurm}, inputs=inputs)
+        yield from self._mode_problems()
+        yield from self._stock_problems() if self.stock else ()
+        yield from self._partition_problems()
+        for text in self.sbatch_options:
+            yield from _sbatch_problems(text)
+        if not self.elastic:
+            yield from self._without_effect(_OF_ELASTIC, "it without --elastic", "add", "--elastic")
+
+    def _mode_problems(self) -> Iterator[Problem]:
+        if (self.slurm is None) != self.torchrun:
+            yield Problem(
+                where="--slurm, --torchrun",
+                found="neither" if self.slurm is None else "both",
+                expected="one of the two",
+                remedy="Give --slurm FILE for a batch script, or --torchrun for each node's "
+                "command.",
             )
-        elif slurm is None:
-            lines = torchrun_lines(
-                job.cluster,
-                job.training,
-                master_address=master_addr,
-                master_port=master_port,
-            )
+        elif self.torchrun:
+            yield from self._without_effect(_OF_SLURM, "it with --torchrun", "use", "--slurm")
         else:
-            when_elastic = None
-            if elastic:
-                refuse_without_save(job.training)
-                words = ("-m", "zorse_megatron", "join", *_joined(path, cluster, when_lost, given))
-                job = replace(job, training=replace(job.training, words=words, module=None))
-                fewest = fewest_nodes(job.cluster, min_gpus)
-                when_elastic = OfElastic(fewest_nodes=fewest, plans=plans)
-            options = BatchOptions(
-                python=python,
-                names_nodes=node_names or elastic,
-                elastic=when_elastic,
-                more=sbatch_options_of(sbatch or []),
-            )
-            lines = _write_script(slurm, job, options, partition or [], force=force)
-    _say(job, lines, slurm, as_json=as_json)
+            yield from self._without_effect(_OF_TORCHRUN, "it with --slurm", "use", "--torchrun")
+
+    def _without_effect(
+        self, names: Sequence[str], found: str, verb: str, needed: str
+    ) -> Iterator[Problem]:
+        instead = " instead" if verb == "use" else ""
+        for name in names:
+            if is_given(self.context, name):
+                yield Problem(
+                    where=f"--{name.replace('_', '-')}",
+                    found=found,
+                    expected=f"it only with {needed}",
+                    remedy=f"Remove it, since it has no effect, or {verb} {needed}{instead}.",
+                )
+
+    def _stock_problems(self) -> Iterator[Problem]:
+        """What unmodified Megatron cannot do, or has no use for."""
+        reasons = {"elastic": "Stock Megatron cannot go on in another layout when nodes are lost."}
+        if self.torchrun:
+            reasons["node_names"] = "Each line names its node; stock Megatron does not check it."
+        for name, reason in reasons.items():
+            if is_given(self.context, name):
+                yield Problem(
+                    where=f"--{name.replace('_', '-')}",
+                    found="it with --stock",
+                    expected="one of the two",
+                    remedy=f"{reason} Leave one of them out.",
+                )
+
+    def _partition_problems(self) -> Iterator[Problem]:
+        texts = self.partition or ()
+        for text in texts:
+            partition = text.rpartition("=")[2]
+            if partition.split() != [partition]:
+                yield Problem(
+                    where="--partition",
+                    found=repr(text),
+                    expected="the name of a partition, in one word",
+                    remedy="Such as --partition A6000=new; leave it out for the site's default.",
+                )
+        for key, count in Counter(text.rpartition("=")[0] for text in texts).items():
+            if count > 1:
+                yield Problem(
+                    where="--partition",
+                    found=f"{count} for {key or 'all other nodes'}",
+                    expected="one",
+                    remedy="Keep one of them.",
+                )
 
 
-def _joined(
-    path: Path, cluster: Path, when_lost: ElasticOptions, given: Sequence[str]
-) -> list[str]:
-    """Words of the `zorse join` that torchrun runs."""
-    return [str(path), "--cluster", str(cluster), *when_lost.words(), "--", *given]
+def _sbatch_problems(text: str) -> Iterator[Problem]:
+    spelt = _LONG_OPTION.fullmatch(text)
+    # sbatch takes the beginning of an option's name for the option.
+    own = [] if spelt is None else [name for name in OWN_OPTIONS if name.startswith(spelt[1])]
+    if spelt is None:
+        expected, remedy = "one long option of sbatch", "Such as --sbatch time=24:00:00."
+    elif own:
+        expected = f"nothing that contradicts the script's own lines, as --{own[0]} does"
+        remedy = OWN_OPTIONS[own[0]]
+    elif not is_known(spelt[1]):
+        expected, remedy = "one of the long options of sbatch", closest(spelt[1])
+    else:
+        return
+    yield Problem(where="--sbatch", found=repr(text), expected=expected, remedy=remedy)
 
 
-def _write_script(
-    target: Path, job: LaunchedJob, options: BatchOptions, partitions: Sequence[str], *, force: bool
-) -> str:
-    """Write the batch script and return it. Raises ZorseError."""
-    components = components_of(job.cluster, partitions_of(partitions))
-    script = with_checksum(batch_script(components, job.training, options, title=job.title))
-    if not force:
+@answers
+def launch(
+    path: PlanFile, cluster: ClusterFile, options: LaunchOptions, when_lost: ElasticOptions
+) -> Output:
+    """Write the Slurm job or torchrun commands that start a plan's ranks on the right GPUs."""
+    refuse(
+        [
+            *options.problems(inputs=[path, cluster]),
+            *(when_lost.problems() if options.elastic else ()),
+        ]
+    )
+    given = training_flags(options.context) or ()
+    make = stock_job if options.stock else planned_job
+    job = make(path, cluster, given, names_nodes=options.names_nodes)
+    joined = [str(path), "--cluster", str(cluster), *when_lost.words(), "--", *given]
+    if options.elastic:
+        when_lost.refuse_without_save(job.training)
+    if options.slurm is not None:
+        return _script(options.slurm, job, options, when_lost, joined)
+    if options.elastic:
+        rendezvous = Rendezvous(
+            name=job.name,
+            address=options.master_addr,
+            port=options.master_port,
+            min_gpus=when_lost.min_gpus,
+        )
+        lines = elastic_torchrun_lines(job.cluster, joined, rendezvous=rendezvous)
+    else:
+        lines = torchrun_lines(
+            job.cluster,
+            job.training,
+            master_address=options.master_addr,
+            master_port=options.master_port,
+        )
+    return Output(
+        values={"written": None, "lines": lines, "resumes": job.training.resumes},
+        shown=[lines.rstrip(), *(f"# note: {note}" for note in job.notes)],
+    )
+
+
+def _script(
+    target: Path,
+    job: LaunchedJob,
+    options: LaunchOptions,
+    when_lost: ElasticOptions,
+    joined: Sequence[str],
+) -> Output:
+    """Write the batch script; `joined`: words of the `zorse join` of an elastic one."""
+    training, elastic = job.training, None
+    if options.elastic:
+        words = ("-m", "zorse_megatron", "join", *joined)
+        training = replace(training, words=words, module=None)
+        fewest = fewest_nodes(job.cluster, when_lost.min_gpus)
+        elastic = Elastic(fewest_nodes=fewest, plans=when_lost.plans)
+    asked = BatchOptions(
+        python=options.python,
+        names_nodes=options.names_nodes,
+        elastic=elastic,
+        more=options.sbatch_options,
+    )
+    components = components_of(job.cluster, options.partitions)
+    script = with_checksum(batch_script(components, training, asked, title=job.title))
+    if not options.force:
         refuse_edited(target, script)
     write_text(target, script)
-    return script
-
-
-def _say(job: LaunchedJob, lines: str, slurm: Path | None, *, as_json: bool) -> None:
-    """Print torchrun's lines, or where the script is."""
-    resumes = job.training.resumes
-    if as_json:
-        written = None if slurm is None else str(slurm)
-        told = lines if slurm is None else None
-        print_json({"ok": True, "written": written, "lines": told, "resumes": resumes})
-        return
-    if slurm is None:
-        print_plain(lines.rstrip())
-        for note in job.notes:
-            print_plain(f"# note: {note}")
-        return
-    print_plain(f"wrote {slurm}: sbatch {shlex.quote(str(slurm))}")
-    for note in job.notes:
-        print_plain(f"note: {note}")
-    if not resumes:
-        print_plain("note: the command has no --save, so the job is not requeued after a failure")
+    no_save = "the command has no --save, so the job is not requeued after a failure"
+    notes = [*job.notes, *([] if training.resumes else [no_save])]
+    return Output(
+        values={"written": str(target), "lines": None, "resumes": training.resumes},
+        shown=[
+            f"wrote {target}: sbatch {shlex.quote(str(target))}",
+            *(f"note: {note}" for note in notes),
+        ],
+    )

@@ -1,38 +1,39 @@
 """`zorse discover`, `profile` and `doctor`: measure and check the machines at hand."""
 
-import dataclasses
 import json
 import os
 import socket
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
-from rich.table import Table as Grid
-from rich.text import Text
 
 from zorse_megatron.cli.command_group import AnswersInJson, TakesTrainingFlags, training_flags
 from zorse_megatron.cli.console import (
     CommandError,
-    OnProgress,
-    print_answer,
-    print_json,
+    Output,
+    Tell,
     print_plain,
-    progress_bar,
+    progress_shown,
     refusal,
     reported_errors,
 )
-from zorse_megatron.cli.options import AsJson, ClusterFile, DtypeName, Model, SeqLength
+from zorse_megatron.cli.options import (
+    ClusterFile,
+    DtypeName,
+    Model,
+    SeqLength,
+    StatusDirectory,
+    answers,
+)
 from zorse_megatron.cli.plan_options import observed_run
 from zorse_megatron.cli.workload import Workload, workload_of
-from zorse_megatron.costs.measured_curves import Replaced, fit_curve, unlikely_times
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.extras import PACKAGE, refuse_without
 from zorse_megatron.files.read_write import write_text
@@ -41,9 +42,8 @@ from zorse_megatron.files.wording import number_of
 from zorse_megatron.files.writable import folder_problems, refuse_unwritable
 from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import read_command, split_script
-from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import CLUSTER_FILE, dump_cluster, parse_cluster
-from zorse_megatron.inputs.profile import Profile, Times, load_profile, save_profile
+from zorse_megatron.inputs.profile import save_profile
 from zorse_megatron.inputs.status import RUNNING_PLAN_NAME
 from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank
 from zorse_megatron.measure.tasks import single_layer_flags
@@ -66,7 +66,7 @@ Again = Annotated[
 @contextmanager
 def as_ranks(
     title: str, *, messages_on_gpu: bool, as_json: bool
-) -> Iterator[tuple[LaunchedRank, OnProgress]]:
+) -> Iterator[tuple[LaunchedRank, Tell]]:
     """Run the block on every rank of the job; yields this rank, and what shows progress.
 
     Errors end every rank with its message and exit code 1, or 3 where another rank is gone.
@@ -82,12 +82,14 @@ def as_ranks(
         with (
             # This one first: it forks, and the progress bar has a thread.
             measuring_job(launched, messages_on_gpu=messages_on_gpu),
-            progress_bar(wanted=launched.rank == 0, title=title) as show,
+            progress_shown("starting", wanted=launched.rank == 0, title=title) as tell,
         ):
-            yield launched, show or (lambda _progress: None)
+            yield launched, tell
 
 
-def discover(  # noqa: PLR0917
+@answers
+def discover(
+    *,
     output: Annotated[
         Path, typer.Option("--out", metavar="YAML", help="Write the cluster file here.")
     ] = Path("cluster.yaml"),
@@ -109,16 +111,15 @@ def discover(  # noqa: PLR0917
         typer.Option(min=0, help="Stop growing messages once one takes this many seconds."),
     ] = _LINK_TIME_LIMIT_S,
     again: Again = False,
-    as_json: AsJson = False,
-) -> None:
+    as_json: bool,
+) -> Output | None:
     """Measure the devices and links of the nodes it runs on, with one rank per GPU.
 
     Start it with srun or torchrun. On nodes without GPUs it measures CPU ranks.
     """
     profile = profile or output.with_name("profile.json")
-    with reported_errors(as_json=as_json):
-        # Both are read back, by this command or a later run of it.
-        refuse_unwritable({"--out": output, "--profile": profile}, may_be_stream=False)
+    # Both are read back, by this command or a later run of it.
+    refuse_unwritable({"--out": output, "--profile": profile}, may_be_stream=False)
     with as_ranks("discover", messages_on_gpu=True, as_json=as_json) as (launched, show):
         from zorse_megatron.measure.on_ranks.cluster_discovery import Discovery
         from zorse_megatron.measure.on_ranks.cluster_discovery import discover as measure
@@ -132,11 +133,10 @@ def discover(  # noqa: PLR0917
             name=name,
         )
         found = measure(launched, wanted, show)
-    if launched.rank == 0:
-        _say_cluster(output, profile, found, as_json=as_json)
+    return _discovered(output, profile, found) if launched.rank == 0 else None
 
 
-def _say_cluster(output: Path, profile: Path, found: "Discovered", *, as_json: bool) -> None:
+def _discovered(output: Path, profile: Path, found: "Discovered") -> Output:
     ranks = sum(len(node.ranks) for node in found.nodes)
     kinds = list(dict.fromkeys(node.kind for node in found.nodes))
     values = {
@@ -155,7 +155,7 @@ def _say_cluster(output: Path, profile: Path, found: "Discovered", *, as_json: b
     ]
     if not found.num_measured:
         shown.append("nothing left to measure; --again repeats the measurements")
-    print_answer(values, shown, notes=found.notes, as_json=as_json)
+    return Output(values=values, shown=shown, notes=found.notes)
 
 
 # `zorse profile`: measure, correct and show profiles.
@@ -164,19 +164,17 @@ def _say_cluster(output: Path, profile: Path, found: "Discovered", *, as_json: b
 profile = typer.Typer(
     cls=AnswersInJson,
     no_args_is_help=True,
-    help="Measure, correct and show profiles of layer times and memory.",
+    help="Measure and correct profiles of layer times and memory.",
 )
-# Below this a correction is the rounding of a fall between two points.
-_SMALL_CHANGE = 0.005
-
-
 _LARGEST_SIZE = 64
 # Passes are timed nine times, of micro-batches that double: two minutes on a GPU.
 _TIME_LIMIT_S = 1.0
 
 
 @profile.command("measure", cls=TakesTrainingFlags)
-def measure_profile(  # noqa: PLR0917
+@answers
+def measure_profile(
+    *,
     context: typer.Context,
     cluster: Annotated[
         Path | None,
@@ -199,19 +197,16 @@ def measure_profile(  # noqa: PLR0917
         typer.Option(min=0, help="Stop growing micro-batches once one takes this many seconds."),
     ] = _TIME_LIMIT_S,
     again: Again = False,
-    as_json: AsJson = False,
-) -> None:
+    as_json: bool,
+) -> Output | None:
     """Time the layers of a training command: forward, backward and optimizer step.
 
     On one GPU start it as it is; on a cluster with srun or torchrun, one rank per GPU of the
     cluster file. One rank measures for each kind of GPU, doubling the micro-batch until it reaches
     the memory or a limit.
     """
-    with reported_errors(as_json=as_json):
-        refuse_unwritable(
-            {"--out": output}, inputs=[cluster] if cluster else [], may_be_stream=False
-        )
-        workload, (script, flags) = _workload(context)
+    refuse_unwritable({"--out": output}, inputs=[cluster], may_be_stream=False)
+    workload, (script, flags) = _workload(context)
     with as_ranks("profile", messages_on_gpu=False, as_json=as_json) as (launched, show):
         from zorse_megatron.measure.on_ranks.profile_run import ProfileRun
         from zorse_megatron.measure.on_ranks.profile_run import measure_profile as measure
@@ -229,8 +224,7 @@ def measure_profile(  # noqa: PLR0917
             time_limit_s=time_limit,
         )
         found = measure(launched, wanted, show)
-    if launched.rank == 0:
-        _say(output, found, as_json=as_json)
+    return _profiled(output, found) if launched.rank == 0 else None
 
 
 def _workload(
@@ -261,7 +255,7 @@ def _workload(
     return workload, (script, flags)
 
 
-def _say(output: Path, found: "Profiled", *, as_json: bool) -> None:
+def _profiled(output: Path, found: "Profiled") -> Output:
     from zorse_megatron.measure.measured_cluster import kind_entry
 
     entries = [kind_entry(kind, rates) for kind, rates in found.rates.items()]
@@ -281,16 +275,16 @@ def _say(output: Path, found: "Profiled", *, as_json: bool) -> None:
         text = yaml.safe_dump({"gpu_kinds": entries}, sort_keys=False, allow_unicode=True)
         kinds = ", ".join(found.rates)
         shown += [f"not well known, so for the cluster file: {kinds}", text.rstrip()]
-    print_answer(values, shown, as_json=as_json)
+    return Output(values=values, shown=shown)
 
 
 @profile.command(cls=TakesTrainingFlags)
-def correct(  # noqa: PLR0917
+@answers
+def correct(
+    *,
     context: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="PROFILE", help="What the plan was made from.")],
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What the run has as --zorse-status.")
-    ],
+    directory: StatusDirectory,
     cluster: ClusterFile,
     out: Annotated[Path, typer.Option(metavar="PROFILE", help="Write the profile here.")],
     cluster_out: Annotated[
@@ -299,132 +293,41 @@ def correct(  # noqa: PLR0917
     model: Model = None,
     seq_length: SeqLength = None,
     dtype: DtypeName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Scale the times of GPUs by what a run took: one that differs becomes a kind of its own.
 
     The run is compared with its plan as the profile has it, as by zorse plan --from-status.
     """
-    with reported_errors(as_json=as_json):
-        refuse_unwritable(
-            {"--out": out, "--cluster-out": cluster_out}, inputs=[path, directory, cluster]
-        )
-        run = observed_run(
-            directory,
-            read_file(cluster, CLUSTER_FILE),
-            workload_of(
-                model=model,
-                flags=training_flags(context),
-                seq_length=seq_length,
-                dtype=dtype,
-                plan=load_plan(directory / RUNNING_PLAN_NAME),
-            ),
-            [path],
-            margin=0.0,
-            source=str(cluster),
-        )
-        text = dump_cluster(run.speeds.cluster, header=run.origin)
-        parse_cluster(text.encode(), source="the cluster file that was to be written")
-        assert run.speeds.profile is not None
-        save_profile(run.speeds.profile, out)
-        write_text(cluster_out, text)
-    print_answer(
-        {
+    refuse_unwritable(
+        {"--out": out, "--cluster-out": cluster_out}, inputs=[path, directory, cluster]
+    )
+    run = observed_run(
+        directory,
+        read_file(cluster, CLUSTER_FILE),
+        workload_of(
+            model=model,
+            flags=training_flags(context),
+            seq_length=seq_length,
+            dtype=dtype,
+            plan=load_plan(directory / RUNNING_PLAN_NAME),
+        ),
+        [path],
+        margin=0.0,
+        source=str(cluster),
+    )
+    text = dump_cluster(run.speeds.cluster, header=run.origin)
+    parse_cluster(text.encode(), source="the cluster file that was to be written")
+    assert run.speeds.profile is not None
+    save_profile(run.speeds.profile, out)
+    write_text(cluster_out, text)
+    return Output(
+        values={
             "profile": str(out),
             "cluster": str(cluster_out),
             "kinds": run.speeds.kinds,
             "factors": run.factors,
         },
-        [f"{out}, {cluster_out}: {', '.join(run.slower_ranks()) or 'nothing to correct'}"],
-        as_json=as_json,
-    )
-
-
-@profile.command()
-def show(
-    path: Annotated[Path, typer.Argument(metavar="PROFILE", help="The profile file.")],
-    as_json: AsJson = False,
-) -> None:
-    """Summarize a profile, and list the measured points that the fitted curves replace."""
-    with reported_errors(as_json=as_json):
-        loaded = load_profile(path)
-    summary = _summary(loaded)
-    grid = Grid("GPU", "Models", "Sequence lengths", "Dtypes", "Series", "Points")
-    for kind, facts in summary["gpu_kinds"].items():
-        cells = [", ".join(map(str, facts[key])) for key in ("models", "seq_lengths", "dtypes")]
-        grid.add_row(*map(Text, [kind, *cells, str(facts["series"]), str(facts["points"])]))
-    shown: list[str | Grid] = [
-        f"{path}: {counts_of(loaded)}",
-        grid,
-        *map(_sentence, summary["not_believed"]),
-        *(f"unlikely: {each}" for each in summary["unlikely"]),
-    ]
-    print_answer(summary, shown, as_json=as_json)
-
-
-def counts_of(loaded: Profile) -> str:
-    messages = f", {len(loaded.transfers)} series of messages" if loaded.transfers else ""
-    return (
-        f"{len(loaded.times)} series of times on "
-        f"{number_of(len(loaded.gpu_kinds()), 'kind of GPU', 'kinds of GPU')}, "
-        f"{number_of(len(loaded.updates), 'optimizer step')}, "
-        f"{number_of(len(loaded.memory), 'memory entry', 'memory entries')}, "
-        f"{number_of(len(loaded.links), 'link')}{messages}"
-    )
-
-
-def _summary(loaded: Profile) -> dict[str, Any]:
-    by_kind: dict[str, list[Times]] = defaultdict(list)
-    for times in loaded.times:
-        by_kind[times.gpu_kind].append(times)
-    return {
-        "sources": [dataclasses.asdict(source) for source in loaded.sources],
-        "gpu_kinds": {
-            kind: {
-                "models": list(dict.fromkeys(times.model for times in entries)),
-                "seq_lengths": sorted({times.seq_length for times in entries}),
-                "dtypes": sorted({times.dtype for times in entries}),
-                "series": len(entries),
-                "points": sum(len(times.micro_batch_sizes) for times in entries),
-            }
-            for kind, entries in by_kind.items()
-        },
-        "unlikely": list(unlikely_times(loaded, GPU_KINDS)),
-        "not_believed": [entry for times in loaded.times for entry in _not_believed(times)],
-    }
-
-
-def _not_believed(times: Times) -> list[dict[str, Any]]:
-    entries = []
-    for direction in ("forward", "backward"):
-        _, points = fit_curve(times.micro_batch_sizes, getattr(times, f"{direction}_s"))
-        entries += [
-            {
-                "gpu_kind": times.gpu_kind,
-                "model": times.model,
-                "seq_length": times.seq_length,
-                "dtype": times.dtype,
-                "tensor_parallel": times.tensor_parallel,
-                "part": times.part,
-                "direction": direction,
-                **dataclasses.asdict(point),
-            }
-            for point in points
-            if _is_large(point)
-        ]
-    return entries
-
-
-def _is_large(point: Replaced) -> bool:
-    return abs(point.used_s - point.measured_s) > _SMALL_CHANGE * point.used_s
-
-
-def _sentence(entry: dict[str, Any]) -> str:
-    return (
-        f"replaced: {entry['gpu_kind']}, {entry['model']} at sequence length "
-        f"{entry['seq_length']} in {entry['dtype']}, tensor parallel {entry['tensor_parallel']}, "
-        f"{entry['part']} {entry['direction']}, micro-batch {entry['micro_batch_size']}: "
-        f"{1e3 * entry['measured_s']:.3f} ms, used {1e3 * entry['used_s']:.3f} ms"
+        shown=[f"{out}, {cluster_out}: {', '.join(run.slower_ranks()) or 'nothing to correct'}"],
     )
 
 
@@ -435,7 +338,9 @@ _CHECK_TIME_LIMIT_S = 600.0
 _FILE = "doctor.json"
 
 
+@answers
 def doctor(
+    *,
     output: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Write doctor.json here.")
     ] = Path("doctor"),
@@ -447,27 +352,25 @@ def doctor(
     time_limit: Annotated[
         float, typer.Option(min=10, help="End what has not ended after so many seconds.")
     ] = _CHECK_TIME_LIMIT_S,
-    as_json: AsJson = False,
-) -> None:
+    as_json: bool,
+) -> Output:
     """Check on this machine's GPUs that plans train as stock Megatron does. No network.
 
     Without a GPU, all that needs none is checked on the CPU. Exit status 1 if a check fails.
     """
-    with reported_errors(as_json=as_json):
-        refuse_without("train", what="zorse doctor")
-        checks = _checks(check or [], output)
-        if cpu:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        ends_s = time.monotonic() + time_limit
-        report = _report(checks, ends_s, quiet=as_json)
-        written = output / _FILE
-        write_text(written, json.dumps(report.as_json(), indent=1) + "\n", parents=True)
-    if as_json:
-        print_json(report.as_json())
-    else:
-        print_plain(f"{report.summary}; written: {written}")
-    if report.has_failed:
-        raise typer.Exit(1)
+    refuse_without("train", what="zorse doctor")
+    checks = _checks(check or [], output)
+    if cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    ends_s = time.monotonic() + time_limit
+    report = _report(checks, ends_s, quiet=as_json)
+    written = output / _FILE
+    write_text(written, json.dumps(report.as_json(), indent=1) + "\n", parents=True)
+    return Output(
+        values=report.as_json(),
+        shown=[f"{report.summary}; written: {written}"],
+        ok=not report.has_failed,
+    )
 
 
 def _checks(names: list[str], output: Path) -> "tuple[Check, ...]":

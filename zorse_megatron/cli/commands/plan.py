@@ -7,21 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from zorse_megatron.cli.answer import Answer, answer_as_json, answer_of
 from zorse_megatron.cli.console import (
     Errors,
-    failure_as_json,
-    print_answer,
+    Output,
     print_plain,
-    progress_bar,
+    progress_shown,
     refusal,
     reported_errors,
 )
 from zorse_megatron.cli.gpu_selection import CostsOf, Found, find
 from zorse_megatron.cli.next_command import NextCommand, next_command
-from zorse_megatron.cli.options import ClusterFile, PlannedWorkload, with_bundles
+from zorse_megatron.cli.options import ClusterFile, PlannedWorkload, answers
 from zorse_megatron.cli.plan_files import PlanOutputs, page_of
 from zorse_megatron.cli.plan_options import (
     AnswerOptions,
@@ -57,9 +54,14 @@ if TYPE_CHECKING:
 _SAY_WHAT_FITS_UP_TO_RANKS = 128
 
 
-@with_bundles
+@answers
 def plan(
-    cluster: ClusterFile, given: PlannedWorkload, search: SearchOptions, shown: AnswerOptions
+    *,
+    cluster: ClusterFile,
+    given: PlannedWorkload,
+    search: SearchOptions,
+    shown: AnswerOptions,
+    as_json: bool,
 ) -> None:
     """Find the plan that trains a model fastest on a cluster."""
     outputs = PlanOutputs(
@@ -69,33 +71,28 @@ def plan(
         is_part=bool(search.without),
         with_stock=search.strategy == "zorse" and search.from_status is None,
     )
-    with reported_errors(as_json=shown.as_json):
-        task = _task(cluster, given, search, outputs, tokens=shown.tokens)
-        with (
-            progress_bar(wanted=not shown.as_json) as on_progress,
-            _says_what_fits(task.costs, task.strategy),
-        ):
-            found = find(
-                task.costs,
-                task.costs_of,
-                task.strategy,
-                on_progress,
-                may_leave_out=search.may_leave_out,
-                with_stock=task.run is None,  # stock Megatron does not go on with a run
-            )
-        answer, lost = _answered(task, found, outputs, given, cluster)
-        values = answer_as_json(answer) | failure_as_json(lost)
-    print_answer(values, answer.lines(is_verbose=shown.verbose), as_json=shown.as_json)
-    if lost is not None:
-        if not shown.as_json:
-            print_plain(str(lost), to_stderr=True)
-            if answer.written.plan is None:  # it took a search to find
-                print_plain(dump_plan(answer.outcome.plan).rstrip())
-        raise typer.Exit(1)
+    task = _task(cluster, given, search, outputs, tokens=shown.tokens)
+    with (
+        progress_shown("searching", wanted=not as_json) as tell,
+        _says_what_fits(task.costs, task.strategy),
+    ):
+        found = find(
+            task.costs,
+            task.costs_of,
+            task.strategy,
+            tell,
+            may_leave_out=search.may_leave_out,
+            with_stock=task.run is None,  # stock Megatron does not go on with a run
+        )
+    answer, lost = _answered(task, found, outputs, given, cluster)
+    is_gone = lost is not None and answer.written.plan is None
+    plan_text = [dump_plan(answer.outcome.plan).rstrip()] if is_gone else []  # it took a search
+    lines = (*answer.lines(is_verbose=shown.verbose), *plan_text)
+    Output(values=answer_as_json(answer), shown=lines, error=lost).print(as_json=as_json)
     with reported_errors():  # on stderr: the plan's JSON has been printed
         if outputs.page is not None:
-            write_text(outputs.page, page_of(answer, shows_progress=not shown.as_json))
-            if not shown.as_json:
+            write_text(outputs.page, page_of(answer, shows_progress=not as_json))
+            if not as_json:
                 print_plain(f"written: {outputs.page}")
 
 

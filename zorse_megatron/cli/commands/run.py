@@ -9,14 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.console import (
-    CommandError,
-    plain_problems,
-    print_answer,
-    refusal,
-    reported_errors,
-)
-from zorse_megatron.cli.options import AsJson, PlanFile
+from zorse_megatron.cli.console import CommandError, Output, plain_problems, refusal
+from zorse_megatron.cli.options import PlanFile, StatusDirectory, answers
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.strict import plain
 from zorse_megatron.inputs.status import LinkStatus, RankStatus, Status, load_status
@@ -33,16 +27,11 @@ _OLD_S = 60.0
 _MOST_LINKS = 8
 
 
-def status(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What the run has as --zorse-status.")
-    ],
-    as_json: AsJson = False,
-) -> None:
+@answers
+def status(directory: StatusDirectory) -> Output:
     """Show who is slow in a run, by how much and since when, and where its time goes."""
-    with reported_errors(as_json=as_json):
-        found = load_status(directory)
-    print_answer(plain(found), _shown_status(found), as_json=as_json)
+    found = load_status(directory)
+    return Output(values=plain(found), shown=_shown_status(found))
 
 
 def _shown_status(found: Status) -> Iterator[str | Table]:
@@ -113,24 +102,17 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
 
 
-def move(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What the run has as --zorse-status.")
-    ],
-    path: PlanFile,
-    as_json: AsJson = False,
-) -> None:
+@answers
+def move(directory: StatusDirectory, path: PlanFile) -> Output:
     """Ask a run to go on under another plan of the same ranks, without a file or a restart."""
-    with reported_errors(as_json=as_json):
-        plan = load_plan(path)
-        refuse_other_run(load_status(directory), plan, str(path))
-        made = make_request(directory, plan)
+    plan = load_plan(path)
+    refuse_other_run(load_status(directory), plan, str(path))
+    made = make_request(directory, plan)
     asked = (
         f"Asked for plan {fingerprint(plan)}. The run's log says, two iterations from now, whether "
         "it goes on under it."
     )
-    values = {"plan": fingerprint(plan), "request": str(made)}
-    print_answer(values, [asked], as_json=as_json)
+    return Output(values={"plan": fingerprint(plan), "request": str(made)}, shown=[asked])
 
 
 def refuse_other_run(status: Status, plan: Plan, path: str) -> None:
@@ -166,6 +148,7 @@ def _group() -> None:
 
 
 @checkpoint.command("verify")
+@answers
 def verify_checkpoints(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="The directory given to --save.")
@@ -174,45 +157,41 @@ def verify_checkpoints(
     sizes: Annotated[
         bool, typer.Option("--sizes", help="Compare file sizes only; read nothing.")
     ] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Verify which checkpoints are complete; exit code 1 if the latest is not.
 
     Reads the latest checkpoint, then older ones until one is complete. The rest are compared with
     their manifests by name and size.
     """
-    with reported_errors(as_json=as_json):
-        if not folder.is_dir():
-            raise refusal(
-                str(folder),
-                "no such folder",
-                "the directory given to --save",
-                "Correct the path.",
-                what="There is nothing to verify",
-            )
+    if not folder.is_dir():
+        raise refusal(
+            str(folder),
+            "no such folder",
+            "the directory given to --save",
+            "Correct the path.",
+            what="There is nothing to verify",
+        )
 
-        def reads(found: Sequence[Look], each: Look) -> bool:
-            return read_all or not (sizes or any(each.is_usable for each in found))
+    def reads(found: Sequence[Look], each: Look) -> bool:
+        return read_all or not (sizes or any(each.is_usable for each in found))
 
-        try:
-            tracker, found = verify(folder, reads=reads)
-        except OSError as error:
-            raise refusal(
-                str(error.filename),
-                str(error.strerror),
-                "a file that can be read",
-                "Try it again where the file can be read.",
-                what="The checkpoints cannot be read",
-            ) from error
+    try:
+        tracker, found = verify(folder, reads=reads)
+    except OSError as error:
+        raise refusal(
+            str(error.filename),
+            str(error.strerror),
+            "a file that can be read",
+            "Try it again where the file can be read.",
+            what="The checkpoints cannot be read",
+        ) from error
     problems = _problems(folder, tracker, found)
     newest = next((each for each in found if each.is_usable), None)
-    print_answer(
-        _as_json(tracker, found, newest, problems),
-        _shown_checkpoints(folder, tracker, found, newest, problems),
-        as_json=as_json,
+    return Output(
+        values=_as_json(tracker, found, newest, problems),
+        shown=_shown_checkpoints(folder, tracker, found, newest, problems),
+        ok=not problems,
     )
-    if problems:
-        raise typer.Exit(1)
 
 
 def _problems(folder: Path, tracker: Tracker, found: Sequence[Look]) -> list[Problem]:
@@ -264,7 +243,6 @@ def _as_json(
     tracker: Tracker, found: Sequence[Look], newest: Look | None, problems: Sequence[Problem]
 ) -> dict[str, Any]:
     return {
-        "ok": not problems,
         "problems": plain_problems(problems),
         "latest": None if tracker.names is None else tracker.names.iteration,
         "newest_usable": None if newest is None else newest.checkpoint.iteration,

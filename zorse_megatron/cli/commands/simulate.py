@@ -10,21 +10,20 @@ import typer
 from rich.table import Table
 
 from zorse_megatron.cli.console import (
-    print_answer,
+    Output,
+    Tell,
     print_plain,
-    progress_bar,
+    progress_shown,
     refusal,
     reported_errors,
-    waiting,
 )
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
-    AsJson,
     ClusterFile,
     Margin,
     PlanFile,
     WorkloadOptions,
-    with_bundles,
+    answers,
 )
 from zorse_megatron.cli.perturbed import SlowMachines
 from zorse_megatron.cli.simulated import (
@@ -59,7 +58,7 @@ Search = Annotated[
 ]
 
 
-@with_bundles
+@answers
 def explain(
     *,
     path: PlanFile,
@@ -69,36 +68,36 @@ def explain(
     search: Search = False,
     pictures: Pictures,
     slow: SlowMachines,
-    as_json: AsJson = False,
-) -> None:
+    as_json: bool,
+) -> Output:
     """Explain a plan: times and memory of its ranks, bottleneck, alternatives, what would help."""
-    with reported_errors(as_json=as_json):
-        from zorse_megatron.planner.explain import explain as explained
+    from zorse_megatron.planner.explain import explain as explained
 
-        pictures.refuse(inputs=[path, cluster, *given.inputs])
-        plan, source = load_plan(path), str(path)
-        costs = costs_for_plan(
-            plan, cluster, given.workload(plan), given.profiles, source=source, margin=margin
+    pictures.refuse(inputs=[path, cluster, *given.inputs])
+    plan, source = load_plan(path), str(path)
+    costs = costs_for_plan(
+        plan, cluster, given.workload(plan), given.profiles, source=source, margin=margin
+    )
+    perturbation = slow.perturbation(costs)
+    if search and slow.is_slow:
+        raise refusal(
+            "--search",
+            "it with --slow-rank, --slow-kind, --slow-link or --jitter",
+            "one of the two: plans are searched for GPUs and links as they are",
+            "Leave one of them out.",
         )
-        perturbation = slow.perturbation(costs)
-        if search and slow.is_slow:
-            raise refusal(
-                "--search",
-                "it with --slow-rank, --slow-kind, --slow-link or --jitter",
-                "one of the two: plans are searched for GPUs and links as they are",
-                "Leave one of them out.",
-            )
-        with waiting("simulating", wanted=not as_json) as tell:
-            result = simulated(plan, costs, source=source, perturbation=perturbation)
-            tell("drawing")
-            written = pictures.save(plan, result, title=_title(path, result))
+    with progress_shown("simulating", wanted=not as_json) as tell:
+        result = simulated(plan, costs, source=source, perturbation=perturbation)
+        tell("drawing")
+        written = pictures.save(plan, result, title=_title(path, result))
         found = _Simulated(path=path, plan=plan, costs=costs, result=result, margin=margin)
         reasons, notes = None, list(costs.notes)
         if not slow.is_slow:
-            replans, stock = _searched(found, notes, quiet=as_json) if search else (None, None)
+            replans, stock = _searched(found, notes, tell) if search else (None, None)
             reasons = explained(costs.inputs, plan, replans, stock, result)
-    answer = found.values(reasons), found.lines(reasons)
-    print_answer(*answer, notes=notes, written=written, as_json=as_json)
+    return Output(
+        values=found.values(reasons), shown=found.lines(reasons), notes=notes, written=written
+    )
 
 
 def _title(path: Path, result: "SimulationResult") -> str:
@@ -106,7 +105,7 @@ def _title(path: Path, result: "SimulationResult") -> str:
 
 
 def _searched(
-    found: "_Simulated", notes: list[str], *, quiet: bool
+    found: "_Simulated", notes: list[str], tell: Tell
 ) -> "tuple[Replans | None, StockAtBest | None]":
     """Search again, and for what stock takes; None where there is none, or it takes too long."""
     from zorse_megatron.planner.baselines.stock_best import MOST_GPUS, stock_at_best
@@ -114,13 +113,13 @@ def _searched(
     from zorse_megatron.planner.outcome import NoPlanError
 
     inputs, replans = found.costs.inputs, None
-    with progress_bar(wanted=not quiet) as on_progress, suppress(NoPlanError):
-        replans = replan(inputs, on_progress=on_progress)  # a plan that does not fit is explained
+    with suppress(NoPlanError):  # a plan that does not fit is explained
+        replans = replan(inputs, on_progress=tell)
     if found.plan.world_size > MOST_GPUS:
         notes.append(f"stock Megatron: not computed for more than {MOST_GPUS} GPUs")
         return replans, None
-    with waiting("stock's layouts", wanted=not quiet):
-        return replans, stock_at_best(inputs)
+    tell("stock's layouts")
+    return replans, stock_at_best(inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
