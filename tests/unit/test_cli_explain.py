@@ -73,8 +73,6 @@ def test_a_slow_rank_slows_the_iteration(run):
     assert by_rank["ranks"][3]["busy_s"] == pytest.approx(1.5 * usual["ranks"][3]["busy_s"])
     assert by_rank["iteration_s"] > usual["iteration_s"]
     assert "limited_by" in usual and "limited_by" not in by_rank  # reasons are of what is usual
-    refused = run("--model", "model.json", "--slow-rank", "3=1.5", "--search")
-    assert refused.exit_code == 1 and "--search: found it with --slow-rank" in refused.stderr
     by_kind = run("--model", "model.json", "--json", "--slow-kind", "A6000=1.5").stdout
     assert json.loads(by_kind)["ranks"][0]["busy_s"] == pytest.approx(by_rank["ranks"][3]["busy_s"])
     assert [
@@ -119,17 +117,6 @@ def test_pictures_and_trace(run, tmp_path):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-def test_a_profile_is_used(run):
-    result = run("--model", "model.json", "--profile", "profile.json")
-    assert result.exit_code == 0, result.output
-    usual = json.loads(run("--model", "model.json", "--json").stdout)
-    profiled = json.loads(
-        run("--model", "model.json", "--profile", "profile.json", "--json").stdout
-    )
-    # It has no times of these GPUs, but an entry of another one changes nothing either.
-    assert profiled["iteration_s"] == usual["iteration_s"]
-
-
 def test_what_does_not_fit_is_simulated_and_said(run, tmp_path):
     plan = lab_plan()
     plan["model"] = {"num_layers": 40}
@@ -140,13 +127,8 @@ def test_what_does_not_fit_is_simulated_and_said(run, tmp_path):
     assert result.exit_code == 0
     assert "does not fit: plan.json: groups[1], ranks 4 to 7: found" in result.stdout
     assert json.loads(run(*model, "--json").stdout)["fits_in_memory"] is False
-
-
-def test_recomputation_costs_time_and_saves_memory(run, tmp_path):
-    usual = json.loads(run("--model", "model.json", "--json").stdout)
-    plan = lab_plan()
-    plan["groups"][0]["recompute"] = {"mode": "full"}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    saved = json.loads(run("--model", "model.json", "--json").stdout)
-    assert saved["iteration_s"] > usual["iteration_s"]
-    assert saved["ranks"][0]["peak_memory_bytes"] < usual["ranks"][0]["peak_memory_bytes"]
+    (tmp_path / "plan.json").write_text(json.dumps(lab_plan()))
+    assert "does not fit" not in run("--model", "model.json").stdout
+    tight = run("--model", "model.json", "--margin", "0.99").stdout
+    assert "does not fit: plan.json: groups[0]" in tight
+    assert "the memory of A6000 without 99 %" in tight

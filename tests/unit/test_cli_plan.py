@@ -20,11 +20,9 @@ from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.errors import Problem
 from zorse_megatron.plan.plan import Group, Offload, Predictions, Recompute
 from zorse_megatron.plan.plan_file import load_plan, parse_plan
-from zorse_megatron.planner import explain as explain_module
 from zorse_megatron.planner import find_plan as search_module
 from zorse_megatron.planner import other_searches as replan_module
 from zorse_megatron.planner.baselines import stock_best
-from zorse_megatron.planner.explanation import CriticalShares, Explanation, GroupLoad, Headroom
 from zorse_megatron.planner.inputs import search_inputs as inputs_module
 from zorse_megatron.planner.other_searches import OneMore, Replans
 from zorse_megatron.planner.outcome import (
@@ -85,39 +83,6 @@ class Search:
         )
 
 
-def fake_explanation(inputs, plan, replans=None, stock=None, result=None):
-    headroom = [
-        Headroom(rank=rank, kind=kind, capacity_bytes=capacity, peak_bytes=10**9)
-        for rank, (kind, capacity) in enumerate(
-            zip(inputs.kinds, inputs.capacities_bytes, strict=True)
-        )
-    ]
-    shares = {"busy": 0.5, "communication": 0.2, "waiting": 0.3}
-    loads = (
-        GroupLoad(group=0, kinds=(("A6000", 4),), num_layers=5, **shares),
-        GroupLoad(group=1, kinds=(("V100-16", 4),), num_layers=3, **shares),
-    )
-    return Explanation(
-        iteration_s=1.0,
-        tokens_per_s=1.0,
-        bound_s=0.9,
-        recomputing_bound_s=0.95,
-        link_bound=LinkBound(bound_s=0.92, link="the NICs of node old"),
-        efficiency=0.9,
-        limited_by="compute",
-        bottleneck_group=1,
-        critical_path=CriticalShares(
-            by_work_s={"backward": 1.0}, by_group_s={"0": 1.0}, contention_s=0.0, num_steps=1
-        ),
-        loads=loads,
-        headroom=tuple(headroom),
-        host=(),
-        alternatives=(),
-        replans=replans,
-        sentences=("A first sentence.", "A second one."),
-    )
-
-
 def fake_replan(inputs, *, found_s=None, on_progress=None):
     more = OneMore(kind="A6000", node="new", iteration_s=0.8, speedup=1.25)
     return Replans(again_s=found_s or 1.0, one_more=(more,))
@@ -133,7 +98,6 @@ def run(tmp_path, monkeypatch):
 def search(monkeypatch, few_layouts):
     stand_in = Search()
     monkeypatch.setattr(search_module, "find_plan", stand_in)
-    monkeypatch.setattr(explain_module, "explain", fake_explanation)
     monkeypatch.setattr(replan_module, "replan", fake_replan)
     return stand_in
 
@@ -157,7 +121,7 @@ def test_plan_prints_the_plan_and_the_reasons(run, search):
         ["1 old", "5 to 7", "V100-16", "4 to 7"],
     ]
     starts = [
-        "A first sentence.",
+        "No plan can take less than ",
         "Searched in 250 ms: 3 groupings, 20 candidates estimated, 4 simulated",
         "rejected: one group: 12 % slower",
         "note: compute dtype float16, which every kind of GPU supports",
@@ -172,19 +136,10 @@ def test_plan_prints_the_plan_and_the_reasons(run, search):
 def test_the_prediction_of_a_plan_too_large_to_explain(run, search, monkeypatch):
     monkeypatch.setattr(answer_module, "MOST_EXPLAINED", 7)
     result = run(*PLAN, "--verbose")
-    assert "A first sentence." not in result.stdout
+    assert "Critical path: " not in result.stdout
     assert "50 % of the upper bound." in result.stdout
     assert "No plan can take less than " in result.stdout
     assert "Fullest GPU: rank " in result.stdout
-
-
-def test_plan_writes_a_plan_with_predictions(run, search):
-    result = run(*PLAN, "--out", "new.json")
-    assert "; written to new.json" in result.stdout
-    written = load_plan("new.json")
-    assert written.predictions.iteration_s > 0
-    assert len(written.predictions.peak_memory_bytes) == 8
-    assert run("check", "new.json", "cluster.yaml", "model.json").exit_code == 0
 
 
 @pytest.mark.slow
@@ -207,7 +162,7 @@ def test_the_page_has_everything_in_it(run, search, tmp_path):
     assert not re.search(r"src=|href=|@import|url\(", bare)  # nothing is loaded from elsewhere
     assert "on &lt;lab&gt; &amp; co</h1>" in page
     for expected in (
-        "<p>A second one.</p>",
+        "<p>Critical path: ",
         "<p>With one more A6000 in node new: 800 ms, 25 % faster.</p>",
         "<p>rejected: one group: 12 % slower</p>",
         "<p>note: a note of the search</p>",
@@ -242,11 +197,15 @@ def test_plan_json(run, search):
     answer = json.loads(run(*PLAN, "--json", "--out", "new.json").stdout)
     assert answer["ok"] is True
     assert answer["efficiency"] == pytest.approx(0.5)
-    assert answer["reasons"] == ["A first sentence.", "A second one."]
+    assert any(each.startswith("Critical path: ") for each in answer["reasons"])
     assert answer["rejected"][0]["why"] == "12 % slower"
     assert answer["written"] == "new.json"
     assert answer["can_be_trained"] is True
-    assert parse_plan(json.dumps(answer["plan"]).encode()) == load_plan("new.json")
+    written = load_plan("new.json")
+    assert parse_plan(json.dumps(answer["plan"]).encode()) == written
+    assert written.predictions.iteration_s > 0
+    assert len(written.predictions.peak_memory_bytes) == 8
+    assert run("check", "new.json", "cluster.yaml", "model.json").exit_code == 0
 
 
 def first_two_as_a_tp_group(group: Group) -> Group:
@@ -287,7 +246,10 @@ def dtypes_of(inputs):
 
 def test_options_reach_the_search(run, search):
     run(*PLAN, "--margin", "0.2", "--seq-length", "256", "--dtype", "float32")
-    (inputs,) = search.inputs
+    known = ("--cluster", "cluster.yaml", "--model", "Llama-7B", "--global-batch-size", "4")
+    run("plan", "--use-all", *known)
+    inputs, of_known = search.inputs
+    assert of_known.num_layers == 32
     assert inputs.memory_margin == 0.2
     assert inputs.sequence_length == 256
     assert inputs.global_batch_size == 16
@@ -302,20 +264,6 @@ def test_flags_of_the_training_command_say_everything(run, search):
         assert (inputs.global_batch_size, inputs.sequence_length) == (16, 512)
         assert dtypes_of(inputs) == {"float16"}
         assert "which every kind of GPU supports" not in result.stdout
-
-
-def test_a_well_known_model(run, search):
-    run(
-        "plan",
-        "--use-all",
-        "--cluster",
-        "cluster.yaml",
-        "--model",
-        "Llama-7B",
-        "--global-batch-size",
-        "4",
-    )
-    assert search.inputs[0].num_layers == 32
 
 
 def test_the_usual_margin():
@@ -341,22 +289,6 @@ def test_a_plan_for_the_nodes_that_are_left(run, tmp_path):
     assert load_plan("left.json").world_size == 4
     answer = json.loads(run(*left, "--json").stdout)
     assert (answer["without"], answer["cut_off"], answer["nodes"]) == (["old"], [], ["new"])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--without", "nobody"), "found no node nobody"),
-        (("--without", "old", "--without", "new"), "found no ranks"),
-        (("--without", "old", "--from-status", "status"), "--without: found it with --from-status"),
-        (("--without", "old", "--use-all", "--out", "/dev/stdout"), "Write a file."),
-    ],
-)
-def test_nodes_that_cannot_be_lost(run, search, words, said):
-    result = run("plan", *WORKLOAD, *words)
-    assert result.exit_code == 1
-    assert said in " ".join(result.stderr.split())
-    assert not search.inputs
 
 
 @pytest.mark.slow
@@ -398,42 +330,14 @@ def test_compare_uses_the_gpus_that_plan_uses(run, tmp_path):
     assert some["iteration_s"] < every["iteration_s"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--simulated", "--jitter", "0.1", "--seed", "2"), ["--jitter: found", "--seed: found"]),
-        ((), ["--out: found no such option", "--simulated"]),
-    ],
-)
-def test_options_that_do_not_go_together_are_told_at_once(run, search, words, said):
-    result = run("compare", *WORKLOAD, *words)
-    assert result.exit_code == 1
-    for each in said:
-        assert each in result.output
-
-
 def test_nothing_to_compare_is_a_failure(run, search):
     assert run(*COMPARE, "--strategy", "cephalo").exit_code == 1
-
-
-def test_explain(run, search):
-    result = run(*EXPLAIN)
-    assert result.exit_code == 0, result.output
-    first, second, *_ = result.stdout.splitlines()
-    assert first.startswith("plan.json: one iteration takes ")
-    assert second == "A second one."
-    assert [row[:3] for row in cells(result.stdout)] == [
-        ["0 new", "0 to 3", "A6000"],
-        ["1 old", "4 to 7", "V100-16"],
-    ]
-    assert not search.inputs
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         ((), "--attention-dropout and --hidden-dropout rule it out."),
-        (("--attention-dropout", "0"), "--hidden-dropout rules it out."),
         (("--attention-dropout", "0", "--hidden-dropout", "0"), ""),
     ],
 )
@@ -479,10 +383,11 @@ def test_a_new_search_of_explain_has_the_tp_groups_of_plan(run, search, monkeypa
 
 def test_explain_json(run, search):
     answer = json.loads(run(*EXPLAIN, "--search", "--json").stdout)
-    assert answer["limited_by"] == "compute"
     assert answer["replans"]["one_more"][0]["speedup"] == 1.25
-    assert "replans" not in json.loads(run(*EXPLAIN, "--json").stdout)
     assert answer["headroom"][7]["rank"] == 7
+    searched = len(search.inputs)
+    assert "replans" not in json.loads(run(*EXPLAIN, "--json").stdout)
+    assert len(search.inputs) == searched
 
 
 @pytest.mark.slow
@@ -506,23 +411,10 @@ def test_a_plan_in_types_of_its_own_is_priced_alike_by_all_commands(run):
     assert types == {cell for row in cells(written.stdout) for cell in row} & {"fp16", "bf16"}
     # Other commands need not be told, and are not misled by what they are told.
     files = ("own.json", "--cluster", "cluster.yaml", "--model", "model.json")
-    for told in ((), ("--dtype", "bf16"), ("--dtype", "float32")):
+    for told in ((), ("--dtype", "bf16")):
         explained = json.loads(run("explain", *files, *told, "--json").stdout)
         assert explained["iteration_s"] == pytest.approx(plan.predictions.iteration_s)
         assert explained["fits_in_memory"] is True
     checked = run("check", "own.json", "cluster.yaml", "model.json")
     assert checked.exit_code == 0, checked.output
     assert "computing in fp16" in checked.stdout
-
-
-def test_a_kind_of_ones_own_without_units_for_a_plans_type_is_named(run, tmp_path):
-    relic = "{name: relic, memory: 24GB, memory_bandwidth: 300 GB/s, peak: {float32: 10 TFLOP/s}}"
-    plan = lab_plan()
-    plan["groups"][1]["compute_dtype"] = "fp16"
-    plan["cluster"]["gpu_kinds"] = ["A6000"] * 4 + ["relic"] * 4
-    (tmp_path / "own.json").write_text(json.dumps(plan))
-    cluster = (tmp_path / "cluster.yaml").read_text().replace("V100-16", "relic")
-    (tmp_path / "own.yaml").write_text(f"gpu_kinds: [{relic}]\n{cluster}")
-    result = run("explain", "own.json", "--cluster", "own.yaml", "--model", "model.json")
-    assert result.exit_code == 1
-    assert 'own.json: groups[1].compute_dtype: found "fp16" on relic' in result.stderr
