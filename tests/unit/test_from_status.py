@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.unit.cli_samples import EXAMPLES, FLAGS
 from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.cli.main import app
-from zorse_megatron.cli.plan_options import observed_run
+from zorse_megatron.cli.observed_run import observed_run
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_on
 from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.console import gib
 from zorse_megatron.cli.gpu_selection import Found, gpus_of, spares
 from zorse_megatron.cli.next_command import NextCommand
-from zorse_megatron.cli.plan_options import ObservedRun, Tokens
+from zorse_megatron.cli.observed_run import ObservedRun
+from zorse_megatron.cli.plan_options import Tokens
 from zorse_megatron.cli.short_answer import flag_lines, short_lines
 from zorse_megatron.cli.tables import plan_line, plan_table
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
 from zorse_megatron.files.strict import plain
-from zorse_megatron.files.wording import duration, figure, number_of
+from zorse_megatron.files.wording import duration, figure, memory, number_of
 from zorse_megatron.flags.torch_builds import build_notes
 from zorse_megatron.launch.elastic.replan import NodesLeft
 from zorse_megatron.plan.plan import Plan
@@ -242,8 +242,8 @@ def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:
     return (
         iteration_sentence(outcome.iteration_s, outcome.tokens_per_s, outcome.efficiency),
         bound_sentence(outcome.bound_s, outcome.recomputing_bound_s, outcome.link_bound),
-        f"Fullest GPU: rank {rank} ({costs.inputs.kinds[rank]}), {gib(peaks[rank])} of "
-        f"{gib(capacities[rank])} usable.",
+        f"Fullest GPU: rank {rank} ({costs.inputs.kinds[rank]}), {memory(peaks[rank])} of "
+        f"{memory(capacities[rank])} usable.",
     )
 
 

@@ -17,7 +17,6 @@ from rich.table import Table
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.extras import missing_extra
 from zorse_megatron.files.json_text import layout
-from zorse_megatron.files.wording import memory
 
 _WIDTH_IN_FILES = 120
 
@@ -64,21 +63,6 @@ class Errors:
             raise self.found[0]
         problems = [problem for error in self.found for problem in error.problems]
         refuse(problems)
-
-
-def gib(num_bytes: float) -> str:
-    """Memory for people; see `figures.memory`."""
-    return memory(num_bytes)
-
-
-def part_of(num_bytes: float, capacity_bytes: float) -> str:
-    """Memory for people, and how much that is of what there is.
-
-    >>> part_of(24e9, 48e9), part_of(48e6, 48e9)
-    ('22.4 GiB, 50 %', '45.8 MiB, 0.1 %')
-    """
-    percent = 100 * num_bytes / capacity_bytes
-    return f"{gib(num_bytes)}, {percent:{'.0f' if percent >= 1 else '.1g'}} %"
 
 
 def print_plain(text: str, *, to_stderr: bool = False) -> None:

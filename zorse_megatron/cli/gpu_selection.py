@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,12 @@ def find(
     from zorse_megatron.planner.gpu_selection import explore
 
     searches = _Searches(
-        costs, costs_of, strategy, on_progress, may_leave_out=may_leave_out, with_stock=with_stock
+        costs=costs,
+        costs_of=costs_of,
+        strategy=strategy,
+        on_progress=on_progress,
+        may_leave_out=may_leave_out,
+        with_stock=with_stock,
     )
     if strategy == "stock":
         points = searches.points_of_stock()
@@ -99,25 +104,19 @@ def find(
     return searches.found_on(points[0].ranks, points)
 
 
+@dataclass(kw_only=True)
 class _Searches:
     """Whole searches on some of the GPUs, each of them once."""
 
-    def __init__(
-        self,
-        costs: WorkloadCosts,
-        costs_of: CostsOf,
-        strategy: "Strategy",
-        on_progress: OnProgress,
-        *,
-        may_leave_out: bool,
-        with_stock: bool,
-    ) -> None:
-        self.costs, self.costs_of = costs, costs_of
-        self.strategy, self.on_progress = strategy, on_progress
-        self.may_leave_out, self.with_stock = may_leave_out, with_stock
-        self.outcomes: dict[tuple[int, ...], tuple[WorkloadCosts, Outcome]] = {}
-        self.failure: NoPlanError | None = None
-        """The first one."""
+    costs: WorkloadCosts
+    costs_of: CostsOf
+    strategy: "Strategy"
+    on_progress: OnProgress
+    may_leave_out: bool
+    with_stock: bool
+    outcomes: dict[tuple[int, ...], tuple[WorkloadCosts, "Outcome"]] = field(default_factory=dict)
+    failure: "NoPlanError | None" = None
+    """The first one."""
 
     @cached_property
     def stock(self) -> "StockSearches | None":

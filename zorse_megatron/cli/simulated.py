@@ -10,10 +10,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.console import CommandError, gib, part_of, refusal
+from zorse_megatron.cli.console import CommandError, refusal
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
+from zorse_megatron.files.wording import memory, part_of
 from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.plan.plan import Plan
@@ -105,10 +106,10 @@ def memory_problems(
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spell(spans_of(ranks))}"
         yield Problem(
             where=f"{source}: groups[{group}], {named}",
-            found=f"{gib(peak_bytes)} at the peak",
-            expected=f"at most {gib(capacity)}, the memory of {kind}"
+            found=f"{memory(peak_bytes)} at the peak",
+            expected=f"at most {memory(capacity)}, the memory of {kind}"
             + f" without {100 * margin:g} %" * (margin > 0),
-            remedy=f"{gib(peak_bytes - capacity)} too much: give the group fewer layers, "
+            remedy=f"{memory(peak_bytes - capacity)} too much: give the group fewer layers, "
             "these ranks smaller micro-batches or a smaller shard.",
         )
 
@@ -132,15 +133,6 @@ _PARTS = ("busy", "communication", "wait", "idle")
 _MAX_ROWS_PER_GROUP = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RankRow:
-    """Ranks of a group that show the same in the table."""
-
-    group: int
-    ranks: tuple[int, ...]
-    kind: str
-
-
 def rank_table(plan: Plan, result: "SimulationResult", cluster: Cluster) -> Table:
     """One row for the ranks of a group that show the same numbers."""
     headings = ("Group", "Ranks", "GPU", "Busy", "Communication", "Waiting", "Idle", "Peak memory")
@@ -151,12 +143,11 @@ def rank_table(plan: Plan, result: "SimulationResult", cluster: Cluster) -> Tabl
     has_long_groups = any(len(rows) > 1 for rows in by_group.values())
     for number, rows in by_group.items():
         head = f"{number} {plan.groups[number].name or ''}".strip()
-        for row in rows[:_MAX_ROWS_PER_GROUP]:
-            peak, capacity = result.peak_memory_bytes[row.ranks[0]], capacities[row.ranks[0]]
-            memory = part_of(peak, capacity)
-            cells = [head, spell(spans_of(row.ranks)), row.kind]
-            cells += [f"{percent} %" for percent in _percents(result, row.ranks[0])]
-            table.add_row(*map(Text, [*cells, memory]))
+        for ranks in rows[:_MAX_ROWS_PER_GROUP]:
+            peak, capacity = result.peak_memory_bytes[ranks[0]], capacities[ranks[0]]
+            cells = [head, spell(spans_of(ranks)), cluster.gpu_kinds[ranks[0]]]
+            cells += [f"{percent} %" for percent in _percents(result, ranks[0])]
+            table.add_row(*map(Text, [*cells, part_of(peak, capacity)]))
             head = ""
         if len(rows) > _MAX_ROWS_PER_GROUP:
             table.add_row("", f"and {len(rows) - _MAX_ROWS_PER_GROUP} more rows")
@@ -185,14 +176,13 @@ def ranks_as_json(plan: Plan, result: "SimulationResult", cluster: Cluster) -> l
     ]
 
 
-def _rows(plan: Plan, number: int, result: "SimulationResult", cluster: Cluster) -> list[_RankRow]:
-    """Ranks of one group by what they show, busiest first."""
+def _rows(plan: Plan, number: int, result: "SimulationResult", cluster: Cluster) -> list[list[int]]:
+    """Ranks of one group that show the same, busiest first."""
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank in plan.groups[number].ranks:
-        peak = gib(result.peak_memory_bytes[rank])
+        peak = memory(result.peak_memory_bytes[rank])
         alike[cluster.gpu_kinds[rank], *_percents(result, rank), peak].append(rank)
-    rows = [_RankRow(group=number, ranks=tuple(ranks), kind=key[0]) for key, ranks in alike.items()]
-    return sorted(rows, key=lambda row: -result.usage[row.ranks[0]].busy_s)
+    return sorted(alike.values(), key=lambda ranks: -result.usage[ranks[0]].busy_s)
 
 
 def _percents(result: "SimulationResult", rank: int) -> tuple[int, ...]:

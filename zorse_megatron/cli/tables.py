@@ -122,13 +122,9 @@ def _cells(group: Group, replicas: list[Replica]) -> list[str]:
     ranks = spell(spans_of(rank for replica in replicas for rank in replica.ranks))
     each = " each" if len(replicas) > 1 else ""
     one = replicas[0]
-    work = f"{one.num_microbatches} x {_samples(one.micro_batch_size)}{each}"
+    work = f"{one.num_microbatches} x {number_of(one.micro_batch_size, 'sample')}{each}"
     tensor_parallel = f" ({len(one.ranks)} per replica)" if len(one.ranks) > 1 else ""
     return [ranks + tensor_parallel, work, f"{_shard_percent(group, one):.1f} %{each}"]
-
-
-def _samples(count: int) -> str:
-    return f"{count} sample" + "s" * (count != 1)
 
 
 def _shard_percent(group: Group, replica: Replica) -> float:

@@ -4,10 +4,11 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from zorse_megatron.cli.console import CommandError, refusal
+from zorse_megatron.cli.console import refusal, refuse
 from zorse_megatron.errors import FlagError, ModelError, Problem
 from zorse_megatron.files.strict import read_file
 from zorse_megatron.files.wording import did_you_mean
@@ -90,25 +91,20 @@ def workload_of(
     is_auto = dtype_may_be_auto and dtype == "auto"
     chosen = None if is_auto else dtype_named(dtype)
     if flags is not None:
-
-        def check(command: Command) -> tuple[list[Problem], list[str]]:
-            if not checks_flags:
-                return [], []
-            problems = check_command(command, plan, kinds, is_whole=is_whole, by_stock=by_stock)
-            return problems, unknown_flags(command)[1]
-
-        found = _from_flags(flags, global_batch_size, seq_length, chosen, check)
+        check = partial(check_command, plan=plan, kinds=kinds, is_whole=is_whole, by_stock=by_stock)
+        found = _from_flags(flags, check if checks_flags else None)
+        _refuse_contradictions(found, global_batch_size, seq_length, chosen)
+        if found.global_batch_size is None:
+            found = dataclasses.replace(found, global_batch_size=global_batch_size)
         # What a plan says of its groups takes precedence over what the command says of the job.
         return dataclasses.replace(found, dtype="auto") if is_auto else found
     assert model is not None
-    workload = named_model(model)
     if seq_length is None and plan is not None and not _is_file_name(model):
         seq_length = plan.model.seq_length  # a well-known model has no length of the user's
-    if seq_length is not None:
-        workload = at_seq_length(workload, seq_length)
-    return dataclasses.replace(
-        workload, dtype="auto" if is_auto else chosen, global_batch_size=global_batch_size
-    )
+    workload = named_model(model)
+    workload = workload if seq_length is None else at_seq_length(workload, seq_length)
+    said = "auto" if is_auto else chosen
+    return dataclasses.replace(workload, dtype=said, global_batch_size=global_batch_size)
 
 
 def model_or_flags(
@@ -136,16 +132,11 @@ def dtype_named(name: str | None) -> Dtype | None:
     raise refusal("--dtype", f'"{name}"', f"one of {listed}", did_you_mean(name, names))
 
 
-def _from_flags(
-    flags: Sequence[str],
-    batch: int | None,
-    seq_length: int | None,
-    dtype: Dtype | None,
-    check: Callable[[Command], tuple[list[Problem], list[str]]],
-) -> Workload:
-    """Everything from the flags; options may say the same once more, but nothing else."""
+def _from_flags(flags: Sequence[str], check: Callable[[Command], list[Problem]] | None) -> Workload:
+    """Everything from the flags. `check`: yields why they do not go with a plan; None: they may."""
     command = read_command(flags)
-    problems, notes = check(command)
+    problems = [] if check is None else check(command)
+    notes = [] if check is None else unknown_flags(command)[1]
     requested = getattr(command.args, "tensor_model_parallel_size", None) or 1
     try:
         shape = shape_from_flags(flags, tensor_parallel=requested)
@@ -157,19 +148,24 @@ def _from_flags(
     if problems:
         raise FlagError("the training command does not go with a plan", problems)
     _refuse_absurd(shape)
-    batch_in_flags = batch_size_from_flags(flags)
-    found: Workload = Workload(
+    return Workload(
         model=shape,
         dtype=dtype_from_flags(flags),
-        global_batch_size=batch if batch_in_flags is None else batch_in_flags,
+        global_batch_size=batch_size_from_flags(flags),
         computing=computing_from_flags(command.args),
         notes=tuple(notes),
         requested_tensor_parallel=requested,
         barring_tp=tuple(barring_tp(command.args)),
     )
+
+
+def _refuse_contradictions(
+    found: Workload, batch: int | None, seq_length: int | None, dtype: Dtype | None
+) -> None:
+    """Raise CommandError where options say something else than the flags."""
     pairs = (
         ("--global-batch-size", batch, found.global_batch_size),
-        ("--seq-length", seq_length, shape.seq_length),
+        ("--seq-length", seq_length, found.model.seq_length),
         ("--dtype", dtype, found.dtype),
     )
     contradictions = [
@@ -180,11 +176,9 @@ def _from_flags(
             remedy="Leave the option out; the training command says it.",
         )
         for option, ours, theirs in pairs
-        if ours is not None and ours != theirs
+        if ours is not None and theirs not in (None, ours)
     ]
-    if contradictions:
-        raise CommandError("the options do not fit the training command", contradictions)
-    return found
+    refuse(contradictions, "the options do not fit the training command")
 
 
 def named_model(name: str) -> Workload:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,32 +64,30 @@ def costs_of_workload(
     loaded = [each if isinstance(each, Profile) else load_profile(each) for each in profiles]
     profile = joined(loaded) if loaded else None
     dtype = workload.dtype or usual_dtype(cluster)
-    space = _space_of(space, workload)
+
+    make = partial(
+        make_inputs,
+        cluster,
+        profile=profile,
+        dtype=dtype,
+        memory_margin=margin,
+        space=_space_of(space, workload),
+        computing=workload.computing,
+    )
 
     def inputs_for(model: ModelShape, batch: int) -> "Inputs":
-        return make_inputs(
-            cluster,
-            model,
-            profile,
-            global_batch_size=batch,
-            dtype=dtype,
-            memory_margin=margin,
-            space=space,
-            computing=workload.computing,
-        )
+        return make(model, global_batch_size=batch)
 
     inputs = inputs_for(workload.model, global_batch_size)
     unlikely = () if profile is None else unlikely_times(profile, cluster.kinds)
     to_do = (*inputs.to_do, *(f"unlikely: {each}" for each in unlikely))
+    notes = dict.fromkeys((*inputs.notes, *workload.notes, *to_do))
     return WorkloadCosts(
         cluster=cluster,
         workload=workload,
         dtype=dtype,
         inputs=inputs,
-        notes=(
-            *_dtype_notes(workload, dtype),
-            *dict.fromkeys((*inputs.notes, *workload.notes, *to_do)),
-        ),
+        notes=(*_dtype_notes(workload, dtype), *notes),
         to_do=to_do,
         profile=profile,
         inputs_for=inputs_for,

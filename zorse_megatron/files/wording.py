@@ -61,6 +61,16 @@ def memory(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if num_bytes else "0 GiB"
 
 
+def part_of(num_bytes: float, capacity_bytes: float) -> str:
+    """Memory for people, and how much that is of what there is.
+
+    >>> part_of(24e9, 48e9), part_of(48e6, 48e9)
+    ('22.4 GiB, 50 %', '45.8 MiB, 0.1 %')
+    """
+    share = 100 * num_bytes / capacity_bytes
+    return f"{memory(num_bytes)}, {share:{'.0f' if share >= 1 else '.1g'}} %"
+
+
 def percent(share: float) -> str:
     """A share in percent, whole ones from ten on.
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from zorse_megatron.cli.checked_file import CheckedFile, check_file, check_model
-from zorse_megatron.cli.console import Output, gib, plain_problems, refusal
+from zorse_megatron.cli.console import Output, plain_problems, refusal
 from zorse_megatron.cli.options import Margin, WorkloadOptions, answers, checked_share
 from zorse_megatron.cli.simulated import (
     capacities_bytes,
@@ -26,6 +26,7 @@ from zorse_megatron.cli.workload_costs import (
     workload_problems,
 )
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
+from zorse_megatron.files.wording import memory
 from zorse_megatron.gpus.gpu import Dtype, GpuKind
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.profile import Profile
@@ -176,8 +177,8 @@ def _of_plan(path: Path, plan: Plan, files: Sequence[CheckedFile], said: Said) -
     for cluster_path, cluster in clusters:
         for name, workload in workloads:
             costs = partial(costs_on, plan, cluster, workload, profiles)
-            memory = partial(_fits_memory, plan, costs, path, said.margin)
-            attempt(f"memory of {path} on {cluster_path} with {name}", memory)
+            fits_memory = partial(_fits_memory, plan, costs, path, said.margin)
+            attempt(f"memory of {path} on {cluster_path} with {name}", fits_memory)
     return checks
 
 
@@ -238,7 +239,7 @@ def _fits_memory(
     peak, capacity = result.peak_memory_bytes[rank], capacities_bytes(cluster)[rank]
     found = (
         f"at most {100 * share:.0f} % of a GPU: rank {rank} ({cluster.gpu_kinds[rank]}) with "
-        f"{gib(peak)} of {gib(capacity)}, computing in {types_of(plan, costs)}. "
+        f"{memory(peak)} of {memory(capacity)}, computing in {types_of(plan, costs)}. "
     )
     more = [*host_sentences(needs), *(f"{each}." for each in costs.inputs.warnings)]
     return found + " ".join(more), None

@@ -17,7 +17,6 @@ from rich.text import Text
 from zorse_megatron.cli.console import (
     Output,
     Tell,
-    part_of,
     progress_shown,
     refuse,
 )
@@ -45,7 +44,7 @@ from zorse_megatron.cli.workload_costs import (
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.read_write import NotWritten
-from zorse_megatron.files.wording import duration, figure, percent
+from zorse_megatron.files.wording import duration, figure, part_of, percent
 from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.rank_placement import refuse_other_cluster

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,14 +17,15 @@ import yaml
 
 from zorse_megatron.cli.command_group import AnswersInJson, TakesTrainingFlags, training_flags
 from zorse_megatron.cli.console import (
-    CommandError,
     Output,
     Tell,
     print_plain,
     progress_shown,
     refusal,
+    refuse,
     reported_errors,
 )
+from zorse_megatron.cli.observed_run import observed_run
 from zorse_megatron.cli.options import (
     ClusterFile,
     DtypeName,
@@ -32,7 +34,6 @@ from zorse_megatron.cli.options import (
     StatusDirectory,
     answers,
 )
-from zorse_megatron.cli.plan_options import observed_run
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.extras import PACKAGE, refuse_without
@@ -55,9 +56,6 @@ if TYPE_CHECKING:
     from zorse_megatron.measure.on_ranks.cluster_discovery import Discovered
     from zorse_megatron.measure.on_ranks.profile_run import Profiled
 
-
-_LARGEST_MB = 64.0
-_LINK_TIME_LIMIT_S = 2.0
 Again = Annotated[
     bool, typer.Option("--again", help="Measure again even what the files already have.")
 ]
@@ -87,12 +85,13 @@ def as_ranks(
             yield launched, tell
 
 
-@answers
-def discover(
-    *,
-    output: Annotated[
+@dataclass(frozen=True, kw_only=True)
+class DiscoverOptions:
+    """What is measured of a cluster, and where it is written."""
+
+    out: Annotated[
         Path, typer.Option("--out", metavar="YAML", help="Write the cluster file here.")
-    ] = Path("cluster.yaml"),
+    ] = Path("cluster.yaml")
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -101,39 +100,41 @@ def discover(
             help="Write measured transfer times here. Default: profile.json beside the cluster "
             "file.",
         ),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the cluster.")] = None,
+    ] = None
+    name: Annotated[str | None, typer.Option(help="Name of the cluster.")] = None
     largest_mb: Annotated[
         float, typer.Option(min=0.001, max=4096, help="Largest message, in MB (10^6 bytes).")
-    ] = _LARGEST_MB,
+    ] = 64.0
     time_limit: Annotated[
         float,
         typer.Option(min=0, help="Stop growing messages once one takes this many seconds."),
-    ] = _LINK_TIME_LIMIT_S,
-    again: Again = False,
-    as_json: bool,
-) -> Output | None:
+    ] = 2.0
+    again: Again = False
+
+
+@answers
+def discover(*, options: DiscoverOptions, as_json: bool) -> Output | None:
     """Measure the devices and links of the nodes it runs on, with one rank per GPU.
 
     Start it with srun or torchrun. On nodes without GPUs it measures CPU ranks.
     """
-    profile = profile or output.with_name("profile.json")
+    profile = options.profile or options.out.with_name("profile.json")
     # Both are read back, by this command or a later run of it.
-    refuse_unwritable({"--out": output, "--profile": profile}, may_be_stream=False)
-    with as_ranks("discover", messages_on_gpu=True, as_json=as_json) as (launched, show):
+    refuse_unwritable({"--out": options.out, "--profile": profile}, may_be_stream=False)
+    with as_ranks("discover", messages_on_gpu=True, as_json=as_json) as (launched, tell):
         from zorse_megatron.measure.on_ranks.cluster_discovery import Discovery
         from zorse_megatron.measure.on_ranks.cluster_discovery import discover as measure
 
         wanted = Discovery(
-            cluster=output,
+            cluster=options.out,
             profile=profile,
-            again=again,
-            largest_bytes=round(1e6 * largest_mb),
-            time_limit_s=time_limit,
-            name=name,
+            again=options.again,
+            largest_bytes=round(1e6 * options.largest_mb),
+            time_limit_s=options.time_limit,
+            name=options.name,
         )
-        found = measure(launched, wanted, show)
-    return _discovered(output, profile, found) if launched.rank == 0 else None
+        found = measure(launched, wanted, tell)
+    return _discovered(options.out, profile, found) if launched.rank == 0 else None
 
 
 def _discovered(output: Path, profile: Path, found: "Discovered") -> Output:
@@ -166,16 +167,13 @@ profile = typer.Typer(
     no_args_is_help=True,
     help="Measure and correct profiles of layer times and memory.",
 )
-_LARGEST_SIZE = 64
-# Passes are timed nine times, of micro-batches that double: two minutes on a GPU.
-_TIME_LIMIT_S = 1.0
 
 
-@profile.command("measure", cls=TakesTrainingFlags)
-@answers
-def measure_profile(
-    *,
-    context: typer.Context,
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """What is measured of a training command's layers, and where it is written."""
+
+    context: typer.Context
     cluster: Annotated[
         Path | None,
         typer.Option(
@@ -184,47 +182,52 @@ def measure_profile(
             help="The cluster file, whose GPUs the ranks must have. Without it any GPUs are "
             "measured, and of those that are not well known what a cluster file has to say.",
         ),
-    ] = None,
-    output: Annotated[
+    ] = None
+    out: Annotated[
         Path,
         typer.Option("--out", metavar="JSON", help="Write the profile here, or add to it."),
-    ] = Path("profile.json"),
+    ] = Path("profile.json")
     max_micro_batch: Annotated[
         int, typer.Option(min=1, max=65536, help="Largest micro-batch size to time.")
-    ] = _LARGEST_SIZE,
+    ] = 64
+    # Passes are timed nine times, of micro-batches that double: two minutes on a GPU.
     time_limit: Annotated[
         float,
         typer.Option(min=0, help="Stop growing micro-batches once one takes this many seconds."),
-    ] = _TIME_LIMIT_S,
-    again: Again = False,
-    as_json: bool,
-) -> Output | None:
+    ] = 1.0
+    again: Again = False
+
+
+@profile.command("measure", cls=TakesTrainingFlags)
+@answers
+def measure_profile(*, options: MeasureOptions, as_json: bool) -> Output | None:
     """Time the layers of a training command: forward, backward and optimizer step.
 
     On one GPU start it as it is; on a cluster with srun or torchrun, one rank per GPU of the
     cluster file. One rank measures for each kind of GPU, doubling the micro-batch until it reaches
     the memory or a limit.
     """
-    refuse_unwritable({"--out": output}, inputs=[cluster], may_be_stream=False)
-    workload, (script, flags) = _workload(context)
-    with as_ranks("profile", messages_on_gpu=False, as_json=as_json) as (launched, show):
+    refuse_unwritable({"--out": options.out}, inputs=[options.cluster], may_be_stream=False)
+    workload, (script, flags) = _workload(options.context)
+    largest, batch = options.max_micro_batch, workload.global_batch_size
+    with as_ranks("profile", messages_on_gpu=False, as_json=as_json) as (launched, tell):
         from zorse_megatron.measure.on_ranks.profile_run import ProfileRun
         from zorse_megatron.measure.on_ranks.profile_run import measure_profile as measure
 
         assert workload.dtype is not None and workload.dtype != "auto"  # flags always say one
         wanted = ProfileRun(
-            cluster=cluster,
-            output=output,
+            cluster=options.cluster,
+            output=options.out,
             script=script,
             flags=flags,
             shape=workload.model,
             dtype=workload.dtype,
-            again=again,
-            largest_size=min(max_micro_batch, workload.global_batch_size or max_micro_batch),
-            time_limit_s=time_limit,
+            again=options.again,
+            largest_size=min(largest, batch or largest),
+            time_limit_s=options.time_limit,
         )
-        found = measure(launched, wanted, show)
-    return _profiled(output, found) if launched.rank == 0 else None
+        found = measure(launched, wanted, tell)
+    return _profiled(options.out, found) if launched.rank == 0 else None
 
 
 def _workload(
@@ -278,55 +281,53 @@ def _profiled(output: Path, found: "Profiled") -> Output:
     return Output(values=values, shown=shown)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CorrectOptions:
+    """What a run is compared with, and where the corrected files go."""
+
+    context: typer.Context
+    cluster: ClusterFile
+    out: Annotated[Path, typer.Option(metavar="PROFILE", help="Write the profile here.")]
+    cluster_out: Annotated[
+        Path, typer.Option(metavar="YAML", help="Write the cluster file with such kinds here.")
+    ]
+    model: Model = None
+    seq_length: SeqLength = None
+    dtype: DtypeName = None
+
+
 @profile.command(cls=TakesTrainingFlags)
 @answers
 def correct(
     *,
-    context: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="PROFILE", help="What the plan was made from.")],
     directory: StatusDirectory,
-    cluster: ClusterFile,
-    out: Annotated[Path, typer.Option(metavar="PROFILE", help="Write the profile here.")],
-    cluster_out: Annotated[
-        Path, typer.Option(metavar="YAML", help="Write the cluster file with such kinds here.")
-    ],
-    model: Model = None,
-    seq_length: SeqLength = None,
-    dtype: DtypeName = None,
+    options: CorrectOptions,
 ) -> Output:
     """Scale the times of GPUs by what a run took: one that differs becomes a kind of its own.
 
     The run is compared with its plan as the profile has it, as by zorse plan --from-status.
     """
-    refuse_unwritable(
-        {"--out": out, "--cluster-out": cluster_out}, inputs=[path, directory, cluster]
+    out, cluster_out, cluster = options.out, options.cluster_out, options.cluster
+    outputs = {"--out": out, "--cluster-out": cluster_out}
+    refuse_unwritable(outputs, inputs=[path, directory, cluster])
+    workload = workload_of(
+        model=options.model,
+        flags=training_flags(options.context),
+        seq_length=options.seq_length,
+        dtype=options.dtype,
+        plan=load_plan(directory / RUNNING_PLAN_NAME),
     )
-    run = observed_run(
-        directory,
-        read_file(cluster, CLUSTER_FILE),
-        workload_of(
-            model=model,
-            flags=training_flags(context),
-            seq_length=seq_length,
-            dtype=dtype,
-            plan=load_plan(directory / RUNNING_PLAN_NAME),
-        ),
-        [path],
-        margin=0.0,
-        source=str(cluster),
-    )
+    data = read_file(cluster, CLUSTER_FILE)
+    run = observed_run(directory, data, workload, [path], margin=0.0, source=str(cluster))
     text = dump_cluster(run.speeds.cluster, header=run.origin)
     parse_cluster(text.encode(), source="the cluster file that was to be written")
     assert run.speeds.profile is not None
     save_profile(run.speeds.profile, out)
     write_text(cluster_out, text)
+    files = {"profile": str(out), "cluster": str(cluster_out)}
     return Output(
-        values={
-            "profile": str(out),
-            "cluster": str(cluster_out),
-            "kinds": run.speeds.kinds,
-            "factors": run.factors,
-        },
+        values={**files, "kinds": run.speeds.kinds, "factors": run.factors},
         shown=[f"{out}, {cluster_out}: {', '.join(run.slower_ranks()) or 'nothing to correct'}"],
     )
 
@@ -334,7 +335,6 @@ def correct(
 # `zorse doctor`: check on the machine at hand that plans run there as stock Megatron does.
 
 
-_CHECK_TIME_LIMIT_S = 600.0
 _FILE = "doctor.json"
 
 
@@ -351,7 +351,7 @@ def doctor(
     cpu: Annotated[bool, typer.Option("--cpu", help="Leave the GPUs alone: a dry run.")] = False,
     time_limit: Annotated[
         float, typer.Option(min=10, help="End what has not ended after so many seconds.")
-    ] = _CHECK_TIME_LIMIT_S,
+    ] = 600.0,
     as_json: bool,
 ) -> Output:
     """Check on this machine's GPUs that plans train as stock Megatron does. No network.
@@ -387,8 +387,7 @@ def _checks(names: list[str], output: Path) -> "tuple[Check, ...]":
             remedy="Leave it out to make all checks.",
         )
         problems.append(problem)
-    if problems:
-        raise CommandError("the checks cannot be made", problems)
+    refuse(problems, "the checks cannot be made")
     return tuple(check for check in CHECKS if not names or check.name in names)
 
 

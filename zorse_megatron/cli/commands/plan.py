@@ -18,15 +18,14 @@ from zorse_megatron.cli.console import (
 )
 from zorse_megatron.cli.gpu_selection import CostsOf, Found, find
 from zorse_megatron.cli.next_command import NextCommand, next_command
+from zorse_megatron.cli.observed_run import ObservedRun, observed_run
 from zorse_megatron.cli.options import ClusterFile, PlannedWorkload, answers
 from zorse_megatron.cli.plan_files import PlanOutputs, page_of
 from zorse_megatron.cli.plan_options import (
     AnswerOptions,
-    ObservedRun,
     SearchOptions,
     Tokens,
     grad_reduce_dtype_named,
-    observed_run,
     strategy_named,
     tokens_named,
 )
@@ -135,20 +134,14 @@ def _task(
         data = read_file(cluster, CLUSTER_FILE)
     errors.raise_all()
     costs_of = partial(search.costs, workload=workload, profiles=given.profiles)
-    whole, left, run = parse_cluster(data, source=str(cluster)), None, None
+    source, profiles, margin = str(cluster), given.profiles, search.margin
+    whole, left, run = parse_cluster(data, source=source), None, None
     if search.without:
-        left = _left(whole, search, str(cluster))
-        whole = with_gpus(whole, left.ranks, source=str(cluster))
+        left = _left(whole, search, source)
+        whole = with_gpus(whole, left.ranks, source=source)
     costs = costs_of(whole)
-    if search.from_status is not None:
-        run = observed_run(
-            search.from_status,
-            data,
-            workload,
-            given.profiles,
-            margin=search.margin,
-            source=str(cluster),
-        )
+    if (status := search.from_status) is not None:
+        run = observed_run(status, data, workload, profiles, margin=margin, source=source)
         costs = costs_of(run.costs.cluster, profiles=run.profiles)
     return _Task(
         strategy=strategy, tokens=to_train, costs=costs, costs_of=costs_of, left=left, run=run

@@ -1,7 +1,7 @@
 """`zorse status`, `move` and `checkpoint`: follow a run, move it, check what it saved."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -163,6 +163,23 @@ def verify_checkpoints(
     Reads the latest checkpoint, then older ones until one is complete. The rest are compared with
     their manifests by name and size.
     """
+
+    def reads(found: Sequence[Look], each: Look) -> bool:
+        return read_all or not (sizes or any(each.is_usable for each in found))
+
+    tracker, found = _looked_at(folder, reads)
+    problems = _problems(folder, tracker, found)
+    newest = next((each for each in found if each.is_usable), None)
+    return Output(
+        values=_as_json(tracker, found, newest, problems),
+        shown=_shown_checkpoints(folder, tracker, found, newest, problems),
+        ok=not problems,
+    )
+
+
+def _looked_at(
+    folder: Path, reads: Callable[[Sequence[Look], Look], bool]
+) -> tuple[Tracker, Sequence[Look]]:
     if not folder.is_dir():
         raise refusal(
             str(folder),
@@ -171,12 +188,8 @@ def verify_checkpoints(
             "Correct the path.",
             what="There is nothing to verify",
         )
-
-    def reads(found: Sequence[Look], each: Look) -> bool:
-        return read_all or not (sizes or any(each.is_usable for each in found))
-
     try:
-        tracker, found = verify(folder, reads=reads)
+        return verify(folder, reads=reads)
     except OSError as error:
         raise refusal(
             str(error.filename),
@@ -185,13 +198,6 @@ def verify_checkpoints(
             "Try it again where the file can be read.",
             what="The checkpoints cannot be read",
         ) from error
-    problems = _problems(folder, tracker, found)
-    newest = next((each for each in found if each.is_usable), None)
-    return Output(
-        values=_as_json(tracker, found, newest, problems),
-        shown=_shown_checkpoints(folder, tracker, found, newest, problems),
-        ok=not problems,
-    )
 
 
 def _problems(folder: Path, tracker: Tracker, found: Sequence[Look]) -> list[Problem]:
