@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -223,7 +223,9 @@ def one_of(names: Sequence[T], name: str, option: str, remedy: str = "") -> T:
     raise refusal(option, f'"{name}"', f"one of {', '.join(all_of_them)}", remedy)
 
 
-def is_given(context: typer.Context, name: str) -> bool:
-    """Whether the command line itself has an option, by its parameter's name."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+def given_options(context: typer.Context, names: Iterable[str]) -> Iterator[str]:
+    """Yield those options that the command line itself has; `names`: of their parameters."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            yield f"--{name.replace('_', '-')}"

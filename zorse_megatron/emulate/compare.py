@@ -1,13 +1,14 @@
 """Stock, baselines and ours on one emulated cluster: rows, pictures, a page. Without torch."""
 
-import base64
-import html
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
 
 from zorse_megatron.emulate.emulator import EmulatedRun, System, flags_of_grid
 from zorse_megatron.errors import PlanError, Problem
@@ -276,11 +277,6 @@ HEADINGS = (
     "Simulated",
     "Loss",
 )
-_STYLE = (
-    "body{font:15px sans-serif;color:#222;max-width:75em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse}td,th{border-bottom:1px solid #ddd;padding:.4em .8em;"
-    "text-align:left}img{max-width:100%}"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +322,15 @@ class ComparisonReport:
         pairs = zip(self.rows, self.results, strict=True)
         return [_cells(row, result.outcome)[:number] for row, result in pairs]
 
+    def shown(self) -> Iterator[str | Table]:
+        """For people: figures in a table, layouts and notes below it."""
+        table, rows = Table(*(each for each in self.headings if each != "Layout")), self.table()
+        for name, _, *cells in rows:
+            table.add_row(*map(Text, (name, *cells)))
+        yield table
+        yield from (f"{name}: {layout}" for name, layout, *_ in rows if layout != "-")
+        yield from (f"note: {note}" for note in self.notes)
+
     def as_json(self) -> list[dict[str, Any]]:
         """Rows as plain values."""
         return [asdict(row) for row in self.rows]
@@ -333,6 +338,7 @@ class ComparisonReport:
     def save(self, directory: Path) -> list[Path]:
         """Write all files; returns their paths."""
         from zorse_megatron.plots.figures import draw_bars, draw_panels
+        from zorse_megatron.plots.report_page import Picture, html_page
 
         values, bars, timeline, page = (directory / name for name in FILES)
         write_text(values, json.dumps(self.as_json(), indent=2) + "\n", parents=True)
@@ -340,7 +346,8 @@ class ComparisonReport:
         if panels := self._panels():
             title = "One iteration of an emulated cluster, on one scale"
             pictures.append(draw_panels(timeline, panels, title=title))
-        write_text(page, self._page(pictures))
+        drawn = [Picture(title=each.stem, png=each.read_bytes()) for each in pictures]
+        write_text(page, html_page(self.title, [*self.shown(), *drawn]))
         return [values, *pictures, page]
 
     def _bars(self) -> "list[Bar]":
@@ -365,25 +372,6 @@ class ComparisonReport:
             for name in (STOCK, OURS)
             if name in ran
         ]
-
-    def _page(self, pictures: Sequence[Path]) -> str:
-        head = "".join(f"<th>{html.escape(each)}</th>" for each in self.headings)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-            for cells in self.table()
-        )
-        images = "".join(
-            f'<p><img alt="{html.escape(path.stem)}" src="data:image/png;base64,'
-            f'{base64.b64encode(path.read_bytes()).decode()}"></p>'
-            for path in pictures
-        )
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
-        return (
-            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>'
-            f"{html.escape(self.title)}</title><style>{_STYLE}</style>"
-            f"<h1>{html.escape(self.title)}</h1><table><tr>{head}</tr>{body}</table>"
-            f"{images}<ul>{notes}</ul></html>\n"
-        )
 
 
 def _panel(title: str, run: EmulatedRun, kinds: Sequence[str]) -> "Panel":

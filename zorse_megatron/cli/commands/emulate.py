@@ -30,7 +30,7 @@ from zorse_megatron.cli.options import (
     PlannedWorkload,
     WorkloadOptions,
     answers,
-    is_given,
+    given_options,
 )
 from zorse_megatron.cli.perturbed import SlowIterations
 from zorse_megatron.cli.plan_options import UseAll, strategy_named
@@ -342,6 +342,37 @@ class ComparisonOptions:
         named = [*(self.strategy or ()), *(("stock", "zorse") if self.quick else ())]
         return [strategy_named(name) for name in named or STRATEGIES]
 
+    def problems(
+        self, context: typer.Context, world_size: int, out: Path | None
+    ) -> Iterator[Problem]:
+        """Yield why the comparison cannot be made or written."""
+        if self.simulated:
+            for option in given_options(context, _EMULATED):
+                yield Problem(
+                    where=option,
+                    found="it and --simulated",
+                    expected="one of the two: it is for what is emulated",
+                    remedy=f"Leave {option} or --simulated out.",
+                )
+        elif world_size > MAX_RANKS:
+            yield Problem(
+                where="--cluster",
+                found=f"{world_size} GPUs",
+                expected=f"at most {MAX_RANKS}: each is a process on this machine",
+                remedy="Add --simulated, or describe a smaller cluster of the same kinds.",
+            )
+        if out is not None:
+            from zorse_megatron.emulate.compare import FILES
+
+            yield from folder_problems("--out", out, FILES)
+        elif not self.simulated:
+            yield Problem(
+                where="--out",
+                found="no such option",
+                expected="a directory for the table, the figures and the page",
+                remedy="Such as --out compared; or add --simulated, which prints the table only.",
+            )
+
 
 ComparisonDirectory = Annotated[
     Path | None,
@@ -364,7 +395,10 @@ def compare(
     as_json: bool,
 ) -> Output:
     """Compare stock Megatron and every strategy's plan, trained on an emulated cluster."""
-    _refuse_without_extras(comparison, out)
+    if not comparison.simulated:
+        refuse_without("train", "plots", what="zorse compare")
+    elif out is not None:
+        refuse_without("plots", what="zorse compare --out")
     strategies = comparison.strategies
     workload = given.workload(dtype_may_be_auto=comparison.simulated)
     batch = needed_batch_size(workload)
@@ -372,7 +406,8 @@ def compare(
         costs_of_workload, profiles=given.profiles, global_batch_size=batch, margin=margin
     )
     machines = load_cluster(cluster)
-    _refuse_comparison(given.context, machines.world_size, out, simulated=comparison.simulated)
+    problems = comparison.problems(given.context, machines.world_size, out)
+    refuse(list(problems), "the comparison cannot be made")
     costs, perturbation = costs_of(machines, workload), None
     if not comparison.simulated:
         workload = replace(workload, dtype=costs.dtype)  # one for all, on fewer GPUs too
@@ -383,17 +418,10 @@ def compare(
     written, lost = _saved(report, out)
     return Output(
         values={"dtype": costs.dtype, "rows": report.as_json()},
-        shown=_shown_comparison(report),
+        shown=[report.title, *report.shown()],
         written=written,
         error=lost,
     )
-
-
-def _refuse_without_extras(comparison: ComparisonOptions, out: Path | None) -> None:
-    if not comparison.simulated:
-        refuse_without("train", "plots", what="zorse compare")
-    elif out is not None:
-        refuse_without("plots", what="zorse compare --out")
 
 
 def _saved(report: "ComparisonReport", out: Path | None) -> tuple[list[Path], NotWritten | None]:
@@ -482,54 +510,3 @@ def _trained(
                 run = runs[what] = runs.get(what) or emulated.run(system)
             results.append(Result(compared=compared, run=run))
     return results
-
-
-def _refuse_comparison(
-    context: typer.Context, world_size: int, out: Path | None, *, simulated: bool
-) -> None:
-    problems = list(_comparison_problems(context, world_size, out, simulated=simulated))
-    refuse(problems, "the comparison cannot be made")
-
-
-def _comparison_problems(
-    context: typer.Context, world_size: int, out: Path | None, *, simulated: bool
-) -> Iterator[Problem]:
-    if simulated:
-        for option in (
-            f"--{name.replace('_', '-')}" for name in _EMULATED if is_given(context, name)
-        ):
-            yield Problem(
-                where=option,
-                found="it and --simulated",
-                expected="one of the two: it is for what is emulated",
-                remedy=f"Leave {option} or --simulated out.",
-            )
-    elif world_size > MAX_RANKS:
-        yield Problem(
-            where="--cluster",
-            found=f"{world_size} GPUs",
-            expected=f"at most {MAX_RANKS}: each is a process on this machine",
-            remedy="Add --simulated, or describe a smaller cluster of the same kinds.",
-        )
-    if out is not None:
-        from zorse_megatron.emulate.compare import FILES
-
-        yield from folder_problems("--out", out, FILES)
-    elif not simulated:
-        yield Problem(
-            where="--out",
-            found="no such option",
-            expected="a directory for the table, the figures and the page",
-            remedy="Such as --out compared; or add --simulated, which prints the table only.",
-        )
-
-
-def _shown_comparison(report: "ComparisonReport") -> Iterator[str | Table]:
-    yield report.title
-    rows = report.table()
-    table = Table(*(each for each in report.headings if each != "Layout"))
-    for name, _, *cells in rows:
-        table.add_row(*map(Text, (name, *cells)))
-    yield table
-    yield from (f"{name}: {layout}" for name, layout, *_ in rows if layout != "-")
-    yield from (f"note: {note}" for note in report.notes)

@@ -14,7 +14,7 @@ from zorse_megatron.cli.command_group import training_flags
 from zorse_megatron.cli.commands.elastic import ElasticOptions
 from zorse_megatron.cli.console import Output, refuse
 from zorse_megatron.cli.launched_job import LaunchedJob, planned_job, stock_job
-from zorse_megatron.cli.options import ClusterFile, PlanFile, answers, is_given
+from zorse_megatron.cli.options import ClusterFile, PlanFile, answers, given_options
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.read_write import write_text
 from zorse_megatron.files.writable import unwritable_problems
@@ -161,28 +161,30 @@ class LaunchOptions:
         self, names: Sequence[str], found: str, verb: str, needed: str
     ) -> Iterator[Problem]:
         instead = " instead" if verb == "use" else ""
-        for name in names:
-            if is_given(self.context, name):
-                yield Problem(
-                    where=f"--{name.replace('_', '-')}",
-                    found=found,
-                    expected=f"it only with {needed}",
-                    remedy=f"Remove it, since it has no effect, or {verb} {needed}{instead}.",
-                )
+        for option in given_options(self.context, names):
+            yield Problem(
+                where=option,
+                found=found,
+                expected=f"it only with {needed}",
+                remedy=f"Remove it, since it has no effect, or {verb} {needed}{instead}.",
+            )
 
     def _stock_problems(self) -> Iterator[Problem]:
         """What unmodified Megatron cannot do, or has no use for."""
-        reasons = {"elastic": "Stock Megatron cannot go on in another layout when nodes are lost."}
-        if self.torchrun:
-            reasons["node_names"] = "Each line names its node; stock Megatron does not check it."
-        for name, reason in reasons.items():
-            if is_given(self.context, name):
-                yield Problem(
-                    where=f"--{name.replace('_', '-')}",
-                    found="it with --stock",
-                    expected="one of the two",
-                    remedy=f"{reason} Leave one of them out.",
-                )
+        reasons = {}
+        if self.elastic:
+            reason = "Stock Megatron cannot go on in another layout when nodes are lost."
+            reasons["--elastic"] = reason
+        if self.node_names and self.torchrun:
+            reason = "Each line names its node; stock Megatron does not check it."
+            reasons["--node-names"] = reason
+        for option, reason in reasons.items():
+            yield Problem(
+                where=option,
+                found="it with --stock",
+                expected="one of the two",
+                remedy=f"{reason} Leave one of them out.",
+            )
 
     def _partition_problems(self) -> Iterator[Problem]:
         texts = self.partition or ()
