@@ -42,6 +42,7 @@ WORDS = {
     "compare ...": shlex.join(("compare", "--simulated", *WORKLOAD)),
     "explain ...": f"explain {ON_LAB}",
     "emulate ...": f"emulate {ON_LAB}",
+    "launch ...": "launch plan.json --cluster cluster.yaml",
 }
 
 

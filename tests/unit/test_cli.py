@@ -13,7 +13,6 @@ from typer.main import get_command
 
 from tests.unit.cli_samples import FLAGS, runner_in
 from zorse_megatron import __version__
-from zorse_megatron.cli import console
 from zorse_megatron.cli.console import print_plain, print_table
 from zorse_megatron.cli.main import app
 from zorse_megatron.files import wording
@@ -144,7 +143,6 @@ def test_no_color(monkeypatch, capsys):
     assert not re.search(r"\x1b\[[0-9;]*3\d", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("module", [console, wording])
-def test_how_numbers_read(module):
-    results = doctest.testmod(module)
+def test_how_numbers_read():
+    results = doctest.testmod(wording)
     assert results.attempted and not results.failed

@@ -432,51 +432,6 @@ def test_the_command_prints_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result.stdout.count("--master-addr 10.0.0.1 --master-port 29500") == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--", *FLAGS], "expected one of the two"),
-        (["--torchrun", "--slurm", "x.sh", "--", *FLAGS], "expected one of the two"),
-        (["--slurm", "no/such/x.sh", "--", *FLAGS], "in a directory that exists"),
-        (["--slurm", "plan.json", "--", *FLAGS], "found a file that this command reads"),
-        (["--slurm", "x.sh", "--partition", "A6000=", "--", *FLAGS], "in one word"),
-        (["--slurm", "x.sh", "--partition", "a\nb", "--", *FLAGS], "in one word"),
-        (["--torchrun", "--", *FLAGS, "--save"], '--save: found "" after it'),
-        (["--torchrun"], "found no training command"),
-        (["--torchrun", "--", *FLAGS, "--num-layers", "9"], "--num-layers: found 9; expected 8"),
-        (["--slurm", "x.sh", "--sbatch", "-t 3", "--", *FLAGS], "one long option of sbatch"),
-        (["--slurm", "x.sh", "--sbatch", "time 3", "--", *FLAGS], "one long option of sbatch"),
-        (["--slurm", "x.sh", "--sbatch", "nodes=2", "--", *FLAGS], "lines, as --nodes does"),
-        # sbatch would take it for --output.
-        (["--slurm", "x.sh", "--sbatch", "outp=a", "--", *FLAGS], "lines, as --output does"),
-        (["--slurm", "x.sh", "--master-addr", "new", "--", *FLAGS], "--master-addr: found it"),
-        (["--slurm", "x.sh", "--master-port", "29500", "--", *FLAGS], "--master-port: found it"),
-        (["--torchrun", "--python", "python", "--", *FLAGS], "--python: found it"),
-        (
-            ["--slurm", "x.sh", "--partition", "p", "--partition", "q", "--", *FLAGS],
-            "found 2 for all other nodes",
-        ),
-    ],
-)
-def test_the_command_refuses(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = runner_in(tmp_path, monkeypatch)
-    result = run("launch", "plan.json", "--cluster", "cluster.yaml", *words)
-    assert result.exit_code == 1
-    assert message in result.output
-
-
-def test_all_options_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = runner_in(tmp_path, monkeypatch)
-    words = ["--partition", "a b", "--sbatch", "--signal=TERM", "--sbatch", "", "--torchrun"]
-    result = run("launch", "plan.json", "--cluster", "no.yaml", *words)
-    assert result.exit_code == 1
-    assert "(5 problems)" in result.output
-    for number, where in enumerate(("partition", "sbatch", "partition", "sbatch", "sbatch"), 1):
-        assert f"  {number}. --{where}: found " in result.output
-
-
 def test_options_that_the_script_writes_are_not_taken_from_the_user() -> None:
     scripts = [
         batch_script(
@@ -490,16 +445,6 @@ def test_options_that_the_script_writes_are_not_taken_from_the_user() -> None:
     written = re.findall(r"^#SBATCH --([\w-]+)", "".join(scripts), re.MULTILINE)
     assert {"nodes", "signal", "requeue", "no-requeue", "nodelist", "output"} <= set(written)
     assert set(written) <= OWN_OPTIONS.keys()
-
-
-def test_the_command_refuses_another_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = runner_in(tmp_path, monkeypatch)
-    (tmp_path / "cluster.yaml").write_text("nodes:\n  - {gpus: 8 x V100-16}\n")
-    result = run("launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun", "--", *FLAGS)
-    assert result.exit_code == 1
-    assert "rank 0 on A6000, which is V100-16 in the cluster" in result.output
 
 
 def test_names_are_no_lines_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,25 +463,10 @@ def test_names_are_no_lines_of_the_script(tmp_path: Path, monkeypatch: pytest.Mo
     assert r"found a control character (U+000A) in 'n\ntouch a'" in result.output
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("tmie=1:00:00", 'Did you mean "time"?'),
-        ("--contaner-image=a", 'Did you mean "container-image"?'),
-        ("banana", "one of the long options of sbatch"),
-        ("wrap=ls", "this is the script"),
-        ("array=0-3", "into the same checkpoint"),
-    ],
-)
-def test_options_that_sbatch_does_not_know(
-    option: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_beginning_of_an_option_of_sbatch_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = runner_in(tmp_path, monkeypatch)
     files = ["plan.json", "--cluster", "cluster.yaml", "--slurm", "x.sh"]
-    result = run("launch", *files, "--sbatch", option, "--", *FLAGS)
-    assert result.exit_code == 1
-    assert said in result.output
-    assert not (tmp_path / "x.sh").exists()
-    # sbatch takes the beginning of a name.
     known = ["--sbatch", "constr=a", "--sbatch", "container-image=a", "--sbatch", "mem=0"]
     assert run("launch", *files, *known, "--", *FLAGS).exit_code == 0
