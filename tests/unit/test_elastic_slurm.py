@@ -1,6 +1,5 @@
 """The batch script of an elastic job, with made-up answers of Slurm's programs."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -104,26 +103,3 @@ def test_the_time_limit_sends_it_back_also_if_it_is_often(job: Path) -> None:
     (job / "p q" / "zorse-9.outcome").unlink(missing_ok=True)
     assert ended(job, 1, saves, SLURM_RESTART_COUNT="99") == (1, True)
     assert (job / "cancelled").read_text() == "--signal=TERM 9\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--slurm", "job.sh", "--elastic"), "found no --save in the training command"),
-        (("--slurm", "job.sh", "--min-gpus", "4"), "found it without --elastic"),
-        (("--torchrun", "--elastic", "--grow", "now"), "found an option that was removed"),
-    ],
-)
-def test_odd_options(
-    words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = runner_in(tmp_path, monkeypatch)
-    done = run("launch", "plan.json", "--cluster", "cluster.yaml", *words, "--json", "--", *FLAGS)
-    assert done.exit_code in (1, 2)
-    assert said in f"found {json.loads(done.output)['problems'][0]['found']}"
-
-
-def test_the_supervisor_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = runner_in(tmp_path, monkeypatch)("supervise", "plan.json", "--grace", "30")
-    assert done.exit_code == 2
-    assert "zorse launch --slurm FILE --elastic" in " ".join(done.output.split())

@@ -241,11 +241,3 @@ def test_join_without_torchrun_says_what_to_use(
     told = run("join", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS)
     assert told.exit_code == 1
     assert "zorse launch --elastic" in " ".join(told.output.split())
-
-
-def test_needs_checkpoints_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = runner_in(tmp_path, monkeypatch)
-    base = ("launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun", "--elastic")
-    unsaved = run(*base, "--", *FLAGS)
-    assert unsaved.exit_code == 1
-    assert "no --save" in unsaved.output

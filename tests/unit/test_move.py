@@ -252,12 +252,6 @@ def test_what_the_run_cannot_do_is_not_asked(plan: Plan, words: str, run_directo
     assert not (run_directory / REQUEST_NAME).exists()
 
 
-def test_a_directory_without_a_status_is_no_run(tmp_path: Path) -> None:
-    result = asked(tmp_path / "nowhere", RUNS)
-    assert result.exit_code == 1
-    assert "nowhere" in result.output
-
-
 def test_a_request_that_comes_while_another_is_read_is_not_lost(
     run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,8 +116,3 @@ def test_a_status_that_cannot_be_used(text: str, tmp_path: Path) -> None:
     (tmp_path / STATUS_NAME).write_text(text)
     result = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert result.exit_code == 1 and "status.json" in result.output
-
-
-def test_no_status(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["status", str(tmp_path)])
-    assert result.exit_code == 1 and "no readable file" in result.output
