@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zorse_megatron.cli.console import CommandError, refusal
+from zorse_megatron.cli.console import refusal, refuse
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_on, workload_problems
@@ -128,8 +128,7 @@ def observed_run(
     status, plan = _read(directory)
     name = str(directory / RUNNING_PLAN_NAME)
     problems = [*cluster_problems(plan, cluster, name), *workload_problems(plan, workload, name)]
-    if problems:
-        raise CommandError(f"the run in {directory} is of something else", problems)
+    refuse(problems, f"the run in {directory} is of something else")
     costs = costs_on(plan, cluster, workload, profiles, margin=margin)
     # Not the times that the plan predicts: those may be of corrected speeds already.
     expected_s = micro_batch_times(plan, costs.inputs.costs)

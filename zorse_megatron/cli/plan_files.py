@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.answer import Answer, Written
-from zorse_megatron.cli.console import CommandError, Errors, progress_shown
+from zorse_megatron.cli.console import Errors, progress_shown, refuse
 from zorse_megatron.cli.gpu_selection import Found
 from zorse_megatron.cli.simulated import capacities_bytes, rank_table, simulated, types_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts
@@ -47,7 +47,9 @@ class PlanOutputs:
     @property
     def used_cluster(self) -> Path | None:
         """Where the cluster file goes if GPUs are left out or lost."""
-        return used_cluster_file(self.plan) if self.plan and self._may_have_fewer else None
+        if self.plan is None or self.is_stream or not self._may_have_fewer:
+            return None
+        return used_cluster_file(self.plan)
 
     @property
     def _may_have_fewer(self) -> bool:
@@ -71,7 +73,7 @@ class PlanOutputs:
         with errors.collect():
             self._refuse_unwritable(inputs)
         with errors.collect():
-            self._refuse_foreign()
+            refuse(list(self._foreign_problems()))
         errors.raise_all()
         if self.page is not None:
             refuse_without("plots", what="zorse plan --html")
@@ -79,46 +81,37 @@ class PlanOutputs:
     def _refuse_unwritable(self, inputs: list[Path | str | None]) -> None:
         given = {"--out": self.plan, "--html": self.page}
         refuse_unwritable(given, inputs=inputs)
-        if self.plan is not None and not self.is_stream:
-            start = f"--out {self.plan}: "
-            beside = {
-                f"{start}the cluster file beside it,": self.used_cluster,
-                f"{start}stock's best layout beside it,": self.stock,
-                f"{start}the cluster file of stock's best layout,": self.stock_cluster,
-            }
-            refuse_unwritable(beside | given, inputs=inputs)
+        start = f"--out {self.plan}: "
+        beside = {
+            f"{start}the cluster file beside it,": self.used_cluster,
+            f"{start}stock's best layout beside it,": self.stock,
+            f"{start}the cluster file of stock's best layout,": self.stock_cluster,
+        }
+        refuse_unwritable(beside | given, inputs=inputs)
 
-    def _refuse_foreign(self) -> None:
-        """Raise CommandError for files that would be replaced, and nobody would think of.
+    def _foreign_problems(self) -> Iterator[Problem]:
+        """Yield files that would be replaced, and nobody would think of.
 
-        Also for a plan that is written to a stream: nothing can be beside it.
+        Also a plan that is written to a stream: nothing can be beside it.
         """
-        if self.plan is None:
-            return
-        where, problems = f"--out {self.plan}", []
-        if self.is_stream:
-            if self._may_have_fewer:
-                found = "a stream, beside which there is no place for the cluster file of its GPUs"
-                remedy = "Write a file." if self.is_part else "Write a file, or add --use-all."
-                problems.append(Problem(where=where, found=found, expected="a file", remedy=remedy))
-        else:
-            for path, what in (
-                (self.used_cluster, "the cluster file of a plan that leaves GPUs out"),
-                (self.stock, "stock Megatron's best layout"),
-                (self.stock_cluster, "the cluster file of stock's best layout"),
-            ):
-                if path is not None and _is_foreign(path):
-                    is_cluster = ", or add --use-all" if path != self.stock else ""
-                    problems.append(
-                        Problem(
-                            where=where,
-                            found=f"{path}, which zorse plan has not written",
-                            expected=f"a place for {what}",
-                            remedy=f"Choose another --out, or move that file{is_cluster}.",
-                        )
-                    )
-        if problems:
-            raise CommandError("the command cannot be run", problems)
+        where = f"--out {self.plan}"
+        if self.plan is not None and self.is_stream and self._may_have_fewer:
+            found = "a stream, beside which there is no place for the cluster file of its GPUs"
+            remedy = "Write a file." if self.is_part else "Write a file, or add --use-all."
+            yield Problem(where=where, found=found, expected="a file", remedy=remedy)
+        for path, what in (
+            (self.used_cluster, "the cluster file of a plan that leaves GPUs out"),
+            (self.stock, "stock Megatron's best layout"),
+            (self.stock_cluster, "the cluster file of stock's best layout"),
+        ):
+            if path is not None and _is_foreign(path):
+                is_cluster = ", or add --use-all" if path != self.stock else ""
+                yield Problem(
+                    where=where,
+                    found=f"{path}, which zorse plan has not written",
+                    expected=f"a place for {what}",
+                    remedy=f"Choose another --out, or move that file{is_cluster}.",
+                )
 
     def saved(
         self, found: Found, *, cluster: Path, left: str | None

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.console import CommandError, refusal
+from zorse_megatron.cli.console import refusal, refuse
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
@@ -217,8 +217,7 @@ class Pictures:
             for option, path in given.items()
             if path is not None and path.suffix.lower() != endings[option]
         ]
-        if problems:
-            raise CommandError("the results could not be written", problems)
+        refuse(problems, "the results could not be written")
         if self.timeline is not None:
             refuse_without("plots", what="--timeline")
         refuse_unwritable(given, inputs=inputs)

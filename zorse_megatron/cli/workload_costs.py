@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zorse_megatron.cli.console import CommandError
+from zorse_megatron.cli.console import refuse
 from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
 from zorse_megatron.cli.workload import Workload, at_seq_length, workload_of
 from zorse_megatron.costs.measured_curves import unlikely_times
@@ -132,8 +132,7 @@ def costs_for_plan(
         *cluster_problems(plan, cluster, source),
         *workload_problems(plan, workload, source),
     ]
-    if problems:
-        raise CommandError(f"{source} was made for something else", problems)
+    refuse(problems, f"{source} was made for something else")
     return costs_on(plan, cluster, workload, profiles, margin=margin)
 
 
@@ -168,8 +167,7 @@ def needed_batch_size(workload: Workload) -> int:
         problems.append(_not_said("--global-batch-size", "the number of samples per iteration"))
     if workload.lacks_seq_length:
         problems.append(_not_said("--seq-length", "tokens per sample: a config.json has none"))
-    if problems:
-        raise CommandError("the command cannot be run", problems)
+    refuse(problems)
     assert workload.global_batch_size is not None
     return workload.global_batch_size
 
