@@ -11,7 +11,8 @@ import pytest
 from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in, write_lab
 from zorse_megatron.plan.plan_file import load_plan, parse_plan
 
-pytestmark = pytest.mark.slow
+# Which plan is found does not matter here.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_layouts", "little_effort")]
 
 PLAN = ("plan", *WORKLOAD)
 EXPLAIN = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")

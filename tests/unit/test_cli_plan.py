@@ -89,13 +89,13 @@ def fake_replan(inputs, *, found_s=None, on_progress=None):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch, few_layouts):
     monkeypatch.setattr(stock_best, "stock_at_best", some_stock)
     return runner_in(tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def search(monkeypatch, few_layouts):
+def search(monkeypatch):
     stand_in = Search()
     monkeypatch.setattr(search_module, "find_plan", stand_in)
     monkeypatch.setattr(replan_module, "replan", fake_replan)

@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -170,10 +170,12 @@ def join(
             save=save,
             max_failures=max_restarts,
         )
-        _become(_Rank.of(_answer(me, replanner, starts), me), given)
+        answer = _answer(me, replanner, starts)
+        _leave_where_told(answer, me)
+        _become(answer, given)
 
 
-def _answer(me: LaunchedRank, replanner: Replanner, starts: Starts) -> object:
+def _answer(me: LaunchedRank, replanner: Replanner, starts: Starts) -> Mapping[str, Any]:
     """What the first process says to this one, once all have arrived."""
     whole = load_cluster(replanner.cluster)
     node = node_called(whole, me.node)
@@ -200,39 +202,26 @@ def _answer(me: LaunchedRank, replanner: Replanner, starts: Starts) -> object:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rank:
-    """What the first process has said."""
-
-    variables: dict[str, str]
-    plan: str
-    cluster: str
-    told: str
-
-    @classmethod
-    def of(cls, answer: object, me: LaunchedRank) -> "_Rank":
-        """Read an answer; ends this process where there is nothing to train."""
-        assert isinstance(answer, dict)
-        if ERROR in answer:
-            leaves = bool(answer[LEAVES]) and me.local_rank == 0
-            if me.rank == 0 or leaves:
-                say(f"error: {answer[ERROR]}")
-                sys.stdout.flush()  # before torchrun ends this process
-            if leaves:
-                os.kill(os.getppid(), signal.SIGTERM)
-            raise typer.Exit(1)
-        variables = {str(key): str(value) for key, value in answer["variables"].items()}
-        without = f", without {', '.join(answer['without'])}" if answer["without"] else ""
-        planned = "searched for now" if answer["is_new"] else "as before"
-        told = f"{variables['WORLD_SIZE']} GPUs{without}: plan {answer['plan']} ({planned})"
-        return cls(variables=variables, plan=answer["plan"], cluster=answer["cluster"], told=told)
+def _leave_where_told(answer: Mapping[str, Any], me: LaunchedRank) -> None:
+    """End this process where there is nothing to train."""
+    if ERROR not in answer:
+        return
+    leaves = bool(answer[LEAVES]) and me.local_rank == 0
+    if me.rank == 0 or leaves:
+        say(f"error: {answer[ERROR]}")
+        sys.stdout.flush()  # before torchrun ends this process
+    if leaves:
+        os.kill(os.getppid(), signal.SIGTERM)
+    raise typer.Exit(1)
 
 
-def _become(rank: _Rank, given: Sequence[str]) -> None:
+def _become(answer: Mapping[str, Any], given: Sequence[str]) -> None:
     """Go on as this rank, in this process, which is torchrun's to watch and to end."""
-    training = training_of(given, plan=rank.plan, cluster=rank.cluster)
-    environment = {**os.environ, **rank.variables}
-    say(rank.told)
+    training = training_of(given, plan=answer["plan"], cluster=answer["cluster"])
+    environment = {**os.environ, **answer["variables"]}
+    without = f", without {', '.join(answer['without'])}" if answer["without"] else ""
+    planned = "searched for now" if answer["is_new"] else "as before"
+    say(f"{environment['WORLD_SIZE']} GPUs{without}: plan {answer['plan']} ({planned})")
     sys.stdout.flush()
     end_with_parent()  # else ranks of an agent that is killed would train on beside new ones
     os.execve(sys.executable, [sys.executable, "-m", MODULE, *training.words], environment)
