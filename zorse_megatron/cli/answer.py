@@ -237,7 +237,9 @@ def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:
     """Time and memory of a plan that is too large to be explained beside the search."""
     from zorse_megatron.planner.explanation import bound_sentence, iteration_sentence
 
-    peaks, capacities = _peaks(outcome), costs.inputs.capacities_bytes
+    predictions, capacities = outcome.plan.predictions, costs.inputs.capacities_bytes
+    assert predictions is not None and predictions.peak_memory_bytes is not None, "just found"
+    peaks = predictions.peak_memory_bytes
     rank = max(range(len(peaks)), key=lambda each: peaks[each] / capacities[each])
     return (
         iteration_sentence(outcome.iteration_s, outcome.tokens_per_s, outcome.efficiency),
@@ -245,13 +247,6 @@ def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:
         f"Fullest GPU: rank {rank} ({costs.inputs.kinds[rank]}), {memory(peaks[rank])} of "
         f"{memory(capacities[rank])} usable.",
     )
-
-
-def _peaks(outcome: "Outcome") -> tuple[int, ...]:
-    predictions = outcome.plan.predictions
-    if predictions is not None and predictions.peak_memory_bytes is not None:
-        return predictions.peak_memory_bytes
-    return outcome.simulation.peak_memory_bytes
 
 
 def answer_as_json(answer: Answer) -> dict[str, Any]:
