@@ -44,7 +44,6 @@ CLUSTERS = {
     "laptop": (LAPTOP, "llama-1b", 60, ()),
     "one": (ONE, "llama-1b", 16, ()),
     "equal": (EQUAL_64, "llama-7b", 256, ()),
-    "paper-a": (example("zorse-paper-cluster-a"), "llama-7b", 240, ()),
     "never measured": (NEVER_MEASURED, "llama-1b", 8, ()),
     "four kinds": (MIX, "gpt-1.3b", 12, ()),
 }
