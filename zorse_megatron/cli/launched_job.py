@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.cli.workload_costs import workload_in_flags, workload_problems
-from zorse_megatron.errors import FlagError
+from zorse_megatron.cli.workload_costs import workload_in_flags
 from zorse_megatron.flags.torch_builds import build_notes
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
@@ -45,11 +44,11 @@ def planned_job(
     plan, there = _files(path, cluster)
     refuse_unsupported(plan, str(path))
     training = training_of(given, plan=str(path), cluster=str(cluster) if names_nodes else None)
-    notes = _refuse_other_training(plan, given, path, there)
+    workload, _ = workload_in_flags(given, plan, path, there.kinds)
     if names_nodes:
         refuse_odd_names(there)
     title = f"Trains under {path} (plan {fingerprint(plan)}) on the GPUs{_of(there)}."
-    return _job(plan, there, training, title, notes)
+    return _job(plan, there, training, title, workload.notes)
 
 
 def stock_job(path: Path, cluster: Path, given: Sequence[str], *, names_nodes: bool) -> LaunchedJob:
@@ -64,11 +63,11 @@ def stock_job(path: Path, cluster: Path, given: Sequence[str], *, names_nodes: b
     rest = without_layout(given, layout)
     refuse_other_dtype(rest, plan.groups[0].compute_dtype)
     training = stock_training_of(rest, layout, grid.tensor)
-    notes = _refuse_other_training(plan, rest, path, there, by_stock=True)
+    workload, _ = workload_in_flags(rest, plan, path, there.kinds, by_stock=True)
     if names_nodes:
         refuse_odd_names(there)
     title = f"Unmodified Megatron in the layout of {path} ({fingerprint(plan)}){_of(there)}."
-    notes = (*replaced_sizes(given, layout), *notes)
+    notes = (*replaced_sizes(given, layout), *workload.notes)
     return _job(plan, in_order(there, order), training, title, notes)
 
 
@@ -92,14 +91,3 @@ def _job(
 
 def _of(cluster: Cluster) -> str:
     return f" of {cluster.name}" if cluster.name else ""
-
-
-def _refuse_other_training(
-    plan: Plan, given: Sequence[str], path: Path, cluster: Cluster, *, by_stock: bool = False
-) -> tuple[str, ...]:
-    """Raise FlagError for a command that the plan is not for; return notes on it."""
-    workload, _ = workload_in_flags(given, plan, cluster.kinds, by_stock=by_stock)
-    problems = list(workload_problems(plan, workload, str(path)))
-    if problems:
-        raise FlagError(f"the training command does not fit {path}", problems)
-    return workload.notes

@@ -11,9 +11,9 @@ from zorse_megatron.cli.console import refuse
 from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
 from zorse_megatron.cli.workload import Workload, at_seq_length, workload_of
 from zorse_megatron.costs.measured_curves import unlikely_times
-from zorse_megatron.errors import ModelError, Problem
+from zorse_megatron.errors import FlagError, ModelError, Problem
 from zorse_megatron.flags.command import last_values
-from zorse_megatron.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind, common_dtype
+from zorse_megatron.gpus.gpu import DTYPE_OF, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import ModelShape
@@ -63,7 +63,7 @@ def costs_of_workload(
     margin = checked_share(margin, "--margin")
     loaded = [each if isinstance(each, Profile) else load_profile(each) for each in profiles]
     profile = joined(loaded) if loaded else None
-    dtype = workload.dtype or usual_dtype(cluster)
+    dtype = workload.dtype or DTYPE_OF[common_dtype(cluster.kinds.values())]
 
     make = partial(
         make_inputs,
@@ -155,11 +155,6 @@ def costs_on(
     )
 
 
-def usual_dtype(cluster: Cluster) -> Dtype:
-    """Return the first of bfloat16, float16 and float32 that every kind of GPU computes in."""
-    return DTYPE_OF[common_dtype(cluster.kinds.values())]
-
-
 def needed_batch_size(workload: Workload) -> int:
     """Return the global batch size. Raises CommandError without it, or without a length."""
     problems = []
@@ -211,18 +206,24 @@ def fingerprint_problems(plan: Plan, model: ModelFingerprint, source: str) -> It
 
 
 def workload_in_flags(
-    flags: Sequence[str],
-    plan: Plan,
-    kinds: Mapping[str, GpuKind] | None = None,
-    **options: Any,
+    flags: Sequence[str], plan: Plan, path: Path, kinds: Mapping[str, GpuKind], **options: Any
 ) -> tuple[Workload, bool]:
-    """Read a training command to compare it with a plan, and whether it says the vocabulary.
+    """Read a training command for a plan (from `path`), and whether it says the vocabulary.
 
     Where it does not (its tokenizer is not here), that of the plan is taken. `kinds`:
     figures of GPUs that only the cluster file has; `options`: as of `workload_of`. Raises FlagError
     for flags that the plan does not go with, ModelError for an inconsistent model.
     """
     options |= {"model": None, "plan": plan, "kinds": kinds, "is_whole": True}
+    workload, has_vocabulary = _with_a_vocabulary(flags, plan, options)
+    if problems := list(workload_problems(plan, workload, str(path))):
+        raise FlagError(f"the training command does not fit {path}", problems)
+    return workload, has_vocabulary
+
+
+def _with_a_vocabulary(
+    flags: Sequence[str], plan: Plan, options: dict[str, Any]
+) -> tuple[Workload, bool]:
     try:
         return workload_of(flags=flags, **options), True
     except ModelError as error:

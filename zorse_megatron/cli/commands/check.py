@@ -1,6 +1,6 @@
 """`zorse check`: validate files, alone and together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -161,12 +161,15 @@ def _of_plan(path: Path, plan: Plan, files: Sequence[CheckedFile], said: Said) -
     for file in files:
         if isinstance(file.content, Cluster):
             what = f"{path} on {file.path}"
-            fits = partial(_fits_cluster, plan, file.content, path, what)
-            clusters += [(file.path, each) for each in attempt(what, fits)]
+            cluster, problems = file.content, cluster_problems(plan, file.content, str(path))
+            on = partial(_matched, what, problems, "every rank has its GPU", cluster)
+            clusters += [(file.path, each) for each in attempt(what, on)]
         elif isinstance(file.content, Workload):
             what = f"{path} for {file.path}"
-            fits_model = partial(_fits_model, plan, said.workload(file.content, plan), path, what)
-            workloads += [(str(file.path), each) for each in attempt(what, fits_model)]
+            workload = said.workload(file.content, plan)
+            problems = workload_problems(plan, workload, str(path))
+            of = partial(_matched, what, problems, "the same model", workload)
+            workloads += [(str(file.path), each) for each in attempt(what, of)]
     if said.flags is not None:
         kinds = {name: gpu for _, each in clusters for name, gpu in each.kinds.items()}
         in_flags = attempt(
@@ -182,19 +185,10 @@ def _of_plan(path: Path, plan: Plan, files: Sequence[CheckedFile], said: Said) -
     return checks
 
 
-def _fits_cluster(plan: Plan, cluster: Cluster, path: Path, what: str) -> tuple[str, Cluster]:
-    _refuse(list(cluster_problems(plan, cluster, str(path))), what)
-    return "every rank has its GPU", cluster
-
-
-def _fits_model(plan: Plan, workload: Workload, path: Path, what: str) -> tuple[str, Workload]:
-    _refuse(list(workload_problems(plan, workload, str(path))), what)
-    return "the same model", workload
-
-
-def _refuse(problems: Sequence[Problem], what: str) -> None:
-    if problems:
-        raise PlanError(f"{what}: no match", problems)
+def _matched(what: str, problems: Iterator[Problem], found: str, value: T) -> tuple[str, T]:
+    if listed := list(problems):
+        raise PlanError(f"{what}: no match", listed)
+    return found, value
 
 
 def _fits_flags(
@@ -204,13 +198,12 @@ def _fits_flags(
     workload, has_vocabulary = workload_in_flags(
         said.flags,
         plan,
+        path,
         kinds,
         dtype=said.dtype,
         global_batch_size=said.global_batch_size,
         seq_length=said.seq_length,
     )
-    if problems := list(workload_problems(plan, workload, str(path))):
-        raise FlagError(f"the training command does not fit {path}", problems)
     found = "the same model"
     if workload.global_batch_size is not None:
         found += " and global batch size"
