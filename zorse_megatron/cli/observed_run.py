@@ -132,17 +132,13 @@ def observed_run(
     costs = costs_on(plan, cluster, workload, profiles, margin=margin)
     # Not the times that the plan predicts: those may be of corrected speeds already.
     expected_s = micro_batch_times(plan, costs.inputs.costs)
-    speeds = with_own_speeds(
-        cluster,
-        costs.profile,
-        [
-            GpuSpeed(factor=each.micro_batch_s / expected, noise=each.noise or 0.0)
-            if each.micro_batch_s and expected
-            else None
-            for each, expected in zip(status.ranks, expected_s, strict=True)
-        ],
-        origin=_origin(status),
-    )
+    found = [
+        GpuSpeed(factor=each.micro_batch_s / expected, noise=each.noise or 0.0)
+        if each.micro_batch_s and expected
+        else None
+        for each, expected in zip(status.ranks, expected_s, strict=True)
+    ]
+    speeds = with_own_speeds(cluster, costs.profile, found, origin=_origin(status))
     known = () if speeds.profile is None else (speeds.profile,)
     return ObservedRun(
         directory=directory,

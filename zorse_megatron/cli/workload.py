@@ -81,30 +81,31 @@ def workload_of(
     with a plan, ModelError for an inconsistent model.
     """
     model, flags = model_or_flags(model, flags)
-    if model is None and flags is None:
+    is_auto = dtype_may_be_auto and dtype == "auto"
+    chosen = None if is_auto else dtype_named(dtype)
+    if flags is not None:
+        check = partial(check_command, plan=plan, kinds=kinds, is_whole=is_whole, by_stock=by_stock)
+        found = _from_flags(flags, check if checks_flags else None)
+        found = _with_options(found, global_batch_size, seq_length, chosen)
+        # What a plan says of its groups takes precedence over what the command says of the job.
+        return dataclasses.replace(found, dtype="auto") if is_auto else found
+    workload, said = _of_model(model, seq_length, plan), "auto" if is_auto else chosen
+    return dataclasses.replace(workload, dtype=said, global_batch_size=global_batch_size)
+
+
+def _of_model(model: str | None, seq_length: int | None, plan: Plan | None) -> Workload:
+    """A named model; a well-known one has no length of the user's, and takes the plan's."""
+    if model is None:
         raise refusal(
             "--model",
             "no model",
             f"--model with {_WAYS}, or those flags after --",
             "Such as --model llama-7b, or: -- pretrain_gpt.py --num-layers 32 ...",
         )
-    is_auto = dtype_may_be_auto and dtype == "auto"
-    chosen = None if is_auto else dtype_named(dtype)
-    if flags is not None:
-        check = partial(check_command, plan=plan, kinds=kinds, is_whole=is_whole, by_stock=by_stock)
-        found = _from_flags(flags, check if checks_flags else None)
-        _refuse_contradictions(found, global_batch_size, seq_length, chosen)
-        if found.global_batch_size is None:
-            found = dataclasses.replace(found, global_batch_size=global_batch_size)
-        # What a plan says of its groups takes precedence over what the command says of the job.
-        return dataclasses.replace(found, dtype="auto") if is_auto else found
-    assert model is not None
     if seq_length is None and plan is not None and not _is_file_name(model):
-        seq_length = plan.model.seq_length  # a well-known model has no length of the user's
+        seq_length = plan.model.seq_length
     workload = named_model(model)
-    workload = workload if seq_length is None else at_seq_length(workload, seq_length)
-    said = "auto" if is_auto else chosen
-    return dataclasses.replace(workload, dtype=said, global_batch_size=global_batch_size)
+    return workload if seq_length is None else at_seq_length(workload, seq_length)
 
 
 def model_or_flags(
@@ -159,10 +160,10 @@ def _from_flags(flags: Sequence[str], check: Callable[[Command], list[Problem]] 
     )
 
 
-def _refuse_contradictions(
+def _with_options(
     found: Workload, batch: int | None, seq_length: int | None, dtype: Dtype | None
-) -> None:
-    """Raise CommandError where options say something else than the flags."""
+) -> Workload:
+    """With the batch size where flags have none. Raises CommandError where options contradict."""
     pairs = (
         ("--global-batch-size", batch, found.global_batch_size),
         ("--seq-length", seq_length, found.model.seq_length),
@@ -179,6 +180,8 @@ def _refuse_contradictions(
         if ours is not None and theirs not in (None, ours)
     ]
     refuse(contradictions, "the options do not fit the training command")
+    size = batch if found.global_batch_size is None else found.global_batch_size
+    return dataclasses.replace(found, global_batch_size=size)
 
 
 def named_model(name: str) -> Workload:

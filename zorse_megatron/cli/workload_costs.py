@@ -57,27 +57,13 @@ def costs_of_workload(
     command asks for. None: any, and a plan is there already: what the command asks for is in it or
     not, but explaining it may search again.
     """
-    # Here and not above: other commands start faster without these imports.
-    from zorse_megatron.planner.inputs.search_inputs import make_inputs
-
     margin = checked_share(margin, "--margin")
     loaded = [each if isinstance(each, Profile) else load_profile(each) for each in profiles]
     profile = joined(loaded) if loaded else None
     dtype = workload.dtype or DTYPE_OF[common_dtype(cluster.kinds.values())]
 
-    make = partial(
-        make_inputs,
-        cluster,
-        profile=profile,
-        dtype=dtype,
-        memory_margin=margin,
-        space=_space_of(space, workload),
-        computing=workload.computing,
-    )
-
-    def inputs_for(model: ModelShape, batch: int) -> "Inputs":
-        return make(model, global_batch_size=batch)
-
+    space = _space_of(space, workload)
+    inputs_for = partial(_inputs, cluster, workload, profile, dtype, margin, space)
     inputs = inputs_for(workload.model, global_batch_size)
     unlikely = () if profile is None else unlikely_times(profile, cluster.kinds)
     to_do = (*inputs.to_do, *(f"unlikely: {each}" for each in unlikely))
@@ -91,6 +77,31 @@ def costs_of_workload(
         to_do=to_do,
         profile=profile,
         inputs_for=inputs_for,
+    )
+
+
+def _inputs(  # noqa: PLR0917
+    cluster: Cluster,
+    workload: Workload,
+    profile: Profile | None,
+    dtype: DtypeChoice,
+    margin: float,
+    space: "SearchSpace",
+    model: ModelShape,
+    batch: int,
+) -> "Inputs":
+    # Here and not above: other commands start faster without these imports.
+    from zorse_megatron.planner.inputs.search_inputs import make_inputs
+
+    return make_inputs(
+        cluster,
+        model,
+        profile,
+        global_batch_size=batch,
+        dtype=dtype,
+        memory_margin=margin,
+        space=space,
+        computing=workload.computing,
     )
 
 

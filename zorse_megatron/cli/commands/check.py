@@ -65,21 +65,23 @@ class Said:
         return replace(workload, dtype=self.dtype, global_batch_size=self.global_batch_size)
 
 
-@partial(answers, errors_to_stderr=False)
-def check(
-    *,
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Files beside those of a workload."""
+
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
             metavar="[FILE]...", help="Plans, clusters, models, profiles, in any order."
         ),
-    ] = None,
+    ] = None
     cluster: Annotated[
         Path | None, typer.Option("--cluster", metavar="YAML", help="A cluster file, as FILE.")
-    ] = None,
-    given: WorkloadOptions,
-    margin: Margin = 0.0,
-) -> Output:
+    ] = None
+
+
+@partial(answers, errors_to_stderr=False)
+def check(*, files: Files, given: WorkloadOptions, margin: Margin = 0.0) -> Output:
     """Validate files, alone and together: summarize them, or list every problem (exit code 1).
 
     Flags after -- are compared with the plan. With a plan, a cluster and a model (or flags), memory
@@ -93,22 +95,22 @@ def check(
         seq_length=given.seq_length,
         margin=checked_share(margin, "--margin"),
     )
-    named = [*(paths or ()), *([cluster] if cluster else ()), *given.profiles]
-    files = [*map(check_file, named), *map(check_model, [name] if name else ())]
-    if not files:
+    paths = [*(files.paths or ()), *([files.cluster] if files.cluster else ()), *given.profiles]
+    checked = [*map(check_file, paths), *map(check_model, [name] if name else ())]
+    if not checked:
         raise refusal(
             "FILE",
             "no file",
             "a plan, cluster, model or profile, or --model",
             "Such as: zorse check plan.json cluster.yaml --model llama-7b",
         )
-    together = checks_of(files, said)
-    results: list[CheckedFile | Checked] = [*files, *together]
+    together = checks_of(checked, said)
+    results: list[CheckedFile | Checked] = [*checked, *together]
     errors = [each.error for each in results if each.error is not None]
     return Output(
-        values=_as_json(files, together, errors),
+        values=_as_json(checked, together, errors),
         shown=[
-            *(each for file in files for each in file.shown),
+            *(each for file in checked for each in file.shown),
             *(str(each.error or f"{each.what}: OK, {each.found}") for each in together),
         ],
         ok=not errors,
@@ -145,17 +147,7 @@ def checks_of(files: Sequence[CheckedFile], said: Said) -> list[Checked]:
 def _of_plan(path: Path, plan: Plan, files: Sequence[CheckedFile], said: Said) -> list[Checked]:
     """Compare a plan with all else; its memory with each of what it goes with."""
     checks: list[Checked] = []
-
-    def attempt(what: str, check: Callable[[], tuple[str, T]]) -> list[T]:
-        """Make one check: what it says goes into the list, what it returns on to others."""
-        try:
-            found, value = check()
-        except ZorseError as error:
-            checks.append(Checked(what=what, error=error))
-            return []
-        checks.append(Checked(what=what, found=found))
-        return [value]
-
+    attempt = partial(_attempt, checks)
     clusters: list[tuple[Path, Cluster]] = []
     workloads: list[tuple[str, Workload]] = []
     for file in files:
@@ -183,6 +175,17 @@ def _of_plan(path: Path, plan: Plan, files: Sequence[CheckedFile], said: Said) -
             fits_memory = partial(_fits_memory, plan, costs, path, said.margin)
             attempt(f"memory of {path} on {cluster_path} with {name}", fits_memory)
     return checks
+
+
+def _attempt(checks: list[Checked], what: str, check: Callable[[], tuple[str, T]]) -> list[T]:
+    """Make one check: what it says goes into the list, what it returns on to others."""
+    try:
+        found, value = check()
+    except ZorseError as error:
+        checks.append(Checked(what=what, error=error))
+        return []
+    checks.append(Checked(what=what, found=found))
+    return [value]
 
 
 def _matched(what: str, problems: Iterator[Problem], found: str, value: T) -> tuple[str, T]:

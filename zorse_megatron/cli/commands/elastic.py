@@ -170,16 +170,14 @@ def join(
             save=save,
             max_failures=max_restarts,
         )
-        answer = _answer(me, replanner, starts)
-        _leave_where_told(answer, me)
-        _become(answer, given)
+        _become(_answer(me, replanner, starts), given)
 
 
 def _answer(me: LaunchedRank, replanner: Replanner, starts: Starts) -> Mapping[str, Any]:
-    """What the first process says to this one, once all have arrived."""
+    """What the first process says to this one, once all have arrived; ends it if it is to leave."""
     whole = load_cluster(replanner.cluster)
     node = node_called(whole, me.node)
-    return rendezvous(
+    answer = rendezvous(
         Rendezvous(
             number=me.rank, size=me.world_size, address=me.master_address, port=me.master_port
         ),
@@ -200,6 +198,8 @@ def _answer(me: LaunchedRank, replanner: Replanner, starts: Starts) -> Mapping[s
         arrive_s=_ARRIVE_S,
         decide_s=replanner.limit_s,
     )
+    _leave_where_told(answer, me)
+    return answer
 
 
 def _leave_where_told(answer: Mapping[str, Any], me: LaunchedRank) -> None:

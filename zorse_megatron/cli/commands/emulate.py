@@ -100,8 +100,12 @@ class EmulationOptions:
         typer.Option(metavar="DIR", help="Keep the run's status there, for zorse status."),
     ] = None
 
-    def problems(self, plan: Plan, source: str) -> Iterator[Problem]:
-        """Yield why the plan cannot be emulated so."""
+    def refuse(self, plan: Plan, source: str) -> None:
+        """Raise PlanError or CommandError for a plan that cannot be emulated so."""
+        refuse_unsupported(plan, source)
+        refuse(list(self._problems(plan, source)), "the plan cannot be emulated")
+
+    def _problems(self, plan: Plan, source: str) -> Iterator[Problem]:
         if plan.world_size > MAX_RANKS:
             yield Problem(
                 where=source,
@@ -144,16 +148,14 @@ def emulate(
     plan, flags, layout = load_plan(path), given.flags, None
     if emulation.stock:
         layout, flags = _stock_layout(plan, cluster, flags, source=str(path))
-    refuse_unsupported(plan, str(path))
-    workload = given.workload(plan, flags=flags)
-    costs = costs_for_plan(plan, cluster, workload, given.profiles, source=str(path))
-    refuse(list(emulation.problems(plan, str(path))), "the plan cannot be emulated")
+    emulation.refuse(plan, str(path))
+    workload, profiles = given.workload(plan, flags=flags), given.profiles
+    costs = costs_for_plan(plan, cluster, workload, profiles, source=str(path))
     perturbation = slow.perturbation(costs)
     with progress_shown("simulating", wanted=not as_json) as tell:
         job = _ours(plan, costs, emulation) if layout is None else _stocks(plan, costs, *layout)
         predicted = simulated(job.plan, job.costs, source=str(path), framework=job.framework)
-        recompute = workload.computing.recompute if layout is None else None
-        training = _tiny(costs, [job.plan], iterations, recompute)
+        training = _tiny(costs, [job.plan], iterations, job.recompute)
         with emulator(
             costs.inputs,
             training,
@@ -179,6 +181,8 @@ class _Job:
     """What is simulated, on GPUs in the order of `costs`."""
     costs: WorkloadCosts
     framework: "Framework | None" = None
+    recompute: "JobRecompute | None" = None
+    """Of the whole job; stock recomputes by its flags."""
 
 
 def _ours(plan: Plan, costs: WorkloadCosts, emulation: EmulationOptions) -> _Job:
@@ -191,7 +195,8 @@ def _ours(plan: Plan, costs: WorkloadCosts, emulation: EmulationOptions) -> _Job
         *(("--zorse-status", str(status.absolute())) if status is not None else ()),
     )
     system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan, flags=flags)
-    return _Job(system=system, plan=plan, costs=costs)
+    recompute = costs.workload.computing.recompute
+    return _Job(system=system, plan=plan, costs=costs, recompute=recompute)
 
 
 def _stocks(plan: Plan, costs: WorkloadCosts, grid: "Grid", order: tuple[int, ...]) -> _Job:
