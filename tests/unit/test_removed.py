@@ -7,11 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.test_cli import COMMANDS, options
-from zorse_megatron.cli.command_group import _REMOVED
+from zorse_megatron.cli.command_group import REMOVED
 from zorse_megatron.cli.main import app
 
 
-@pytest.mark.parametrize(("name", "way"), _REMOVED.items(), ids=_REMOVED)
+@pytest.mark.parametrize(("name", "way"), REMOVED.items(), ids=REMOVED)
 def test_the_way_now_is_named(name: str, way: str) -> None:
     words = name.split()
     given = (
@@ -29,7 +29,7 @@ def test_the_way_now_is_named(name: str, way: str) -> None:
 
 def test_what_is_to_be_done_now_is_there() -> None:
     known = set().union(*map(options, COMMANDS.values()))
-    for way in _REMOVED.values():
+    for way in REMOVED.values():
         for words in re.findall(r"zorse ((?:[a-z-]+ ?)+)", way):
             assert any(words.startswith(" ".join(each)) for each in COMMANDS), way
         assert set(re.findall(r"--[\w-]+", way)) <= known, way

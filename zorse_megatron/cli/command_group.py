@@ -27,7 +27,7 @@ _RENAMED = {
     "--equal-parts": "--even-tp",
     "--host-activations": "--activation-offload",
 }
-_REMOVED = {
+REMOVED = {
     "compare-plans": "Run zorse compare --simulated: the same in the simulator.",
     "plan --may-leave-out": _USE_ALL,
     **{f"plan {old}": f"It is now {new}." for old, new in _RENAMED.items()},
@@ -103,13 +103,13 @@ def _refuse_removed(ctx: Any, word: str) -> None:
         words.insert(0, each.info_name)
         each = each.parent
     name = " ".join(words)
-    if name not in _REMOVED:
+    if name not in REMOVED:
         return
     problem = Problem(
         where=f"zorse {name}",
         found=f"{'an option' if word.startswith('-') else 'a command'} that was removed",
         expected="one that is there",
-        remedy=_REMOVED[name],
+        remedy=REMOVED[name],
     )
     with reported_errors(as_json=ctx.meta.get(_WANTS_JSON, False), status=USAGE):
         raise CommandError("the command cannot be run", [problem])
