@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NoReturn
 
 from zorse_megatron.live.hub import Hub, Member
@@ -39,12 +40,12 @@ def watched(
         return WatchedRank(None, timeouts), ""
     shared = SharedState()
     shared.phase.write("at its start")
-    post: Hub | Member
-    if rank == 0:
-        post = Hub(world_size, timeouts=timeouts, describe=describe, host=host)
-        address = post.address
-    else:
-        post, address = Member(rank, timeouts=timeouts, host=host), ""
+    post: Hub | Member = (
+        Member(rank, timeouts=timeouts, host=host)
+        if rank
+        else Hub(world_size, timeouts=timeouts, describe=describe, host=host)
+    )
+    address = post.address if isinstance(post, Hub) else ""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -59,30 +60,24 @@ def watched(
         return WatchedRank(shared, timeouts), address
     forward(process)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    _watch(process, rank, shared, post, timeouts, describe, address)
+    _watch(
+        Watcher(
+            rank=rank,
+            process=process,
+            shared=shared,
+            post=post,
+            timeouts=timeouts,
+            describe=describe,
+            find_hub=partial(_find_hub, shared, address),
+        )
+    )
 
 
-def _watch(  # noqa: PLR0917
-    process: int,
-    rank: int,
-    shared: SharedState,
-    post: Hub | Member,
-    timeouts: Timeouts,
-    describe: Callable[[int], str],
-    hub_address: str,
-) -> NoReturn:
+def _watch(watcher: Watcher) -> NoReturn:
     gc.disable()  # what it would free are the rank's things
+    post = watcher.post
     _let_go_of_files(keep=post.listener.fileno() if isinstance(post, Hub) else -1)
     _allow_many_files()
-    watcher = Watcher(
-        rank=rank,
-        process=process,
-        shared=shared,
-        post=post,
-        timeouts=timeouts,
-        describe=describe,
-        find_hub=lambda: _find_hub(shared, hub_address),
-    )
     watcher.run()
 
 
