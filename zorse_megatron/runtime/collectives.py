@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.runtime.host_link import HostTask, HostWorker
+from zorse_megatron.runtime.host_link import HostWorker
 from zorse_megatron.runtime.transport import Work
 from zorse_megatron.schedule.shards import Interval
 
@@ -293,11 +293,11 @@ class StagedWork:
     def __init__(
         self,
         counted: Sequence[Work],
-        done: "HostTask | _DeviceEvent",
+        wait: Callable[[], object],
         buffers: Sequence[torch.Tensor],
     ) -> None:
-        """`counted`: works that say when it is done, `done`: that it is; `buffers`: its own."""
-        self._counted, self._done, self._buffers = tuple(counted), done, tuple(buffers)
+        """`counted`: works that say when it is done; `wait`: until it is; `buffers`: its own."""
+        self._counted, self._wait, self._buffers = tuple(counted), wait, tuple(buffers)
 
     @property
     def buffer_bytes(self) -> int:
@@ -309,7 +309,7 @@ class StagedWork:
         for work in self._counted:
             work.wait()
         self._counted = ()
-        self._done.wait()
+        self._wait()
         self._buffers = ()
 
 
@@ -324,7 +324,8 @@ def start_stages(
     if whole.is_cuda:
         return StagedWork((), _on_streams(stages, finish, whole.device), buffers)
     counted = _announced(stages, whole)
-    return StagedWork(counted, worker.submit(lambda: _one_by_one(stages, finish)), buffers)
+    done = worker.submit(lambda: _one_by_one(stages, finish))
+    return StagedWork(counted, done.result, buffers)
 
 
 def _announced(stages: Sequence[Stage], whole: torch.Tensor) -> list[Work]:
@@ -348,19 +349,11 @@ def _one_by_one(stages: Sequence[Stage], finish: Callable[[], None]) -> None:
     finish()
 
 
-class _DeviceEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-
 @torch.no_grad()
 def _on_streams(
     stages: Sequence[Stage], finish: Callable[[], None], device: torch.device
-) -> _DeviceEvent:
-    """Start the stages on a side stream for each communicator."""
+) -> Callable[[], None]:
+    """Start the stages on a side stream for each communicator; returns what waits for the last."""
     stream = torch.cuda.current_stream(device)
     ready = stream.record_event()
     done: list[torch.cuda.Event] = []
@@ -377,7 +370,8 @@ def _on_streams(
         stream.wait_event(event)
     with torch.cuda.stream(stream):
         finish()
-    return _DeviceEvent(stream.record_event())
+    last = stream.record_event()
+    return lambda: torch.cuda.current_stream().wait_event(last)
 
 
 @cache
