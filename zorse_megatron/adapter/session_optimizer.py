@@ -19,6 +19,7 @@ from zorse_megatron.adapter.memory import (
 from zorse_megatron.adapter.optimizer.distributed_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.optimizer.shard_update import Update, choose_update, say_update
 from zorse_megatron.adapter.optimizer.streamed_gradients import count_zeros
+from zorse_megatron.adapter.plan_run import RunOptions
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.adapter.session_executor import boundary_dtype
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
@@ -36,20 +37,19 @@ from zorse_megatron.runtime.host_link import HostLink
 
 def build_optimizer(
     at: RankPlan,
+    asked: RunOptions,
     config: Any,
     models: list[Any],
     *,
     link: HostLink | None,
-    update: Update,
-    host_limit_bytes: int | None,
     on_change: Callable[[], None],
     **options: Any,
 ) -> Any:
     """Build what `get_megatron_optimizer` builds, to be stepped chunk by chunk.
 
-    `models`: this rank's wrapped chunks; `link`: for what the plan offloads; `host_limit_bytes`: of
-    a node; `on_change`: called within a step whenever as much is on the device as there will be
-    until the next call; `options`: stock's. A collective call.
+    `models`: this rank's wrapped chunks; `link`: for what the plan offloads; `on_change`: called
+    within a step whenever as much is on the device as there will be until the next call;
+    `options`: stock's. A collective call.
     """
     layouts = CheckpointLayout
     optimizer = build_uneven_optimizer(
@@ -66,14 +66,13 @@ def build_optimizer(
     for each in parts:
         each.is_mixed = at.is_mixed
         take_exact(each)
-    streams = _streams_gradients(at, update, models)
-    say_update(
-        [choose_update(each, update, at.device, streams=streams) for each in parts], at.device
-    )
+    streams = _streams_gradients(at, asked.update, models)
+    chosen = [choose_update(each, asked.update, at.device, streams=streams) for each in parts]
+    say_update(chosen, at.device)
     if any(group.grad_reduce_dtype for group in at.plan.groups):
         # Said now on every node: its first rank may be in a group that sends none in 16 bits.
         why_not_triton(at.device)
-    _share_host_memory(at, models, parts, link, host_limit_bytes)
+    _share_host_memory(at, models, parts, link, asked.host_memory_limit_bytes)
     if link is not None and (at.offload.parameters or at.offload.optimizer_state or streams):
         with before_first_step(at.rank, link):
             for each in parts:

@@ -384,7 +384,8 @@ def make_watch(
     at: RankPlan, run: PlanRun, assignment: MicroBatchAssignment, clock: Clock
 ) -> RunWatch | None:
     """Make it if it was asked for; a collective call. `assignment`: of the training."""
-    if not run.rebalances and run.status_directory is None:
+    options = run.options
+    if not options.rebalances and options.status is None:
         return None
     links = LinkTimes(edges=edges_of((at.training,)), world_size=at.plan.world_size)
     status = RunStatus(
@@ -398,11 +399,11 @@ def make_watch(
         plan=at.plan,
         times=StepTimes(clock, behind=int(isinstance(clock, CudaClock))),
         exchange=Exchange(timeout=at.timeout),
-        switching=_switching(at, assignment) if run.rebalances else None,
+        switching=_switching(at, assignment) if options.rebalances else None,
         links=links,
         rank=at.rank,
-        reporter=StatusReporter(status, directory=run.status_directory),
-        requests=PlanRequests.of(run.status_directory, rank=at.rank, is_first=not run.moves)
+        reporter=StatusReporter(status, directory=options.status),
+        requests=PlanRequests.of(options.status, rank=at.rank, is_first=not run.moves)
         if run.may_move
         else None,
     )

@@ -64,7 +64,7 @@ def leaving_when_asked(session: PlanSession, stock: Callable[..., bool]) -> Call
             checkpointing_context,
             train_data_iterator,
         )
-        watch = session.parts.watch
+        watch = session.watch
         requests = None if watch is None else watch.requests
         if (
             watch is None
@@ -100,7 +100,7 @@ class _Leaving:
     num_flops: float
 
     def __post_init__(self) -> None:
-        self.at, self.run = self.session.parts.at, self.session.parts.run
+        self.at, self.run = self.session.at, self.session.run
         self.group = self.watch.exchange.group
 
     def if_all_can(self, requests: PlanRequests) -> None:
@@ -224,7 +224,7 @@ def _fingerprint(data: bytes) -> str | None:
 
 def moving_hooks(session: PlanSession) -> Replacements:
     """What is rebound in a run that may be asked to move, or that has moved."""
-    run, hooks = session.parts.run, {}
+    run, hooks = session.run, {}
     if run.may_move:
         hooks[under_plan.DECIDE_EXIT] = partial(leaving_when_asked, session)
     if run.moved is not None:
@@ -243,7 +243,7 @@ def _setup_from_memory(
             presented(known, "perform_initialization", False),
         ):
             model, optimizer, scheduler = stock(*args, **kwargs)
-        take_over(session.parts.at, aside, model, session.optimizers, scheduler)
+        take_over(session.at, aside, model, session.optimizers, scheduler)
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer

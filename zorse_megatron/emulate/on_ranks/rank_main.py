@@ -9,11 +9,12 @@ from datetime import timedelta
 from functools import partial
 
 from zorse_megatron import pretrain
+from zorse_megatron.adapter.plan_run import RankSetup
 from zorse_megatron.emulate.emulated_job import EmulatedJob, current_job
 from zorse_megatron.emulate.tiny_model import TIMEOUT_MINUTES
 
 
-def emulate(job: EmulatedJob, rank: int) -> pretrain.RankSetup:
+def emulate(job: EmulatedJob, rank: int) -> RankSetup:
     """Put the emulation in place, before Megatron reads its arguments. For CPU mode only."""
     from zorse_megatron.adapter import cpu_mode
 
@@ -64,7 +65,7 @@ def emulate(job: EmulatedJob, rank: int) -> pretrain.RankSetup:
         report=job.report(rank),
     )
     REGISTRY.apply(emulation_hooks(watch=pacer.watch, around_step=pacer.around_step))
-    return pretrain.RankSetup(
+    return RankSetup(
         # Megatron's --distributed-backend knows nccl and gloo only, but it trains on the process
         # group that is there already, and makes its others in the same backend.
         init_process_group=partial(
