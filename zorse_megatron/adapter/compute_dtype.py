@@ -20,16 +20,11 @@ from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.runtime.host_link import copied_to_host
 
-_TORCH: dict[ComputeDtype, torch.dtype] = {
+TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
 }
-
-
-def torch_dtype(name: ComputeDtype) -> torch.dtype:
-    """The type in torch's terms."""
-    return _TORCH[name]
 
 
 def set_compute_dtype(args: Namespace, plan: Plan) -> None:
@@ -84,7 +79,7 @@ def keep_exact_part(parameter: torch.nn.Parameter, owned: torch.Tensor) -> None:
 @torch.no_grad()
 def take_exact(optimizer: Any) -> None:
     """Make main parameters of the values that are kept, where there are any."""
-    for _, parameter, _, shard in optimizer.owned_shards():
+    for _, parameter, _, shard in optimizer.owned_shards:
         exact = parameter.__dict__.pop(_EXACT, None)
         if exact is not None:
             optimizer.write(shard, exact)
@@ -98,7 +93,7 @@ def start_from_main(models: Iterable[Any], optimizers: Iterable[Any]) -> None:
     chunk that is released this makes the shards.
     """
     for optimizer in optimizers:
-        for chunk, parameter, (start, stop), main in optimizer.owned_shards():
+        for chunk, parameter, (start, stop), main in optimizer.owned_shards:
             if parameter.dtype != torch.float32:
                 chunk.write_parameter(parameter, start, stop, optimizer.read(main))
     for model in models:

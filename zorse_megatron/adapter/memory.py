@@ -54,7 +54,7 @@ def copied_gradient_bytes(optimizers: list[Any]) -> int:
     return sum(
         shard.grad.nbytes
         for optimizer in optimizers
-        for chunk, _, _, shard in optimizer.owned_shards()
+        for chunk, _, _, shard in optimizer.owned_shards
         if shard.grad is not None and any(b.grad_dtype != torch.float32 for b in chunk.buffers)
     )
 
@@ -71,7 +71,7 @@ def state_bytes(optimizers: list[Any]) -> int:
     """
     storages: dict[int, int] = {}
     for optimizer in optimizers:
-        for _, parameter, _, shard in optimizer.owned_shards():
+        for _, parameter, _, shard in optimizer.owned_shards:
             held = [v for v in optimizer.optimizer.state[shard].values() if _is_large(v)]
             if parameter.dtype != torch.float32:
                 held.append(shard)
@@ -369,7 +369,7 @@ def host_need(
 
 def main_bytes(optimizers: Sequence[Any]) -> int:
     """Main parameters, which are in the host from when they are made if optimizer state waits."""
-    owned = [each for optimizer in optimizers for each in optimizer.owned_shards()]
+    owned = [each for optimizer in optimizers for each in optimizer.owned_shards]
     return sum(main.nbytes for _, parameter, _, main in owned if parameter.dtype != torch.float32)
 
 
@@ -378,7 +378,7 @@ def _state_bytes(models: Mapping[int, Any], optimizers: Sequence[Any], *, pinned
     total = 0
     for optimizer in optimizers:
         for model in models.values():
-            owned = [(p, s) for c, p, _, s in optimizer.owned_shards() if c is model]
+            owned = [(p, s) for c, p, _, s in optimizer.owned_shards if c is model]
             elements = sum(shard.numel() for _, shard in owned)
             main = sum(s.numel() for p, s in owned if p.dtype != torch.float32)
             blocks = [elements] * _NUM_MOMENTS + [main]

@@ -103,13 +103,6 @@ def fill(groups: PlanGroups, *, rank: int) -> None:
 
 
 @contextmanager
-def one_data_parallel_rank() -> Iterator[None]:
-    """Within the block, stock sees rank 0 of 1 in data parallelism: the global sample order."""
-    with presented(parallel_state, "_MPU_DATA_PARALLEL_RANK", 0):
-        yield
-
-
-@contextmanager
 def one_rank_alone(alone: dist.ProcessGroup) -> Iterator[None]:
     """Within the block, stock sees this rank as a tensor-parallel group of its own."""
     args, ranks = get_args(), dist.get_process_group_ranks(alone)
@@ -120,13 +113,6 @@ def one_rank_alone(alone: dist.ProcessGroup) -> Iterator[None]:
         presented(args, "tensor_model_parallel_size", 1),
         presented(args, "sequence_parallel", False),
     ):
-        yield
-
-
-@contextmanager
-def first_stage() -> Iterator[None]:
-    """Within the block, stock sees this rank on the first pipeline stage."""
-    with presented(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0):
         yield
 
 

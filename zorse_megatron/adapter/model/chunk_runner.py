@@ -326,7 +326,10 @@ class MegatronChunkRunner:
         model = self.inputs.models[chunk]
         there = at_chunk(self.collection, chunk, self.stages.num_chunks)
         there.tp = there.cp  # what TP groups hold whole has been summed, see `tp_sums`
-        with self.stages.at_chunk(chunk), _without_barriers(get_model_config(model)):
+        # No rank waits for all others there (--timing-log-level): each comes at a time of its own,
+        # while others need what it sends later.
+        without_barriers = presented(get_model_config(model), "barrier_with_L1_time", False)
+        with self.stages.at_chunk(chunk), without_barriers:
             self.inputs.config.finalize_model_grads_func([model], None, pg_collection=there)
 
     def _hold_back_gradient_sync(self, chunk: int) -> None:
@@ -338,17 +341,6 @@ class MegatronChunkRunner:
     def _let_gradients_sync(self, chunk: int) -> None:
         if chunk in self.without_sync:
             self.without_sync.pop(chunk).__exit__(None, None, None)
-
-
-@contextlib.contextmanager
-def _without_barriers(config: Any) -> Iterator[None]:
-    """Let no rank wait for all others there (--timing-log-level): each comes at a time of its own,
-    while others need what it sends later."""
-    with_barriers, config.barrier_with_L1_time = config.barrier_with_L1_time, False
-    try:
-        yield
-    finally:
-        config.barrier_with_L1_time = with_barriers
 
 
 def _key(action: Action) -> tuple[int, int]:

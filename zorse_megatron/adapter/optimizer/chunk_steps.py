@@ -20,7 +20,7 @@ class ChunkSteps:
         """`optimizer`: an `UnevenDistributedOptimizer`."""
         self.inner = optimizer.optimizer
         self._shards: dict[int, set[int]] = {id(chunk): set() for chunk in optimizer.model_chunks}
-        for chunk, _, _, shard in optimizer.owned_shards():
+        for chunk, _, _, shard in optimizer.owned_shards:
             self._shards[id(chunk)].add(id(shard))
         self._before = self._after = self._counts()
 

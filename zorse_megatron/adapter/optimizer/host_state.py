@@ -309,7 +309,7 @@ class HostState:
             for number, group in enumerate(self.inner.param_groups)
             for shard in group["params"]
         }
-        for chunk, parameter, (start, _), shard in optimizer.owned_shards():
+        for chunk, parameter, (start, _), shard in optimizer.owned_shards:
             owned = OwnedShard(
                 parameter=parameter, start=start, tensor=shard, group=group_of[id(shard)]
             )

@@ -160,7 +160,7 @@ class ShardUpdate:
             return {}
         return {
             id(shard): chunk.parameter_piece(parameter, start, stop)
-            for chunk, parameter, (start, stop), shard in self.optimizer.owned_shards()
+            for chunk, parameter, (start, stop), shard in self.optimizer.owned_shards
             if parameter.dtype != torch.float32
         }
 
