@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zorse_megatron.adapter.checkpoint.saved_optimizer import allocate_state
-from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps
+from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps, stepping
 from zorse_megatron.adapter.optimizer.streamed_gradients import StreamedGradients, gradients_in_host
 from zorse_megatron.runtime.host_link import HostBacked, HostLink, joined_in_host
 from zorse_megatron.runtime.offload import GradientsInHost
@@ -97,19 +97,16 @@ class StatePiece:
 
         Yields what is stepped, by slices.
         """
-        groups, state = inner.param_groups, inner.state
-        everything = [group["params"] for group in groups]
+        state = inner.state
+        by_group: list[list[torch.Tensor]] = [[] for _ in inner.param_groups]
         tensors = [self._tensor(each) for each in self.slices]
-        for number, group in enumerate(groups):
-            of_group = zip(tensors, self.slices, strict=True)
-            group["params"] = [t for t, each in of_group if each.shard.group == number]
         for tensor, each in zip(tensors, self.slices, strict=True):
+            by_group[each.shard.group].append(tensor)
             state[tensor] = self._state(each, state[each.shard.tensor])
         try:
-            yield tensors
+            with stepping(inner, by_group):
+                yield tensors
         finally:
-            for group, parameters in zip(groups, everything, strict=True):
-                group["params"] = parameters
             for tensor, each in zip(tensors, self.slices, strict=True):
                 found = state.pop(tensor)
                 if each.is_end:  # counters are the same in all slices of a shard

@@ -21,7 +21,7 @@ def emulate(job: EmulatedJob, rank: int) -> RankSetup:
     cpu_mode.enable()
     import torch.distributed as dist
 
-    from zorse_megatron.adapter.emulation_hooks import emulation_hooks
+    from zorse_megatron.adapter.model.chunk_view import emulation_hooks
     from zorse_megatron.adapter.patches.registry import REGISTRY
     from zorse_megatron.emulate.conductor import call
     from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
