@@ -10,7 +10,7 @@ from tests.unit.fake_costs import FakeComm
 from zorse_megatron.emulate.conductor import call, conducted
 from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
-from zorse_megatron.emulate.on_ranks.tensor_sizes import AsTheyAre
+from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
 from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
 from zorse_megatron.runtime.hierarchical_collectives import (
@@ -47,7 +47,7 @@ def _with_clock(body, address):
     dist.barrier()
     dist.destroy_process_group()
     clock = RankClock(call(address, rank), world_size=world)
-    register(clock, AsTheyAre())
+    register(clock, TensorSizes())
     store = dist.FileStore(f"{address}-store", world)
     dist.init_process_group(BACKEND, rank=rank, world_size=world, store=store)
     before = torch.ones(2)

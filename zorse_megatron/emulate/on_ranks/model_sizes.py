@@ -20,7 +20,7 @@ from zorse_megatron.adapter.model.chunk_view import (
     owned_shares,
 )
 from zorse_megatron.costs.interface import MemoryCost
-from zorse_megatron.emulate.on_ranks.tensor_sizes import TpSizes
+from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes, TpSizes
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 from zorse_megatron.schedule.shards import shard_bounds
 
@@ -46,8 +46,8 @@ class _Scale:
         return round(self.upto(stop) - self.upto(start))
 
 
-class ModelSizes:
-    """`TensorSizes` for one rank of a training run."""
+class ModelSizes(TensorSizes):
+    """Those of one rank of a training run."""
 
     def __init__(
         self,

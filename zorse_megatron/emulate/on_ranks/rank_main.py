@@ -27,7 +27,7 @@ def emulate(job: EmulatedJob, rank: int) -> RankSetup:
     from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
-    from zorse_megatron.emulate.on_ranks.pacer import EmulatedHostLink, Pacer
+    from zorse_megatron.emulate.on_ranks.pacer import Pacer
     from zorse_megatron.emulate.on_ranks.tensor_sizes import TpSizes
     from zorse_megatron.emulate.rank_clock import EmulatedTime, RankClock
 
@@ -71,7 +71,7 @@ def emulate(job: EmulatedJob, rank: int) -> RankSetup:
         init_process_group=partial(
             dist.init_process_group, BACKEND, timeout=timedelta(minutes=TIMEOUT_MINUTES)
         ),
-        make_host_link=partial(EmulatedHostLink, pacer),
+        make_host_link=lambda _device: pacer.host,
         clock=EmulatedTime(clock),
     )
 

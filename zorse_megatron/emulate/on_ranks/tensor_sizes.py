@@ -1,7 +1,7 @@
 """Bytes that tensors of an emulated job represent, those between ranks of a TP group among them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,59 +15,38 @@ if TYPE_CHECKING:
     from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
 
-class TensorSizes(Protocol):
-    """How many bytes a tensor stands for in the emulated job."""
+class TensorSizes:
+    """How many bytes a tensor stands for in the emulated job; here for itself."""
 
     def message_bytes(self, tensor: torch.Tensor) -> int:
         """Size of a tensor that is sent from rank to rank."""
+        return tensor.nbytes
 
     def buffer_bytes(self, tensor: torch.Tensor) -> int:
         """Size of a tensor that a collective works on."""
+        return tensor.nbytes
 
     def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
         """Size of each rank's part of a tensor that a collective works on."""
+        return [part.nbytes for part in parts]
 
     def on_operation(self) -> None:
         """Told that gradients are about to be summed, or parameters gathered."""
 
     def is_tp_group(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are this rank's tensor-parallel group, of several."""
+        return False
 
     def inside_bytes(self, tensor: torch.Tensor) -> int | None:
         """Size of a tensor that a collective of the TP group works on; None: it takes no time."""
+        return tensor.nbytes
 
     def activation_bytes(self, num_elements: int) -> int:
         """Size of an activation of so many elements."""
-
-    def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
-        """(source, target) -> size of what one sends the other in an exchange of parts."""
-
-
-class AsTheyAre:
-    """`TensorSizes` where tensors stand for themselves."""
-
-    def message_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes
-
-    def buffer_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes
-
-    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        return [part.nbytes for part in parts]
-
-    def on_operation(self) -> None:
-        pass
-
-    def is_tp_group(self, ranks: Sequence[int]) -> bool:
-        return False
-
-    def inside_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes
-
-    def activation_bytes(self, num_elements: int) -> int:
         raise AssertionError("without TP groups nothing asks for this")
 
     def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
+        """(source, target) -> size of what one sends the other in an exchange of parts."""
         sizes: dict[tuple[int, int], int] = {}
         for tensor in exchanged.unit:
             for pair, count in exchanged.messages(tensor).items():
