@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from zorse_megatron.errors import ZorseError
 from zorse_megatron.runtime.host_link import HostWorker
 from zorse_megatron.runtime.transport import Work
 from zorse_megatron.schedule.shards import Interval
@@ -81,6 +82,30 @@ def gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def from_rank(value: Any, source: int) -> Any:
+    """Give the value of rank `source` to all ranks; a collective call. Pickled, as above."""
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def on_rank_0(decide: Callable[[], Any]) -> Any:
+    """Let rank 0 decide for all; a collective call.
+
+    A ZorseError or an OSError there is raised on every rank, so that all of them say what is wrong.
+    """
+    decision, failure = None, None
+    if dist.get_rank() == 0:
+        try:
+            decision = decide()
+        except (ZorseError, OSError) as error:
+            failure = error
+    decision, failure = from_rank((decision, failure), 0)
+    if failure is not None:
+        raise failure
+    return decision
 
 
 @runtime_checkable
