@@ -102,7 +102,8 @@ def _unknown(key: str, known: set[str]) -> Problem:
     )
 
 
-_OF_SRUN_TOO = "cpus-per-task="
+_CPUS = "cpus-per-task="
+"""What srun, too, has to be told of the user's own options."""
 _PARAMETERS = """\
 MAX_RESTARTS=${MAX_RESTARTS:-20}    # a job that was started again so often ends at its next failure
 GRACE_S=${GRACE_S:-60}              # seconds until ranks are ended after one of them has ended
@@ -206,7 +207,6 @@ class Elastic:
 class BatchOptions:
     """What the script asks Slurm for, beside the GPUs."""
 
-    job_name: str = "zorse"
     python: str = "python"
     """The interpreter that has zorse-megatron, on every node."""
     names_nodes: bool = False
@@ -287,7 +287,7 @@ def _sbatch_lines(
     components: Sequence[JobComponent], training: TrainingCommand, options: BatchOptions
 ) -> list[str]:
     """Return the lines that ask Slurm for the components."""
-    job = [f"--job-name={options.job_name}", "--output=%x-%j.txt", "--open-mode=append"]
+    job = ["--job-name=zorse", "--output=%x-%j.txt", "--open-mode=append"]
     restarts = ["--requeue"] if training.resumes else ["--no-requeue"]
     blocks = []
     for component in components:
@@ -308,7 +308,7 @@ def _sbatch_lines(
 def _further(training: TrainingCommand, options: BatchOptions) -> list[str]:
     """Those of the user's that are not for a rank, where Slurm starts nodes."""
     mine = training.module is not None
-    return [option for option in options.more if mine or not option.startswith(_OF_SRUN_TOO)]
+    return [option for option in options.more if mine or not option.startswith(_CPUS)]
 
 
 def _nodes(component: JobComponent, training: TrainingCommand, options: BatchOptions) -> list[str]:
@@ -330,7 +330,7 @@ def _srun(
     asked = [
         shlex.quote(f"--{option}")
         for option in _further(training, options)
-        if option.startswith(_OF_SRUN_TOO)
+        if option.startswith(_CPUS)
     ]
     # Of a node's one task all ranks may use all cores.
     asked += ["--cpu-bind=none"] if training.module is None else []
@@ -356,7 +356,6 @@ def _srun(
 
 TASK = r'bash -c "$(declare -p GPUS PYTHON); $(declare -f on_node); on_node \"\$@\"" bash'
 """Of srun, followed by script and flags."""
-_CPUS = "cpus-per-task="
 _ON_NODE = """\
 GPUS=({gpus})    # numbers of each node's GPUs among those that Slurm gives, in the order of ranks
 export MASTER_ADDR=${{MASTER_ADDR:-$SLURMD_NODENAME}}
