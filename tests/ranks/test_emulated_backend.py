@@ -143,7 +143,6 @@ def reduction_in_16_bits(clock):
         ((0, 2), (2, 4), (4, 6)),
         dist.group.WORLD,
         CommDtype(dtype=torch.bfloat16),
-        async_op=True,
     )
     clock.compute(0.5)
     work.wait()
@@ -160,9 +159,9 @@ def uneven_shards(clock):
     rank, bounds = dist.get_rank(), ((0, 2), (2, 2), (2, 6))
     full = torch.arange(6.0) + rank
     before_s = clock.now_s
-    reduce_scatter_uneven(full, bounds, dist.group.WORLD)
+    reduce_scatter_uneven(full, bounds, dist.group.WORLD).wait()
     reduced_s = clock.now_s
-    all_gather_uneven(full, bounds, dist.group.WORLD)
+    all_gather_uneven(full, bounds, dist.group.WORLD).wait()
     return reduced_s - before_s, clock.now_s - reduced_s, full.tolist()
 
 
@@ -183,8 +182,8 @@ def two_levels(clock):
     buffers = [torch.arange(16.0) + rank for _ in range(2)]
     gathered = torch.full((16,), float(rank))
     works = [
-        *(reduce_scatter_hierarchical(each, bounds, groups, async_op=True) for each in buffers),
-        all_gather_hierarchical(gathered, bounds, groups, async_op=True),
+        *(reduce_scatter_hierarchical(each, bounds, groups) for each in buffers),
+        all_gather_hierarchical(gathered, bounds, groups),
     ]
     clock.compute(0.5)
     times_s = []

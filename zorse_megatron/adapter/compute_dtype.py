@@ -99,7 +99,7 @@ def start_from_main(models: Iterable[Any], optimizers: Iterable[Any]) -> None:
     for model in models:
         for group in () if model.shards is not None else reversed(model.bucket_groups):
             for bucket in group.buckets:
-                group.gather_bucket(bucket, async_op=False)
+                group.gather_bucket(bucket).wait()
         for parameter in model.parameters():
             parameter.__dict__.pop(_EXACT, None)
 

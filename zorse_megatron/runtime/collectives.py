@@ -41,37 +41,28 @@ class Works:
 
 
 def reduce_scatter_uneven(
-    full: torch.Tensor,
-    bounds: Sequence[Interval],
-    group: dist.ProcessGroup,
-    *,
-    async_op: bool = False,
-) -> Works | None:
-    """Sum `full` over the group into this rank's interval of `full`, in place.
+    full: torch.Tensor, bounds: Sequence[Interval], group: dist.ProcessGroup
+) -> Works:
+    """Start to sum `full` over the group into this rank's interval of `full`, in place.
 
-    The other intervals hold leftovers afterwards. Returns the work when `async_op`, else None
-    when done. Raises ValueError when `bounds` do not fit the buffer and the group.
+    The other intervals hold leftovers afterwards. Raises ValueError when `bounds` do not fit the
+    buffer and the group.
     """
     parts = views(full, bounds, group)
     start = partial(start_reduce_scatter, full, parts, group)
-    return finish(as_one_operation("reduce_scatter", parts, group, start), async_op)
+    return Works(as_one_operation("reduce_scatter", parts, group, start))
 
 
 def all_gather_uneven(
-    full: torch.Tensor,
-    bounds: Sequence[Interval],
-    group: dist.ProcessGroup,
-    *,
-    async_op: bool = False,
-) -> Works | None:
-    """Copy every rank's interval of `full` to all ranks of the group, in place.
+    full: torch.Tensor, bounds: Sequence[Interval], group: dist.ProcessGroup
+) -> Works:
+    """Start to copy every rank's interval of `full` to all ranks of the group, in place.
 
-    Returns the work when `async_op`, else None when done. Raises ValueError when `bounds` do not
-    fit the buffer and the group.
+    Raises ValueError when `bounds` do not fit the buffer and the group.
     """
     parts = views(full, bounds, group)
     start = partial(start_all_gather, full, parts, group)
-    return finish(as_one_operation("all_gather", parts, group, start), async_op)
+    return Works(as_one_operation("all_gather", parts, group, start))
 
 
 OperationKind = Literal["reduce_scatter", "all_gather", "exchange"]
@@ -166,15 +157,6 @@ def views(
             f"{group.size()} ranks; expected one interval per rank that together cover the buffer"
         )
     return list(full.split(sizes))
-
-
-def finish(works: Sequence[Work], async_op: bool) -> Works | None:
-    """Return the works as one when `async_op`, else wait for them."""
-    together = Works(works)
-    if async_op:
-        return together
-    together.wait()
-    return None
 
 
 def start_reduce_scatter(

@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,17 +22,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
 from zorse_megatron.adapter.model.chunk_view import ChunkView
 from zorse_megatron.costs.interface import (
-    ComputeCost,
     LayerTimes,
     ModelSection,
     PassTimes,
     RecomputeMode,
 )
+from zorse_megatron.emulate.emulated_job import EmulatedJob
 from zorse_megatron.emulate.on_ranks.host_copies import EmulatedHostLink
 from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
 from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 from zorse_megatron.emulate.rank_clock import RankClock
-from zorse_megatron.simulate.assumptions import Perturbation
 
 
 class Pacer:
@@ -42,29 +40,22 @@ class Pacer:
     def __init__(
         self,
         clock: RankClock,
+        job: EmulatedJob,
+        rank: int,
         *,
-        compute: ComputeCost,
         sizes: ModelSizes,
         cap: MemoryCap,
-        kind: str,
-        gpu: int,
-        host_bytes_per_s: float,
-        perturbation: Perturbation,
-        report: Path,
     ) -> None:
-        """`kind`, `gpu`: kind of the rank's GPU, and its global rank in the cluster.
-
-        `host_bytes_per_s`: of its link to the host. `report`: where to write what has happened,
-        after each step.
-        """
+        """`rank`: of the job; what has happened is written to its report after each step."""
         self.clock = clock
-        self.compute = compute
+        self.compute = job.costs[rank].compute
         self.sizes = sizes
         self.cap = cap
-        self.kind = kind
-        self.report = report
+        self.kind = job.kinds[rank]
+        self.report = job.report(rank)
         self.chunks: list[ChunkView] = []
-        self.host = EmulatedHostLink(clock, sizes, self.chunks, bytes_per_s=host_bytes_per_s)
+        bytes_per_s = job.host_bytes_per_s[rank]
+        self.host = EmulatedHostLink(clock, sizes, self.chunks, bytes_per_s=bytes_per_s)
         cap.chunks, cap.host = self.chunks, self.host
         sizes.on_operation = cap.look  # a replica without micro-batches does nothing else
         if sizes.tp_sizes is not None:
@@ -76,7 +67,8 @@ class Pacer:
         """What the GPU did in the last iteration, from norm to norm, and when."""
         self._spans: list[tuple[str, float, float]] = []
         """And since then."""
-        self._slowed = partial(perturbation.factor_in, rank=gpu, kind=kind)
+        perturbation, gpu = job.perturbation, job.gpus[rank]
+        self._slowed = partial(perturbation.factor_in, rank=gpu, kind=self.kind)
         self._iteration = 1
         self._jitter = perturbation.jitter_of(gpu)
         self._factor = self._slowed(self._iteration)

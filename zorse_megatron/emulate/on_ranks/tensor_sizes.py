@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zorse_megatron.costs.interface import MemoryCost, ModelSection
-from zorse_megatron.emulate.emulated_job import JobTpGroups
+from zorse_megatron.costs.interface import ModelSection
+from zorse_megatron.emulate.emulated_job import EmulatedJob, JobTpGroups
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 
 if TYPE_CHECKING:
@@ -63,19 +63,12 @@ class TensorSizes:
 
 
 class TpSizes:
-    """Of one rank; `memory` is that of a rank which is a TP group of its own."""
+    """Of one rank."""
 
-    def __init__(
-        self,
-        memory: MemoryCost,
-        tp_groups: JobTpGroups,
-        rank: int,
-        *,
-        sequence_length: int,
-        hidden: int,
-    ) -> None:
-        """`sequence_length`, `hidden`: of the tiny model."""
-        self.memory = memory
+    def __init__(self, job: EmulatedJob, tp_groups: JobTpGroups, rank: int) -> None:
+        """`tp_groups`: of the job."""
+        self.memory = tp_groups.memories[rank]
+        """Of a rank which is a TP group of its own."""
         self.tp_groups = tp_groups
         self.ranks = tp_groups.ranks[rank]
         self.measured = tp_groups.measured[rank]
@@ -83,7 +76,7 @@ class TpSizes:
         """Which section of the model this rank computes."""
         self.on_exchange: Callable[[], None] = lambda: None
         """Called when one begins."""
-        self._tiny = sequence_length, hidden
+        self._tiny = job.sequence_length, job.hidden_size
         self._num_whole = 0
         """Of one layer of the tiny model: parameters that TP groups do not cut."""
         self._factors: dict[MixedTpTensor, float] = {}

@@ -105,9 +105,9 @@ class _Message:
         elif self.task.operation == "all_reduce":
             dist.all_reduce(self.tensor, group=self.group)
         elif self.task.operation in _GATHERS:
-            all_gather_uneven(self.tensor, self.bounds, self.group)
+            all_gather_uneven(self.tensor, self.bounds, self.group).wait()
         else:
-            reduce_scatter_uneven(self.tensor, self.bounds, self.group)
+            reduce_scatter_uneven(self.tensor, self.bounds, self.group).wait()
         self._wait_for_device()
         took_s = time.perf_counter() - start_s
         return took_s / 2 if self.task.operation == "send" else took_s
