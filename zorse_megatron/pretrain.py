@@ -189,6 +189,7 @@ def _train(
     """Put the plan into effect and run the script. `hub`: on rank 0, see `live.start_watch`."""
     from zorse_megatron.adapter import cpu_mode
     from zorse_megatron.adapter.start_checks import checked_gpu_flags, take_gpu
+    from zorse_megatron.flags.installed_software import with_cpu_flags
     from zorse_megatron.live.hub_address import exchange
 
     plan, dtypes = (None, ()) if checked is None else (checked.plan, checked.dtypes)
@@ -198,7 +199,7 @@ def _train(
     )
     if cpu_mode.needed():
         cpu_mode.enable()
-        megatron_flags = cpu_mode.with_cpu_flags(megatron_flags, has_plan=plan is not None)
+        megatron_flags = with_cpu_flags(megatron_flags, has_plan=plan is not None)
     if setup is not None:
         take_gpu()
         setup.init_process_group()

@@ -44,6 +44,11 @@ def set_compute_dtype(args: Namespace, plan: Plan) -> None:
         args.check_for_nan_in_loss_and_grad = False
 
 
+def boundary_dtype(config: Any) -> torch.dtype:
+    """The dtype of activations between stages, as stock's `P2PCommunicator` has it."""
+    return config.params_dtype if config.pipeline_dtype is None else config.pipeline_dtype
+
+
 def with_one_loss_scale(config: Any, dtypes: tuple[ComputeDtype, ...]) -> Any:
     """An optimizer config that makes the same loss scaler on all ranks, whatever they compute in.
 

@@ -95,35 +95,10 @@ class PlanSession:
         optimizer.step = lambda: self.optimizer_step(stock_step)
         return optimizer
 
-    def forward_backward(
-        self,
-        *,
-        forward_step_func: Any,
-        data_iterator: Any,
-        model: Any,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        **_unused: Any,
-    ) -> list[Any]:
-        """Run one step; the counterpart of stock's `forward_backward_func`.
-
-        What stock passes beyond these (sizes, group collection) is in the plan.
-        """
+    def forward_backward(self, *, forward_only: bool = False, **given: Any) -> list[Any]:
+        """Run one step; the counterpart of stock's `forward_backward_func`."""
         at, watch = self.at, self.watch
-        models = model if isinstance(model, list) else [model]
-        if isinstance(data_iterator, list):
-            (data_iterator,) = data_iterator
-        inputs = StepInputs(
-            forward_step_func=forward_step_func,
-            data_iterators=iterator_per_chunk(data_iterator, at.chunks, at.readers),
-            models=dict(zip(at.chunks, models, strict=True)),
-            config=get_model_config(models[0]),
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            are_packed=at.samples.are_packed,
-        )
+        inputs = self._inputs(forward_only=forward_only, **given)
         executor = self.executor or self._start(inputs)
         if not forward_only and watch is not None:
             prepared = watch.begin(self.num_done)
@@ -138,9 +113,36 @@ class PlanSession:
         lists = at.evaluation if forward_only else self.lists
         with _timed(inputs.config):
             executor.run_until_step(lists.ranks[at.rank], runner)
-        if at.num_chunks - 1 not in at.chunks or collect_non_loss_data:
+        if at.num_chunks - 1 not in at.chunks or inputs.collect_non_loss_data:
             return runner.losses
         return self._reported(runner.losses, forward_only=forward_only)
+
+    def _inputs(
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        forward_only: bool,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        **_unused: Any,
+    ) -> StepInputs:
+        """What stock passes to its schedules; the rest (sizes, group collection) is in the plan."""
+        chunks = self.at.chunks
+        models = model if isinstance(model, list) else [model]
+        if isinstance(data_iterator, list):
+            (data_iterator,) = data_iterator
+        return StepInputs(
+            forward_step_func=forward_step_func,
+            data_iterators=iterator_per_chunk(data_iterator, chunks, self.at.readers),
+            models=dict(zip(chunks, models, strict=True)),
+            config=get_model_config(models[0]),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            are_packed=self.at.samples.are_packed,
+        )
 
     def optimizer_step(self, stock_step: Any) -> Any:
         """Run the rest of the list: the step, by stock's `stock_step`, and the gathers."""
@@ -177,7 +179,7 @@ class PlanSession:
 
     def _start(self, inputs: StepInputs) -> Executor:
         """Before the first step, when a checkpoint has been loaded if there is one."""
-        at, models, options = self.at, inputs.models, self.run.options
+        at, models, options = self.at, list(inputs.models.values()), self.run.options
         watches_memory = (options.memory, options.memory_limit_bytes) != (None, None)
         self.executor = make_executor(
             at,
@@ -187,18 +189,17 @@ class PlanSession:
             times=None if self.watch is None else self.watch.times,
         )
         self.executor.ledger = make_ledger(
+            at,
             self.executor,
             models,
             self.optimizers,
-            rank=at.rank,
-            device=at.device,
             activation_bytes=lambda: self.kept.highest_bytes() if self.kept else 0,
             link=self.link,
             watches=watches_memory,
             limit_bytes=options.memory_limit_bytes,
         )
         with before_first_step(at.rank, self.link):
-            self._settle(list(models.values()), watches_memory=watches_memory)
+            self._settle(models, watches_memory=watches_memory)
         return self.executor
 
     def _settle(self, models: list[Any], *, watches_memory: bool) -> None:

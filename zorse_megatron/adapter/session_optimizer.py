@@ -5,33 +5,21 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
 from zorse_megatron.adapter.compute_dtype import take_exact, with_one_loss_scale
-from zorse_megatron.adapter.memory import (
-    before_first_step,
-    host_need,
-    main_bytes,
-    saved_bytes_by_chunk,
-)
+from zorse_megatron.adapter.memory import before_first_step, host_need
 from zorse_megatron.adapter.optimizer.distributed_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.optimizer.shard_update import Update, choose_update, say_update
 from zorse_megatron.adapter.optimizer.streamed_gradients import count_zeros
 from zorse_megatron.adapter.plan_run import RunOptions
 from zorse_megatron.adapter.rank_plan import RankPlan
-from zorse_megatron.adapter.session_executor import boundary_dtype
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.plan.memory_settings import offloads_anything
 from zorse_megatron.runtime.collectives import gathered
-from zorse_megatron.runtime.host_budget import (
-    HostMemoryNeed,
-    available_host_bytes,
-    check_host_memory,
-    node_name,
-)
+from zorse_megatron.runtime.host_budget import check_host_memory
 from zorse_megatron.runtime.host_link import HostLink
 
 
@@ -117,37 +105,8 @@ def _share_host_memory(
     """
     if not offloads_anything(at.plan):
         return
-    config = get_model_config(models[0])
-    by_chunk = dict(zip(at.chunks, models, strict=True))
-    on_gpu = link is not None and link.is_cuda
-    held_bytes = link.host_bytes if link is not None else 0
-    if at.offload.optimizer_state:
-        held_bytes += main_bytes(optimizers)
-    saved_bytes = partial(
-        saved_bytes_by_chunk,
-        by_chunk,
-        samples=max((m.size for m in at.micro_batches), default=0),
-        seq_length=at.sequence_length,
-        element_bytes=boundary_dtype(config).itemsize,
-        logits=get_args().padded_vocab_size // config.tensor_model_parallel_size,
-        last_chunk=at.num_chunks - 1,
-        pinned=on_gpu,
-    )
     dist.barrier()  # what ranks have put there is there when they look at what is left
-    mine = HostMemoryNeed(
-        rank=at.rank,
-        node=node_name(),
-        by_category_bytes=host_need(
-            at.offload,
-            by_chunk,
-            optimizers,
-            actions=at.actions,
-            saved_bytes=saved_bytes,
-            pinned=on_gpu,
-        ),
-        available_bytes=available_host_bytes(),
-        held_bytes=held_bytes,
-    )
+    mine = host_need(at, dict(zip(at.chunks, models, strict=True)), optimizers, link)
     budgets = check_host_memory(gathered(mine), limit_bytes=limit_bytes)
     if link is not None:
         link.limit_bytes = budgets[at.rank]

@@ -157,6 +157,20 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         return not (self.shards is self.comm_dtype is self.regions is None)
 
     @property
+    def parameter_bytes(self) -> int:
+        """Parameters as they are computed with, on the device now: unsharded, or shards."""
+        if self.shards is not None:
+            return self.shards.parameter_bytes
+        return sum(buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients as they are accumulated, on the device now: unsharded, or shards."""
+        if self.shards is not None:
+            return self.shards.gradient_bytes
+        return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self.buffers)
+
+    @property
     def reduction_bytes(self) -> int:
         """What a reduction under way holds beside the gradients."""
         if self.shards is not None:
