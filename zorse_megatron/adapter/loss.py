@@ -27,7 +27,7 @@ def with_token_counts(
     The loss whose backward runs is divided by `loss_divisor`; what is reported is not.
 
     Stock also takes a mean over an unknown number of tokens (a pair instead of a triple), from
-    which no exact mean over uneven TP shards can be made. Raises FlagError for that.
+    which no exact mean over unequal parts can be made. Raises FlagError for that.
     """
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def whole_group_losses(
     """Return one entry with the sums and counts of all replicas of `group`; a collective call.
 
     Stock's `evaluate` averages means of micro-batches, then of ranks, for `--sft`: a mean over
-    uneven TP shards. From this entry it makes the mean over all tokens.
+    unequal parts. From this entry it makes the mean over all tokens.
     """
     sums = {name: torch.stack([each[name] for each in losses]).sum(dim=0) for name in losses[0]}
     if group.size() > 1:  # a rank alone needs no communicator for it

@@ -1,4 +1,8 @@
-"""One-pass kernels that move or update whole shards, each with its reference in plain torch."""
+"""One-pass kernels that move or update whole shards, each with its reference in plain torch.
+
+Every kernel is a function with two bodies: Triton (`on_triton`) and plain torch, which is the
+reference and runs wherever Triton does not. `dispatch` decides which, and says so once.
+"""
 
 import math
 from collections.abc import Sequence
@@ -248,18 +252,3 @@ def sum_parts_torch(
             term = part[chunk].float() * weight
             total = term if total is None else total.add_(term)
         here.copy_(torch.zeros_like(here) if total is None else total)
-
-
-# One-pass kernels that move or update whole shards.
-#
-# Every kernel is a function with two bodies: Triton (`on_triton/`) and plain torch, which is the
-# reference and runs wherever Triton does not. `dispatch` decides which, and says so once.
-
-
-__all__ = [
-    "AdamW",
-    "NormAndFlag",
-    "adamw_shard",
-    "norm_and_flag",
-    "sum_parts",
-]

@@ -176,7 +176,7 @@ def start_reduce_scatter(
         ]
     if _is_even(parts):
         return [_started(dist.reduce_scatter_tensor(mine, full, group=group, async_op=True))]
-    # NCCL turns a list of uneven TP shards into one grouped launch of ncclReduce, in place.
+    # NCCL turns a list of unequal parts into one grouped launch of ncclReduce, in place.
     return [_started(dist.reduce_scatter(mine, parts, group=group, async_op=True))]
 
 
@@ -188,7 +188,7 @@ def start_all_gather(
     if group.size() == 1:
         return []
     if _is_gloo(group, full):
-        # gloo's all_gather refuses uneven TP shards. One broadcast per owner is faster than
+        # gloo's all_gather refuses unequal parts. One broadcast per owner is faster than
         # all_to_all_single with splits (8.5 ms against 17.5, parts 3:1:0 of 4 million fp32) and
         # than all_gather_into_tensor for equal parts (6.5 ms against 11.7).
         return [
@@ -198,7 +198,7 @@ def start_all_gather(
         ]
     if _is_even(parts):
         return [_started(dist.all_gather_into_tensor(full, mine, group=group, async_op=True))]
-    # NCCL turns a list of uneven TP shards into one grouped launch of ncclBroadcast, in place.
+    # NCCL turns a list of unequal parts into one grouped launch of ncclBroadcast, in place.
     return [_started(dist.all_gather(parts, mine, group=group, async_op=True))]
 
 

@@ -5,7 +5,7 @@ samplers, `get_batch`). Upstream has no way to set most of them, so the private 
 after checking that each exists.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +83,14 @@ def fill(groups: PlanGroups, *, rank: int) -> None:
         "_EMBEDDING_GROUP": None,
         "_POSITION_EMBEDDING_GROUP": None,
     }
-    missing = [name for name in values if not hasattr(parallel_state, name)]
+    _refuse_unknown(values)
+    for name, value in values.items():
+        setattr(parallel_state, name, value)
+    parallel_state._set_global_memory_buffer()
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    missing = [name for name in names if not hasattr(parallel_state, name)]
     if missing:
         raise SeamError(
             "Megatron's parallel state has changed",
@@ -97,9 +104,6 @@ def fill(groups: PlanGroups, *, rank: int) -> None:
                 for name in missing
             ],
         )
-    for name, value in values.items():
-        setattr(parallel_state, name, value)
-    parallel_state._set_global_memory_buffer()
 
 
 @contextmanager

@@ -230,7 +230,7 @@ BUILD_LOADER = _training(
     target=f"{_LOOP}:build_pretraining_data_loader",
     parameters=("dataset", "consumed_samples"),
     becomes="Stock's loader; each replica takes its samples.",
-    why="replicas read uneven TP shards of the global batch",
+    why="replicas read unequal parts of the global batch",
     delete_when="stock's samplers take the samples of each replica",
 )
 COUNT_SEQUENCES = _training(
