@@ -39,20 +39,16 @@ def build_optimizer(
     within a step whenever as much is on the device as there will be until the next call;
     `options`: stock's. A collective call.
     """
-    layouts = CheckpointLayout
     optimizer = build_uneven_optimizer(
         with_one_loss_scale(config, at.dtypes),
         models,
         pg_collection=at.collection,
-        checkpoint_layout=layouts.DISTRIBUTED
-        if get_args().use_distributed_optimizer
-        else layouts.REPLICATED,
+        checkpoint_layout=CheckpointLayout.of(distributed=get_args().use_distributed_optimizer),
         state_waits=at.offload.optimizer_state,
         **options,
     )
     parts = optimizer.chained_optimizers
     for each in parts:
-        each.is_mixed = at.is_mixed
         take_exact(each)
     streams = _streams_gradients(at, asked.update, models)
     chosen = [choose_update(each, asked.update, at.device, streams=streams) for each in parts]

@@ -49,17 +49,12 @@ def watched(
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    # No signal may come between the fork and the handlers.
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    process = os.fork()
+    process = _fork()
     if process == 0:
         if isinstance(post, Hub):
             post.listener.close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         watch_parent(shared, timeouts, parent)
         return WatchedRank(shared, timeouts), address
-    forward(process)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _watch(
         Watcher(
             rank=rank,
@@ -71,6 +66,16 @@ def watched(
             find_hub=partial(_find_hub, shared, address),
         )
     )
+
+
+def _fork() -> int:
+    """`os.fork`; no signal comes between it and the watcher's handlers."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    process = os.fork()
+    if process:
+        forward(process)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    return process
 
 
 def _watch(watcher: Watcher) -> NoReturn:

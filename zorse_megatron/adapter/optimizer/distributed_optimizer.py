@@ -55,8 +55,6 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         super().__init__(*args, **kwargs)
         self.checkpoint_layout = checkpoint_layout
         self.host_state: HostState | None = None
-        self.is_mixed = False
-        """Whether groups compute in different types; set by who builds it for several groups."""
         self.copies_in_step = False
         """Whether the inner step writes 16-bit parameters, too."""
         self.factors: GradientFactors | StreamedGradients | None = None
@@ -64,6 +62,11 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         self._may_step = False
         self.step_count = 0
         self._last_grad_norm = 0.0
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether groups compute in different types."""
+        return any(chunk.is_mixed for chunk in self.model_chunks)
 
     @classmethod
     def _build_model_gbuf_range(cls, param_and_grad_buffer: Any, bucket_index: int) -> dict:
