@@ -263,9 +263,9 @@ class _Unit:
     """Memory that is in the host when the step begins."""
     leaving: list[HostBacked]
     """The part that no later unit needs."""
-    gradients: GradientsInHost | None = None
+    gradients: GradientsInHost | None
     """The chunk's, where they may wait in the host."""
-    is_last: bool = True
+    is_last: bool
     """Whether it is the chunk's last."""
 
 
@@ -281,13 +281,12 @@ class HostState:
         link: HostLink,
         *,
         optimizer_state: bool,
-        gradients: StreamedGradients | None = None,
-        on_change: Callable[[], None] = lambda: None,
+        gradients: StreamedGradients | None,
+        on_change: Callable[[], None],
     ) -> None:
         """`optimizer_state`: whether main parameters and moments wait in the host, too.
 
         They are made there, chunk by chunk. `gradients`: where these may wait in the host, too.
-
         `on_change`: called within a step, whenever as much is on the device as there will be until
         the next call.
         """
@@ -380,22 +379,15 @@ class HostState:
         parameters = self._parameters_away(chunk)
         gradients = None if self.gradients is None else gradients_in_host(chunk)
         state = self._state.get(id(chunk))
-        if state is None:
-            yield _Unit(
-                chunk=chunk,
-                piece=None,
-                needed=parameters,
-                leaving=parameters,
-                gradients=gradients,
-            )
-            return
-        for piece in state.pieces:
-            is_last = piece is state.pieces[-1]
+        pieces = [None] if state is None else state.pieces
+        for piece in pieces:
+            is_last = piece is pieces[-1]
+            of_piece = [] if piece is None else piece.memories
             yield _Unit(
                 chunk=chunk,
                 piece=piece,
-                needed=[*parameters, *piece.memories],
-                leaving=[*(parameters if is_last else []), *piece.memories],
+                needed=[*parameters, *of_piece],
+                leaving=[*(parameters if is_last else []), *of_piece],
                 gradients=gradients,
                 is_last=is_last,
             )
