@@ -41,7 +41,7 @@ def watched(
     shared = SharedState()
     shared.phase.write("at its start")
     post: Hub | Member = (
-        Member(rank, timeouts=timeouts, host=host)
+        Member(rank, timeouts=timeouts, describe=describe, host=host)
         if rank
         else Hub(world_size, timeouts=timeouts, describe=describe, host=host)
     )
@@ -62,7 +62,6 @@ def watched(
             shared=shared,
             post=post,
             timeouts=timeouts,
-            describe=describe,
             find_hub=partial(_find_hub, shared, address),
         )
     )
