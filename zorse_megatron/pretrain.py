@@ -28,12 +28,12 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from zorse_megatron.adapter.plan_run import PlanRun, RankSetup
 from zorse_megatron.errors import FlagError, ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.gpus.gpu import ComputeDtype
@@ -56,28 +56,8 @@ from zorse_megatron.live.watched_rank import BAD_INPUT, WatchedRank
 from zorse_megatron.log import complain
 from zorse_megatron.plan.plan import Plan
 
-if TYPE_CHECKING:
-    import torch
-
-    from zorse_megatron.adapter.plan_run import PlanRun
-    from zorse_megatron.runtime.host_link import HostLink
-    from zorse_megatron.trace import Clock
-
-
 _MEETING_S = 30.0
 """Between the ranks of an elastic job: they start at one time, and import the same."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSetup:
-    """What a rank that stands for another one, such as an emulated one, brings itself."""
-
-    init_process_group: Callable[[], None]
-    """Called once this process is the rank; Megatron trains on the default group that it finds."""
-    make_host_link: "Callable[[torch.device], HostLink] | None" = None
-    """Gets the rank's device, returns its link to host memory; None: `HostLink` itself."""
-    clock: "Clock | None" = None
-    """By which the rank knows what its actions take; None: its device's."""
 
 
 def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
@@ -209,6 +189,7 @@ def _train(
     """Put the plan into effect and run the script. `hub`: on rank 0, see `live.start_watch`."""
     from zorse_megatron.adapter import cpu_mode
     from zorse_megatron.adapter.start_checks import checked_gpu_flags, take_gpu
+    from zorse_megatron.flags.installed_software import with_cpu_flags
     from zorse_megatron.live.hub_address import exchange
 
     plan, dtypes = (None, ()) if checked is None else (checked.plan, checked.dtypes)
@@ -218,7 +199,7 @@ def _train(
     )
     if cpu_mode.needed():
         cpu_mode.enable()
-        megatron_flags = cpu_mode.with_cpu_flags(megatron_flags, has_plan=plan is not None)
+        megatron_flags = with_cpu_flags(megatron_flags, has_plan=plan is not None)
     if setup is not None:
         take_gpu()
         setup.init_process_group()
@@ -226,8 +207,10 @@ def _train(
 
     @cache
     def record_metrics() -> None:
-        if command.metrics is not None:
-            _record_metrics(command.metrics, under_plan=plan is not None)
+        from zorse_megatron.adapter.patches.registry import REGISTRY
+        from zorse_megatron.adapter.recording import recording_hooks
+
+        REGISTRY.apply(recording_hooks(command.options, under_plan=plan is not None))
 
     def enter_script() -> None:
         record_metrics()
@@ -244,40 +227,18 @@ def _plan_run(
     cluster: Cluster | None,
     watch: WatchedRank,
     setup: RankSetup | None,
-) -> "PlanRun":
-    from zorse_megatron.adapter.plan_run import PlanRun
-
+) -> PlanRun:
     return PlanRun(
         plan=plan,
+        options=command.options,
         node=_own_node(cluster),
         cluster=cluster,
-        trace_directory=command.trace,
-        memory_directory=command.memory,
-        metrics=command.metrics,
-        memory_limit_bytes=command.memory_limit_bytes,
-        host_memory_limit_bytes=command.host_memory_limit_bytes,
-        update=command.update,
-        skips_damaged=command.skips_damaged,
         enter=watch.enter,
-        make_host_link=None if setup is None else setup.make_host_link,
-        clock=None if setup is None else setup.clock,
-        rebalances=command.rebalances,
-        status_directory=command.status,
+        setup=setup,
         check_next=None
         if setup is not None
         else lambda plan: _checked(command, plan, "the next plan", cluster).dtypes,
     )
-
-
-def _record_metrics(path: Path, *, under_plan: bool) -> None:
-    """Write each iteration's numbers; under a plan it is asked elsewhere whether they can be."""
-    from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.adapter.record_files import RecordFiles, check_hooks
-    from zorse_megatron.adapter.recording import metrics_hooks
-
-    REGISTRY.apply(metrics_hooks(path))
-    if not under_plan:
-        REGISTRY.apply(check_hooks(RecordFiles(metrics=path)))
 
 
 def _own_node(cluster: Cluster | None) -> str:

@@ -20,7 +20,7 @@ def num_processors() -> int:
     return os.cpu_count() or 1
 
 
-# A TCP port for the ranks of a job to meet at.
+# Where the ranks of a job on this machine meet.
 
 
 # Below those that Linux hands out by itself (`ip_local_port_range`).
@@ -37,6 +37,18 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
+
+
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return what torchrun sets for a rank, where all ranks of the job are on this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 # Makes forks of a process that has torch and Megatron imported cheap, in time and in memory.

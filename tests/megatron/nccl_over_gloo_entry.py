@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.megatron import recording_entry
 from zorse_megatron.adapter import cpu_mode
-from zorse_megatron.pretrain import RankSetup
+from zorse_megatron.adapter.plan_run import RankSetup
 
 
 def main() -> None:

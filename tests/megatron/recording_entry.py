@@ -17,7 +17,8 @@ from typing import Any
 
 from tests.megatron.small_pieces import use_small_pieces
 from zorse_megatron.adapter import cpu_mode
-from zorse_megatron.pretrain import RankSetup, main
+from zorse_megatron.adapter.plan_run import RankSetup
+from zorse_megatron.pretrain import main
 
 RECORD = Path(os.environ.get("ZORSE_TEST_RECORD", "/nowhere"))
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.")

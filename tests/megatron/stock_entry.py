@@ -8,10 +8,11 @@ import sys
 
 def main() -> None:
     from zorse_megatron.adapter import cpu_mode
+    from zorse_megatron.flags.installed_software import with_cpu_flags
 
     if cpu_mode.needed():
         cpu_mode.enable()
-        sys.argv[1:] = cpu_mode.with_cpu_flags(sys.argv[1:])
+        sys.argv[1:] = with_cpu_flags(sys.argv[1:])
 
     from zorse_megatron.adapter import gpt_entry
     from zorse_megatron.adapter.patches.registry import REGISTRY

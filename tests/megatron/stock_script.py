@@ -15,10 +15,11 @@ def main() -> None:
     print("started with", *said, flush=True)
     from tests.megatron.upstream import DIRECTORY, PRETRAIN_GPT, SCRIPT
     from zorse_megatron.adapter import cpu_mode
+    from zorse_megatron.flags.installed_software import with_cpu_flags
 
     if cpu_mode.needed():
         cpu_mode.enable()
-        sys.argv[1:] = cpu_mode.with_cpu_flags(sys.argv[1:])
+        sys.argv[1:] = with_cpu_flags(sys.argv[1:])
     from zorse_megatron.adapter.patches.registry import REGISTRY
     from zorse_megatron.adapter.start import stock_fixes
 

@@ -87,7 +87,7 @@ def _train(setup: Setup, case: str, by_chunk: bool) -> tuple[list[Any], list[Any
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
     held = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
-    for *_, shard in mine.owned_shards():
+    for *_, shard in mine.owned_shards:
         state = mine.optimizer.state[shard]
         held += [mine.read(each) for each in (shard, state["exp_avg"], state["exp_avg_sq"])]
         held.append(torch.as_tensor(state.get("step", 0)))

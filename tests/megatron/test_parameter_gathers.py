@@ -30,7 +30,7 @@ def _gather_at_once(setup: Setup) -> list[float]:
     chunk = _stepped_chunk(setup)
     for group in reversed(chunk.bucket_groups):
         for bucket in group.buckets:
-            group.gather_bucket(bucket, async_op=False)
+            group.gather_bucket(bucket).wait()
     return [parameter.sum().item() for parameter in chunk.parameters()]
 
 

@@ -82,7 +82,7 @@ def _compare_steps(weights: Sequence[float], case: Steps) -> None:
     owned = sum(p.numel() for p in part.get_parameters())
     assert (owned == 0) == (weights[dist.get_rank()] == 0)
     rounded = setup.dtype != torch.float32 and mine_is == "stock"
-    assert _num_copies(part) == (len(part.owned_shards()) if rounded else 0)
+    assert _num_copies(part) == (len(part.owned_shards) if rounded else 0)
 
 
 def _num_copies(optimizer: Any) -> int:

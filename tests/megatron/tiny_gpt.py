@@ -208,14 +208,13 @@ def build_ours(
     from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
     from zorse_megatron.adapter.optimizer.distributed_optimizer import build_uneven_optimizer
 
-    layout = CheckpointLayout.DISTRIBUTED if distributed_layout else CheckpointLayout.REPLICATED
     with fused_adam(setup.fused_adam):
         return build_uneven_optimizer(
             optimizer_config(setup, **options),
             [chunk],
             config_overrides,
             pg_collection=collection,
-            checkpoint_layout=layout,
+            checkpoint_layout=CheckpointLayout.of(distributed=distributed_layout),
         )
 
 

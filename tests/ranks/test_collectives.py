@@ -28,33 +28,26 @@ def _numbers(total: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.arange(total) * (rank + 2)) % 17).to(dtype)
 
 
-def _reduce_then_gather(
-    total: int, weights: tuple[float, ...], dtype: torch.dtype, async_op: bool
-) -> None:
+def _reduce_then_gather(total: int, weights: tuple[float, ...], dtype: torch.dtype) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     bounds = shard_bounds(total, weights, align=16)
     start, stop = bounds[rank]
     full = _numbers(total, rank, dtype)
-    work = reduce_scatter_uneven(full, bounds, _world(), async_op=async_op)
-    assert (work is not None) == async_op
-    if work is not None:
-        work.wait()
+    reduce_scatter_uneven(full, bounds, _world()).wait()
     expected = torch.stack([_numbers(total, r, dtype) for r in range(size)]).sum(0)
     assert torch.equal(full[start:stop], expected[start:stop])
 
     gathered = torch.full((total,), -1, dtype=dtype)
     gathered[start:stop] = full[start:stop]
-    work = all_gather_uneven(gathered, bounds, _world(), async_op=async_op)
-    if work is not None:
-        work.wait()
+    all_gather_uneven(gathered, bounds, _world()).wait()
     assert torch.equal(gathered, expected)
 
 
 def _all_cases(weights_list: list[tuple[float, ...]]) -> None:
-    for weights, total, dtype, async_op in itertools.product(
-        weights_list, [1000, 48, 5, 0], [torch.float32, torch.bfloat16], [False, True]
+    for weights, total, dtype in itertools.product(
+        weights_list, [1000, 48, 5, 0], [torch.float32, torch.bfloat16]
     ):
-        _reduce_then_gather(total, weights, dtype, async_op)
+        _reduce_then_gather(total, weights, dtype)
 
 
 def test_three_ranks_reduce_and_gather() -> None:
@@ -73,11 +66,10 @@ def _many_in_flight() -> list[float]:
         buffers = [torch.randn(999, generator=generator) for _ in range(6)]
         bounds = [shard_bounds(999, weights) for weights in [*WEIGHTS_3, (1, 0, 1)]]
         works = [
-            reduce_scatter_uneven(full, cut, _world(), async_op=True)
+            reduce_scatter_uneven(full, cut, _world())
             for full, cut in zip(buffers, bounds, strict=True)
         ]
         for work in reversed(works):
-            assert work is not None
             work.wait()
         own = [
             full[slice(*cut[dist.get_rank()])] for full, cut in zip(buffers, bounds, strict=True)

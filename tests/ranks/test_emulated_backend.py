@@ -10,7 +10,7 @@ from tests.unit.fake_costs import FakeComm
 from zorse_megatron.emulate.conductor import call, conducted
 from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
-from zorse_megatron.emulate.on_ranks.tensor_sizes import AsTheyAre
+from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
 from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
 from zorse_megatron.runtime.hierarchical_collectives import (
@@ -47,7 +47,7 @@ def _with_clock(body, address):
     dist.barrier()
     dist.destroy_process_group()
     clock = RankClock(call(address, rank), world_size=world)
-    register(clock, AsTheyAre())
+    register(clock, TensorSizes())
     store = dist.FileStore(f"{address}-store", world)
     dist.init_process_group(BACKEND, rank=rank, world_size=world, store=store)
     before = torch.ones(2)
@@ -143,7 +143,6 @@ def reduction_in_16_bits(clock):
         ((0, 2), (2, 4), (4, 6)),
         dist.group.WORLD,
         CommDtype(dtype=torch.bfloat16),
-        async_op=True,
     )
     clock.compute(0.5)
     work.wait()
@@ -160,9 +159,9 @@ def uneven_shards(clock):
     rank, bounds = dist.get_rank(), ((0, 2), (2, 2), (2, 6))
     full = torch.arange(6.0) + rank
     before_s = clock.now_s
-    reduce_scatter_uneven(full, bounds, dist.group.WORLD)
+    reduce_scatter_uneven(full, bounds, dist.group.WORLD).wait()
     reduced_s = clock.now_s
-    all_gather_uneven(full, bounds, dist.group.WORLD)
+    all_gather_uneven(full, bounds, dist.group.WORLD).wait()
     return reduced_s - before_s, clock.now_s - reduced_s, full.tolist()
 
 
@@ -183,8 +182,8 @@ def two_levels(clock):
     buffers = [torch.arange(16.0) + rank for _ in range(2)]
     gathered = torch.full((16,), float(rank))
     works = [
-        *(reduce_scatter_hierarchical(each, bounds, groups, async_op=True) for each in buffers),
-        all_gather_hierarchical(gathered, bounds, groups, async_op=True),
+        *(reduce_scatter_hierarchical(each, bounds, groups) for each in buffers),
+        all_gather_hierarchical(gathered, bounds, groups),
     ]
     clock.compute(0.5)
     times_s = []

@@ -39,29 +39,26 @@ def _numbers(total: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
 def _reduce_then_gather(regions: tuple[Interval, ...]) -> None:
     groups, rank, size = _groups(regions), dist.get_rank(), dist.get_world_size()
     weights_list = [[1.0] * size, [float(n % 3) for n in range(size)], [0.0] * (size - 1) + [1.0]]
-    for weights, total, dtype, async_op in itertools.product(
-        weights_list, [960, 1001, 5, 0], [torch.float32, torch.bfloat16], [False, True]
+    for weights, total, dtype in itertools.product(
+        weights_list, [960, 1001, 5, 0], [torch.float32, torch.bfloat16]
     ):
         bounds = shard_bounds(total, weights, align=16)
         start, stop = bounds[rank]
         shards = RegionShards(bounds=bounds, regions=regions)
         full = _numbers(total, rank, dtype)
-        work = reduce_scatter_hierarchical(full, bounds, groups, async_op=async_op)
-        assert (work is not None) == async_op
-        if work is not None:
-            assert work.buffer_bytes == shards.reduction_buffer(rank) * dtype.itemsize
-            work.wait()
-            assert work.buffer_bytes == 0
-            work.wait()  # adds nothing twice
+        work = reduce_scatter_hierarchical(full, bounds, groups)
+        assert work.buffer_bytes == shards.reduction_buffer(rank) * dtype.itemsize
+        work.wait()
+        assert work.buffer_bytes == 0
+        work.wait()  # adds nothing twice
         expected = torch.stack([_numbers(total, r, dtype) for r in range(size)]).sum(0)
         assert torch.equal(full[start:stop], expected[start:stop])
 
         gathered = torch.full((total,), -1, dtype=dtype)
         gathered[start:stop] = full[start:stop]
-        work = all_gather_hierarchical(gathered, bounds, groups, async_op=async_op)
-        if work is not None:
-            assert work.buffer_bytes == shards.gather_buffer(rank) * dtype.itemsize
-            work.wait()
+        work = all_gather_hierarchical(gathered, bounds, groups)
+        assert work.buffer_bytes == shards.gather_buffer(rank) * dtype.itemsize
+        work.wait()
         assert torch.equal(gathered, expected)
 
     if regions == THREE_REGIONS:
@@ -81,10 +78,10 @@ def _stages(groups: RegionGroups) -> None:
     bounds = shard_bounds(960, [1.0] * 5, align=16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hierarchical_collectives, "start_stages", noting)
-        reduce_scatter_hierarchical(torch.ones(960), bounds, groups)
+        reduce_scatter_hierarchical(torch.ones(960), bounds, groups).wait()
         sums = "reduce_scatter"
         assert found == [(sums, None), ("exchange", 0), (sums, None)]
-        all_gather_hierarchical(torch.ones(960), bounds, groups)
+        all_gather_hierarchical(torch.ones(960), bounds, groups).wait()
         assert found == [("exchange", None), ("all_gather", None), ("all_gather", 0)]
 
 
@@ -100,7 +97,7 @@ def _in_order(groups: RegionGroups, rank: int) -> None:
             first: value for (first, _), value in zip(THREE_REGIONS, of_regions, strict=True)
         }
         full = torch.full((960,), first_of.get(rank, 0.0), dtype=dtype)
-        reduce_scatter_hierarchical(full, bounds, groups)
+        reduce_scatter_hierarchical(full, bounds, groups).wait()
         assert (full[slice(*bounds[rank])] == expected).all()
 
 
@@ -120,11 +117,10 @@ def _sums(regions: tuple[Interval, ...]) -> list[float]:
         gathered = [torch.full((999,), float(rank)) for _ in range(6)]
         works = []
         for full, other in zip(buffers, gathered, strict=True):
-            works.append(reduce_scatter_hierarchical(full, bounds, groups, async_op=True))
-            works.append(all_gather_hierarchical(other, bounds, groups, async_op=True))
+            works.append(reduce_scatter_hierarchical(full, bounds, groups))
+            works.append(all_gather_hierarchical(other, bounds, groups))
         dist.barrier()  # of another communicator, while they are under way
         for work in works if rank % 2 else reversed(works):
-            assert work is not None
             work.wait()
         rounds.append(torch.cat([full[slice(*bounds[rank])] for full in buffers]))
         owners = torch.cat([torch.full((b - a,), float(r)) for r, (a, b) in enumerate(bounds)])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
-from zorse_megatron.live.move import Owners, peak_bytes, plan_transfers, sent_bytes
+from zorse_megatron.live.move import Owners, moved_bytes, peak_bytes, plan_transfers
 from zorse_megatron.runtime.state_transfer import HeldBlock, StateTransfer
 from zorse_megatron.schedule.tensor_parallel_parts import TensorBlock, equal_part, owned_blocks
 
@@ -83,7 +83,7 @@ def test_values_bytes_and_peak() -> None:
     before = owners(BEFORE)
     transfers = plan_transfers(before, owners(AFTER))
     state_bytes = [dtype.itemsize for dtype in DTYPES]
-    expected = sent_bytes(transfers, state_bytes)
+    expected, _ = moved_bytes(transfers, state_bytes)
     assert expected.total()
     for rank, (sent, peak) in enumerate(run_ranks(WORLD, move)):
         assert sent == expected[rank]

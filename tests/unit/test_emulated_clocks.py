@@ -21,7 +21,7 @@ from zorse_megatron.emulate.messages import (
     Transfer,
     Wait,
 )
-from zorse_megatron.emulate.on_ranks.host_copies import HostCopies
+from zorse_megatron.emulate.on_ranks.host_copies import EmulatedHostLink
 from zorse_megatron.emulate.rank_clock import EmulationFailed, Pace, RankClock
 from zorse_megatron.simulate.assumptions import SimulationError
 
@@ -343,18 +343,18 @@ def bytes_of(num_bytes):
 
 def link():
     clock = Clock()
-    return clock, HostCopies(clock, None, [], bytes_per_s=10.0)
+    return clock, EmulatedHostLink(clock, None, [], bytes_per_s=10.0)
 
 
 def test_copies_of_one_direction_follow_each_other():
     clock, host = link()
-    first, second = (host.start(bytes_of(20), to_host=True) for _ in range(2))
-    back = host.start(bytes_of(30), to_host=False)
+    first, second = (host.start_to_host(bytes_of(20), bytes_of(20)) for _ in range(2))
+    back = host.start_from_host(bytes_of(30), bytes_of(30))
     assert (first.end_s, second.end_s, back.end_s) == (2.0, 4.0, 3.0)
     host.hold_back(first)
     assert clock.now_s == 2.0
     clock.now_s = 7.0  # the link had nothing to do since 4 s
-    assert host.start(bytes_of(10), to_host=True).end_s == 8.0
+    assert host.start_to_host(bytes_of(10), bytes_of(10)).end_s == 8.0
     host.hold_back(second)
     assert clock.now_s == 7.0
 
@@ -362,4 +362,4 @@ def test_copies_of_one_direction_follow_each_other():
 def test_nothing_takes_time_before_the_clock_runs():
     clock, host = link()
     clock.is_running = False
-    assert host.start(bytes_of(20), to_host=True) is None
+    assert host.start_to_host(bytes_of(20), bytes_of(20)) is None

@@ -19,7 +19,7 @@ from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.profile import LinkCurve, Profile, Source, dump_profile, parse_profile
 from zorse_megatron.live.run_status import LinkTimes, Messages
-from zorse_megatron.measure.machine import NvmlReader, kinds_of_gpu, nics, nodes_of, processor_name
+from zorse_megatron.measure.machine import kinds_of_gpu, nics, nodes_of, processor_name, seen_gpu
 from zorse_megatron.measure.measured_cluster import (
     LARGEST_ERROR,
     cluster_text,
@@ -151,7 +151,7 @@ class RecordedNvml:
     [({}, "pcie"), ({0: None}, "pcie"), ({0: None, 1: 0}, "nvlink"), ({0: 0, 1: 2}, "nvswitch")],
 )
 def test_nvml_says_what_joins_the_gpus(lines: dict[int, int | None], link: str) -> None:
-    seen = NvmlReader(RecordedNvml(lines), ("GPU-a", "GPU-b")).device(0, 2)
+    seen = seen_gpu(RecordedNvml(lines), ("GPU-a", "GPU-b"), 0)
     assert (seen.kind, seen.link_type, seen.memory_bytes) == ("V100-16", link, 16_900_000_000)
 
 
@@ -165,19 +165,18 @@ def test_nvml_leaves_out_what_the_driver_keeps() -> None:
             assert version == 2
             return SimpleNamespace(total=15360 * 2**20, reserved=449 * 2**20)
 
-    seen = NvmlReader(Newer({}), ("GPU-b",)).device(0, 1)
+    seen = seen_gpu(Newer({}), ("GPU-b",), 0)
     assert round(seen.memory_bytes / 2**30, 2) == 14.56
 
 
 def test_each_rank_has_its_gpu_and_one_too_many_is_refused() -> None:
-    reader = NvmlReader(RecordedNvml({}), ("GPU-a", "GPU-b"))
-    assert reader.device(1, 2).kind == "T4"
+    nvml, both = RecordedNvml({}), ("GPU-a", "GPU-b")
+    assert seen_gpu(nvml, both, 1).kind == "T4"
     with pytest.raises(MeasureError, match="local rank 2 and 2 GPUs"):
-        reader.device(2, 3)
+        seen_gpu(nvml, both, 2)
     with pytest.raises(MeasureError, match="no answer about GPU-c"):
-        NvmlReader(RecordedNvml({}), ("GPU-c",)).device(0, 1)
-    only = NvmlReader(RecordedNvml({}), ("GPU-b",))  # each rank is shown its own
-    assert only.device(1, 2).kind == "T4"
+        seen_gpu(nvml, ("GPU-c",), 0)
+    assert seen_gpu(nvml, ("GPU-b",), 1).kind == "T4"  # each rank is shown its own
 
 
 def test_network_adapters_that_are_up(tmp_path) -> None:

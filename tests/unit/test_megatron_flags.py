@@ -280,8 +280,8 @@ def test_flags_are_not_abbreviated():
 
 def test_the_update_of_shards_is_one_of_three():
     plan = ["--zorse-plan", "plan.json"]
-    assert split_command(plan).update == "auto"
-    assert split_command([*plan, "--zorse-update", "fused"]).update == "fused"
+    assert split_command(plan).options.update == "auto"
+    assert split_command([*plan, "--zorse-update", "fused"]).options.update == "fused"
     with pytest.raises(FlagError, match="--zorse-update: found 'quick'"):
         split_command([*plan, "--zorse-update", "quick"])
 

@@ -28,10 +28,9 @@ from zorse_megatron.live.move import (
     Transfer,
     elements,
     make_request,
+    moved_bytes,
     peak_bytes,
     plan_transfers,
-    received_bytes,
-    sent_bytes,
     take_request,
 )
 from zorse_megatron.live.move_costs import move_cost, owners
@@ -135,10 +134,9 @@ def test_bytes_are_those_of_what_owners_lack(plans: tuple[Shapes, Owners, Owners
     transfers = plan_transfers(before, after)
     each_b = sum(STATE_BYTES)
     lacking = {rank: each_b * len(wanted[rank] - had[rank]) for rank in wanted}
-    assert received_bytes(transfers, STATE_BYTES) == Counter(
-        {rank: count for rank, count in lacking.items() if count}
-    )
-    assert sent_bytes(transfers, STATE_BYTES).total() == sum(lacking.values())
+    sent, received = moved_bytes(transfers, STATE_BYTES)
+    assert received == Counter({rank: count for rank, count in lacking.items() if count})
+    assert sent.total() == sum(lacking.values())
     for rank, owned in before.items():
         assert elements(owned) == len(had[rank])
 

@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from tests.strategies import plans
 from tests.unit.plan_samples import good, load
-from zorse_megatron.adapter.data_parallel.ddp_options import comm_dtype_of
-from zorse_megatron.adapter.loss import loss_divisor, tokens_as_power_of_two, with_token_counts
+from zorse_megatron.adapter.loss import (
+    comm_dtype_of,
+    loss_divisor,
+    tokens_as_power_of_two,
+    with_token_counts,
+)
 from zorse_megatron.live.run_status import IterationTimes
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.runtime.batch_sampler import (

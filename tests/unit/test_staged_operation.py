@@ -102,17 +102,17 @@ def test_errors_of_the_host_s_thread_are_the_waiter_s() -> None:
 
     failing, next_one = worker.submit(fail), worker.submit(lambda: None)
     with pytest.raises(OSError, match="a peer is gone"):
-        failing.wait()
-    next_one.wait()
+        failing.result()
+    next_one.result()
 
 
 def test_what_a_task_has_worked_on_is_let_go_with_it() -> None:
     """A copy of all state would stay in the host's memory until somebody waits."""
     held = torch.zeros(3)
     there = weakref.ref(held)
-    task = HostWorker().submit(partial(held.add_, 1))
+    task = HostWorker().submit(partial(held.__setitem__, 0, 1.0))
     del held
-    task.wait()
+    task.result()
     assert there() is None
 
 
@@ -122,7 +122,7 @@ def assert_set(event: threading.Event) -> None:
 
 def test_work_is_not_done_before_the_host_s_thread_is() -> None:
     may_go = threading.Event()
-    work = StagedWork((), HostWorker().submit(lambda: assert_set(may_go)), ())
+    work = StagedWork((), HostWorker().submit(lambda: assert_set(may_go)).result, ())
     waiter = threading.Thread(target=work.wait)
     waiter.start()
     waiter.join(0.1)

@@ -26,7 +26,6 @@ from zorse_megatron.live.root_cause import (
     report_of_end,
 )
 from zorse_megatron.live.watched_rank import SharedState, WatchedRank
-from zorse_megatron.live.watcher import last_line
 
 ALL = range(3)
 WRONG = PlanError("No", [Problem(where="plan.json", found="a", expected="b", remedy="c")])
@@ -189,13 +188,17 @@ WORLD_SIZE = 3
 STEP_S = 0.5
 
 
+def member(rank: int) -> Member:
+    return Member(rank, timeouts=Timeouts(), describe=lambda each: f"rank {each}", host="here")
+
+
 class Job:
     """The watchers of three ranks in one process, without ranks."""
 
     def __init__(self) -> None:
         self.hub = Hub(WORLD_SIZE, timeouts=Timeouts(), describe=str, host="here")
         self.address = f"127.0.0.1 {self.hub.address}"
-        self.members = [Member(rank, timeouts=Timeouts(), host="here") for rank in (1, 2)]
+        self.members = [member(rank) for rank in (1, 2)]
         self.late: set[int] = set()
         """Ranks that have not found the hub's address so far."""
         self.now_s = 0.0
@@ -225,8 +228,7 @@ class Job:
 
     @property
     def lines(self) -> list[str]:
-        said = [last_line(post, lambda rank: f"rank {rank}") for post in (self.hub, *self.members)]
-        return [line for line in said if line]
+        return [post.last_line for post in (self.hub, *self.members) if post.last_line]
 
     @property
     def are_over(self) -> list[bool]:
@@ -384,9 +386,8 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
         rank=1,
         process=rank,
         shared=shared,
-        post=Post(1, timeouts=Timeouts(), host="here"),
+        post=Post(1, timeouts=Timeouts(), describe=str, host="here"),
         timeouts=Timeouts(),
-        describe=str,
         find_hub=None,
     ).run()
     assert 1 <= looks <= 20

@@ -1,4 +1,9 @@
-"""Megatron's command line under a plan: what must agree, and what the plan decides."""
+"""Megatron's command line under a plan: what must agree, and what the plan decides.
+
+The user's command stays a stock command. A flag that contradicts the plan is an error, never
+overruled in silence (`zorse_megatron.flags` says which do); what the plan decides (stages, layers
+per stage, the per-token loss) is set on the parsed arguments. All problems are reported at once.
+"""
 
 import sys
 from argparse import Namespace
@@ -111,13 +116,6 @@ def _with_known_flags(extra: Callable[[Any], Any] | None, parser: Any) -> Any:
     return parser
 
 
-# Megatron's command line under a plan: what must agree, and what the plan decides.
-#
-# The user's command stays a stock command. A flag that contradicts the plan is an error, never
-# overruled in silence (`zorse_megatron.flags` says which do); what the plan decides (stages, layers
-# per stage, the per-token loss) is set on the parsed arguments. All problems are reported at once.
-
-
 def fit_to_plan(
     args: Namespace,
     plan: Plan,
@@ -146,8 +144,12 @@ def fit_to_plan(
     if getattr(args, "overlap_param_gather", False):
         args.overlap_param_gather = False
         notes.append("parameters are gathered where the action list says (no overlap yet)")
-    notes += _set_tp_degree(args, plan)
-    dtypes = compute_dtypes(plan, job_dtype(args))
+    return [*notes, *_set_tp_degree(args, plan), *_dtype_notes(args, plan)]
+
+
+def _dtype_notes(args: Namespace, plan: Plan) -> list[str]:
+    """What the user should know of the types that groups compute in."""
+    notes, dtypes = [], compute_dtypes(plan, job_dtype(args))
     if args.zorse_per_token_loss and "fp16" in dtypes:
         notes.append(
             "--calculate-per-token-loss with fp16: the loss scale is for gradients of a sum over "

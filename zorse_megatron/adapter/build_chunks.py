@@ -18,12 +18,12 @@ from megatron.training.initialize import _set_random_seed, set_jit_fusion_option
 
 from zorse_megatron.adapter.checkpoint.saved_parameters import saved_entries
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
-from zorse_megatron.adapter.data_parallel.ddp_options import comm_dtype_of
 from zorse_megatron.adapter.groups.process_groups import (
     PipelinePosition,
     at_chunk,
     shard_weights_by_group_rank,
 )
+from zorse_megatron.adapter.loss import comm_dtype_of
 from zorse_megatron.adapter.memory import before_first_step
 from zorse_megatron.adapter.model.initial_weights import copy_single_process_weights
 from zorse_megatron.adapter.model.uneven_tp_shards import LocalSizes

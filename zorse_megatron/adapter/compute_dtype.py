@@ -20,16 +20,11 @@ from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.runtime.host_link import copied_to_host
 
-_TORCH: dict[ComputeDtype, torch.dtype] = {
+TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
 }
-
-
-def torch_dtype(name: ComputeDtype) -> torch.dtype:
-    """The type in torch's terms."""
-    return _TORCH[name]
 
 
 def set_compute_dtype(args: Namespace, plan: Plan) -> None:
@@ -47,6 +42,11 @@ def set_compute_dtype(args: Namespace, plan: Plan) -> None:
     if "fp16" in dtypes and not args.loss_scale:
         # As stock does with --fp16: overflows are the loss scale's business.
         args.check_for_nan_in_loss_and_grad = False
+
+
+def boundary_dtype(config: Any) -> torch.dtype:
+    """The dtype of activations between stages, as stock's `P2PCommunicator` has it."""
+    return config.params_dtype if config.pipeline_dtype is None else config.pipeline_dtype
 
 
 def with_one_loss_scale(config: Any, dtypes: tuple[ComputeDtype, ...]) -> Any:
@@ -84,7 +84,7 @@ def keep_exact_part(parameter: torch.nn.Parameter, owned: torch.Tensor) -> None:
 @torch.no_grad()
 def take_exact(optimizer: Any) -> None:
     """Make main parameters of the values that are kept, where there are any."""
-    for _, parameter, _, shard in optimizer.owned_shards():
+    for _, parameter, _, shard in optimizer.owned_shards:
         exact = parameter.__dict__.pop(_EXACT, None)
         if exact is not None:
             optimizer.write(shard, exact)
@@ -98,13 +98,13 @@ def start_from_main(models: Iterable[Any], optimizers: Iterable[Any]) -> None:
     chunk that is released this makes the shards.
     """
     for optimizer in optimizers:
-        for chunk, parameter, (start, stop), main in optimizer.owned_shards():
+        for chunk, parameter, (start, stop), main in optimizer.owned_shards:
             if parameter.dtype != torch.float32:
                 chunk.write_parameter(parameter, start, stop, optimizer.read(main))
     for model in models:
         for group in () if model.shards is not None else reversed(model.bucket_groups):
             for bucket in group.buckets:
-                group.gather_bucket(bucket, async_op=False)
+                group.gather_bucket(bucket).wait()
         for parameter in model.parameters():
             parameter.__dict__.pop(_EXACT, None)
 

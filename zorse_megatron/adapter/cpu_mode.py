@@ -23,10 +23,7 @@ import torch.utils._device
 from torch.jit._builtins import _find_builtin, _register_builtin
 
 from zorse_megatron.errors import Problem, SeamError
-from zorse_megatron.flags.installed_software import with_cpu_flags
 from zorse_megatron.flags.torch_builds import RELEASES
-
-__all__ = ["enable", "enabled", "needed", "with_cpu_flags"]
 
 _torch_is_available = torch.cuda.is_available
 _enabled = False

@@ -1,4 +1,4 @@
-"""The loss: what it is divided by, who knows it, and who prints it.
+"""The loss: what it is divided by, who knows it, and who prints it; how large gradients then are.
 
 Stock sums losses over the last stage's data-parallel group, each member of which has run at least
 one micro-batch, and prints on the job's last rank, which is in that group. Neither need hold under
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.plan import Plan, data_parallel_ranks
+from zorse_megatron.runtime.hierarchical_collectives import CommDtype
 
 
 def with_token_counts(
@@ -26,7 +27,7 @@ def with_token_counts(
     The loss whose backward runs is divided by `loss_divisor`; what is reported is not.
 
     Stock also takes a mean over an unknown number of tokens (a pair instead of a triple), from
-    which no exact mean over uneven TP shards can be made. Raises FlagError for that.
+    which no exact mean over unequal parts can be made. Raises FlagError for that.
     """
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +108,7 @@ def whole_group_losses(
     """Return one entry with the sums and counts of all replicas of `group`; a collective call.
 
     Stock's `evaluate` averages means of micro-batches, then of ranks, for `--sft`: a mean over
-    uneven TP shards. From this entry it makes the mean over all tokens.
+    unequal parts. From this entry it makes the mean over all tokens.
     """
     sums = {name: torch.stack([each[name] for each in losses]).sum(dim=0) for name in losses[0]}
     if group.size() > 1:  # a rank alone needs no communicator for it
@@ -231,3 +232,21 @@ def loss_divisor(
     if is_sum or "fp16" not in dtypes:
         return 1.0
     return tokens_as_power_of_two(plan, sequence_length=sequence_length)
+
+
+def comm_dtype_of(
+    plan: Plan, rank: int, *, sequence_length: int, loss_divisor: float
+) -> CommDtype | None:
+    """How the rank's group sends gradients; None: in the dtype that they are kept in.
+
+    In fp16 gradients are sent in the size of means: divided by the tokens of the global batch, to a
+    power of two, if the loss was not (`loss_divisor`: what it was divided by). bf16 has the range
+    of fp32.
+    """
+    name = plan.groups[plan.group_of_rank(rank)].grad_reduce_dtype
+    if name is None:
+        return None
+    if name == "bf16":
+        return CommDtype(dtype=torch.bfloat16)
+    mean = tokens_as_power_of_two(plan, sequence_length=sequence_length)
+    return CommDtype(dtype=torch.float16, factor=loss_divisor / mean)

@@ -10,6 +10,7 @@ from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.adapter.patches import without_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.start_checks import checked_gpu_flags
+from zorse_megatron.flags.installed_software import with_cpu_flags
 
 
 class Built(BaseException):
@@ -27,7 +28,7 @@ def run_until_built(
     flags = checked_gpu_flags(megatron_flags, node=socket.gethostname())
     if cpu_mode.needed():
         cpu_mode.enable()
-        flags = cpu_mode.with_cpu_flags(flags)
+        flags = with_cpu_flags(flags)
     from zorse_megatron.adapter.start import activate
 
     activate(None)

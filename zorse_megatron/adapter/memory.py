@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,42 +11,27 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
+from megatron.training import get_args
 from torch.autograd.graph import saved_tensors_hooks
 
+from zorse_megatron.adapter.compute_dtype import boundary_dtype
+from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.model_memory import LayerActivations
 from zorse_megatron.gpus.gpu import FLASH_FROM, Attention
 from zorse_megatron.inputs.model import ModelShape
-from zorse_megatron.plan.plan import Offload
 from zorse_megatron.runtime.executor import Executor
-from zorse_megatron.runtime.host_budget import most_away
+from zorse_megatron.runtime.host_budget import (
+    HostMemoryNeed,
+    available_host_bytes,
+    most_away,
+    node_name,
+)
 from zorse_megatron.runtime.host_link import HostLink, HostMemoryFull, host_bytes_of
 from zorse_megatron.runtime.memory_ledger import MemoryLedger, out_of_host_memory
 from zorse_megatron.runtime.offload import ActivationOffload
-from zorse_megatron.schedule.actions import Action
+from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 from zorse_megatron.schedule.transfer_windows import offloaded_gradients
-
-# What a training run under a plan holds on the device, asked of Megatron's objects.
-
-
-def parameter_bytes(models: Mapping[int, Any]) -> int:
-    """Parameters as they are computed with: unsharded, or shards."""
-    return sum(
-        model.shards.parameter_bytes
-        if model.shards is not None
-        else sum(_storage_bytes(buffer.param_data) for buffer in model.buffers)
-        for model in models.values()
-    )
-
-
-def gradient_bytes(models: Mapping[int, Any]) -> int:
-    """Gradients as they are accumulated: unsharded, or shards."""
-    return sum(
-        model.shards.gradient_bytes
-        if model.shards is not None
-        else sum(_storage_bytes(buffer.grad_data) for buffer in model.buffers)
-        for model in models.values()
-    )
 
 
 def copied_gradient_bytes(optimizers: list[Any]) -> int:
@@ -54,14 +39,9 @@ def copied_gradient_bytes(optimizers: list[Any]) -> int:
     return sum(
         shard.grad.nbytes
         for optimizer in optimizers
-        for chunk, _, _, shard in optimizer.owned_shards()
+        for chunk, _, _, shard in optimizer.owned_shards
         if shard.grad is not None and any(b.grad_dtype != torch.float32 for b in chunk.buffers)
     )
-
-
-def reduction_bytes(models: Mapping[int, Any]) -> int:
-    """What reductions under way hold beside the gradients: 16-bit messages."""
-    return sum(model.reduction_bytes for model in models.values())
 
 
 def state_bytes(optimizers: list[Any]) -> int:
@@ -71,7 +51,7 @@ def state_bytes(optimizers: list[Any]) -> int:
     """
     storages: dict[int, int] = {}
     for optimizer in optimizers:
-        for _, parameter, _, shard in optimizer.owned_shards():
+        for _, parameter, _, shard in optimizer.owned_shards:
             held = [v for v in optimizer.optimizer.state[shard].values() if _is_large(v)]
             if parameter.dtype != torch.float32:
                 held.append(shard)
@@ -159,36 +139,35 @@ def _is_large(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes())
-
-
 def make_ledger(
+    at: RankPlan,
     executor: Executor,
-    models: Mapping[int, Any],
+    models: Sequence[Any],
     optimizers: list[Any],
     *,
-    rank: int,
-    device: torch.device,
     activation_bytes: Callable[[], int],
     link: HostLink | None,
     watches: bool,
     limit_bytes: int | None,
 ) -> MemoryLedger:
     """The ledger of a rank; `watches`: whether to sample after every action."""
-    on_gpu = device.type == "cuda"
+    on_gpu = at.device.type == "cuda"
+
+    def of_models(name: str) -> int:
+        return sum(getattr(model, name) for model in models)
+
     return MemoryLedger(
         {
-            "parameters": partial(parameter_bytes, models),
-            "gradients": lambda: gradient_bytes(models) + copied_gradient_bytes(optimizers),
-            "optimizer state": partial(state_bytes, optimizers),
+            "parameters": lambda: of_models("parameter_bytes"),
+            "gradients": lambda: of_models("gradient_bytes") + copied_gradient_bytes(optimizers),
+            "optimizer state": lambda: state_bytes(optimizers),
             "activations": activation_bytes,
-            "buffers": lambda: executor.message_bytes + reduction_bytes(models),
+            "buffers": lambda: executor.message_bytes + of_models("reduction_bytes"),
         },
-        rank=rank,
+        rank=at.rank,
         samples=watches,
         limit_bytes=limit_bytes,
-        allocated=partial(torch.cuda.max_memory_allocated, device) if on_gpu else None,
+        allocated=partial(torch.cuda.max_memory_allocated, at.device) if on_gpu else None,
         in_host=lambda: dict(link.held) if link is not None else {},
     )
 
@@ -220,6 +199,81 @@ def is_parameter(models: list[Any], address: int) -> bool:
     )
 
 
+# What a plan's offload settings put into host memory, asked of Megatron's objects.
+
+
+_FLOAT32_BYTES = 4
+# Adam's; main parameters are float32, too.
+_NUM_MOMENTS = 2
+
+
+def host_need(
+    at: RankPlan, models: Mapping[int, Any], optimizers: Sequence[Any], link: HostLink | None
+) -> HostMemoryNeed:
+    """What this rank asks of its node; before the first step. `models`: chunk -> wrapped model."""
+    pinned, held_bytes = (False, 0) if link is None else (link.is_cuda, link.host_bytes)
+    if at.offload.optimizer_state:  # main parameters are there from when they are made
+        owned = [each for optimizer in optimizers for each in optimizer.owned_shards]
+        held_bytes += sum(main.nbytes for _, p, _, main in owned if p.dtype != torch.float32)
+    return HostMemoryNeed(
+        rank=at.rank,
+        node=node_name(),
+        by_category_bytes=_by_category(at, models, optimizers, pinned=pinned),
+        available_bytes=available_host_bytes(),
+        held_bytes=held_bytes,
+    )
+
+
+def _by_category(
+    at: RankPlan, models: Mapping[int, Any], optimizers: Sequence[Any], *, pinned: bool
+) -> dict[str, int]:
+    """Category -> bytes that wait in the host at most.
+
+    `pinned`: whether the host's memory is pinned, as for a GPU.
+    """
+
+    def owned(buffers: Iterable[ShardedBuffer]) -> int:
+        return sum(
+            host_bytes_of(buffer.num_owned * buffer.full.element_size(), pinned=pinned)
+            for buffer in buffers
+        )
+
+    offload = at.offload
+    need = dict.fromkeys(("parameters", "optimizer state", "gradients", "activations"), 0)
+    sharded = {chunk: model.shards for chunk, model in models.items() if model.shards is not None}
+    if offload.parameters:
+        need["parameters"] = sum(owned(shards.parameters) for shards in sharded.values())
+    if offload.gradients:
+        away = offloaded_gradients(at.actions)
+        need["gradients"] = sum(owned(sharded[c].gradients) for c in models if c in away)
+    if offload.optimizer_state:
+        need["optimizer state"] = _state_bytes(models, optimizers, pinned=pinned)
+    if offload.activations:
+        samples = max((each.size for each in at.micro_batches), default=0)
+        saved = {
+            chunk: sum(
+                host_bytes_of(samples * size, pinned=pinned)
+                for size in _saved_sizes(at, chunk, model)
+            )
+            for chunk, model in models.items()
+        }
+        need["activations"] = most_away(at.actions, saved)
+    return need
+
+
+def _state_bytes(models: Mapping[int, Any], optimizers: Sequence[Any], *, pinned: bool) -> int:
+    """Moments and main parameters: a flat block of each, by chunk (see `HostState`)."""
+    total = 0
+    for optimizer in optimizers:
+        for model in models.values():
+            owned = [(p, s) for c, p, _, s in optimizer.owned_shards if c is model]
+            elements = sum(shard.numel() for _, shard in owned)
+            main = sum(s.numel() for p, s in owned if p.dtype != torch.float32)
+            blocks = [elements] * _NUM_MOMENTS + [main]
+            total += sum(host_bytes_of(_FLOAT32_BYTES * block, pinned=pinned) for block in blocks)
+    return total
+
+
 # What forwards keep in host memory, from the sizes in Megatron's config.
 #
 # With full recomputation that is known: the layers' inputs. Of other layers it is the memory
@@ -227,51 +281,29 @@ def is_parameter(models: list[Any], address: int) -> bool:
 # or less.
 
 
-_FLOAT32_BYTES = 4
-
-
-def saved_bytes_by_chunk(
-    models: Mapping[int, Any],
-    *,
-    samples: int,
-    seq_length: int,
-    element_bytes: int,
-    logits: int,
-    last_chunk: int,
-    pinned: bool,
-) -> dict[int, int]:
-    """Chunk -> bytes of host blocks that one micro-batch of it takes.
-
-    `samples`: of a micro-batch; `logits`: of a token, on this rank; `pinned`: whether the host's
-    memory is pinned, as for a GPU.
-    """
-
-    def blocks(sizes: tuple[int, ...]) -> int:
-        return sum(host_bytes_of(samples * size, pinned=pinned) for size in sizes)
-
-    found = {}
-    for chunk, model in models.items():
-        layers = [each for each in model.modules() if isinstance(each, BaseTransformerLayer)]
-        found[chunk] = 0
-        if layers:
-            config = layers[0].config
-            layer = _layer(config, seq_length=seq_length, element_bytes=element_bytes)
-            split = {
-                "tensor_parallel": config.tensor_model_parallel_size,
-                "sequence_parallel": config.sequence_parallel,
-            }
-            again = num_recomputed(config, len(layers))
-            is_selective = config.recompute_granularity == "selective"
-            rest: RecomputeMode = "selective" if is_selective else "none"
-            boundary = blocks(layer.tensor_bytes("full", **split))
-            found[chunk] = again * boundary
-            found[chunk] += (len(layers) - again) * blocks(layer.tensor_bytes(rest, **split))
-            if chunk == 0 and config.hidden_dropout:  # the embedding's
-                found[chunk] += boundary
-            if chunk == last_chunk:
-                # The final norm keeps its input, the head that of its matrix, the loss a softmax.
-                found[chunk] += 2 * boundary + blocks((_FLOAT32_BYTES * seq_length * logits,))
-    return found
+def _saved_sizes(at: RankPlan, chunk: int, model: Any) -> list[int]:
+    """Bytes of each tensor that a forward of the chunk keeps, of one sample."""
+    layers = [each for each in model.modules() if isinstance(each, BaseTransformerLayer)]
+    if not layers:
+        return []
+    config = layers[0].config
+    layer = _layer(config, at.sequence_length, boundary_dtype(config).itemsize)
+    split = {
+        "tensor_parallel": config.tensor_model_parallel_size,
+        "sequence_parallel": config.sequence_parallel,
+    }
+    again = num_recomputed(config, len(layers))
+    is_selective = config.recompute_granularity == "selective"
+    rest: RecomputeMode = "selective" if is_selective else "none"
+    boundary = layer.tensor_bytes("full", **split)
+    sizes = [*again * boundary, *(len(layers) - again) * layer.tensor_bytes(rest, **split)]
+    if chunk == 0 and config.hidden_dropout:  # the embedding's
+        sizes += boundary
+    if chunk == at.num_chunks - 1:
+        # The final norm keeps its input, the head that of its matrix, the loss a softmax.
+        logits = get_args().padded_vocab_size // config.tensor_model_parallel_size
+        sizes += [*2 * boundary, _FLOAT32_BYTES * at.sequence_length * logits]
+    return sizes
 
 
 def num_recomputed(config: Any, num_layers: int) -> int:
@@ -286,12 +318,11 @@ def num_recomputed(config: Any, num_layers: int) -> int:
     return min(num_layers, config.recompute_num_layers)
 
 
-def _layer(config: Any, *, seq_length: int, element_bytes: int) -> LayerActivations:
-    attention = _attention(config, element_bytes)
+def _layer(config: Any, seq_length: int, element_bytes: int) -> LayerActivations:
     return LayerActivations(
         model=_shape(config, seq_length),
         element_bytes=element_bytes,
-        attention=attention,
+        attention=_attention(config, element_bytes),
         hidden_dropout=bool(config.hidden_dropout),
         attention_dropout=bool(config.attention_dropout),
         softmax_in_fp32=bool(config.attention_softmax_in_fp32),
@@ -322,65 +353,3 @@ def _attention(config: Any, element_bytes: int) -> Attention:
     has_te = config.transformer_impl == "transformer_engine"
     runs = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FLASH_FROM
     return "flash" if runs and has_te and is_asked and element_bytes < _FLOAT32_BYTES else "unfused"
-
-
-# What a plan's offload settings put into host memory, asked of Megatron's objects.
-
-
-# Adam's; main parameters are float32, too.
-_NUM_MOMENTS = 2
-
-
-def host_need(
-    offload: Offload,
-    models: Mapping[int, Any],
-    optimizers: Sequence[Any],
-    *,
-    actions: Sequence[Action],
-    saved_bytes: Callable[[], Mapping[int, int]],
-    pinned: bool,
-) -> dict[str, int]:
-    """Category -> bytes that wait in the host at most, of one rank; before the first step.
-
-    `models`: chunk -> wrapped model; `saved_bytes`: makes chunk -> what a micro-batch of it keeps
-    there; `pinned`: whether the host's memory is pinned, as for a GPU.
-    """
-    need = dict.fromkeys(("parameters", "optimizer state", "gradients", "activations"), 0)
-    if offload.parameters:
-        need["parameters"] = sum(
-            host_bytes_of(buffer.num_owned * buffer.full.element_size(), pinned=pinned)
-            for model in models.values()
-            if model.shards is not None
-            for buffer in model.shards.parameters
-        )
-    if offload.gradients:
-        away = offloaded_gradients(actions)
-        need["gradients"] = sum(
-            host_bytes_of(buffer.num_owned * buffer.full.element_size(), pinned=pinned)
-            for chunk, model in models.items()
-            for buffer in (model.shards.gradients if chunk in away else ())
-        )
-    if offload.optimizer_state:
-        need["optimizer state"] = _state_bytes(models, optimizers, pinned=pinned)
-    if offload.activations:
-        need["activations"] = most_away(actions, saved_bytes())
-    return need
-
-
-def main_bytes(optimizers: Sequence[Any]) -> int:
-    """Main parameters, which are in the host from when they are made if optimizer state waits."""
-    owned = [each for optimizer in optimizers for each in optimizer.owned_shards()]
-    return sum(main.nbytes for _, parameter, _, main in owned if parameter.dtype != torch.float32)
-
-
-def _state_bytes(models: Mapping[int, Any], optimizers: Sequence[Any], *, pinned: bool) -> int:
-    """Moments and main parameters: a flat block of each, by chunk (see `HostState`)."""
-    total = 0
-    for optimizer in optimizers:
-        for model in models.values():
-            owned = [(p, s) for c, p, _, s in optimizer.owned_shards() if c is model]
-            elements = sum(shard.numel() for _, shard in owned)
-            main = sum(s.numel() for p, s in owned if p.dtype != torch.float32)
-            blocks = [elements] * _NUM_MOMENTS + [main]
-            total += sum(host_bytes_of(_FLOAT32_BYTES * block, pinned=pinned) for block in blocks)
-    return total

@@ -83,7 +83,7 @@ def kind_of(name: str) -> UnitKind:
 
 
 def cut_axis(parameter: torch.Tensor) -> int | None:
-    """The axis along which sets cut a parameter; None where each rank has the whole."""
+    """The axis along which TP groups cut a parameter; None where each rank has the whole."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     axis: int = parameter.partition_dim  # type: ignore[attr-defined]

@@ -19,38 +19,54 @@ if TYPE_CHECKING:
     from zorse_megatron.trace import Clock
 
 
-def _unheard(_phase: str) -> None:
-    """For a rank without a watcher."""
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What the command line asks of a run beside its plan; all but `metrics` need one."""
+
+    trace: Path | None
+    """Directory of a file for each rank."""
+    memory: Path | None
+    """Directory of a file for each rank."""
+    metrics: Path | None
+    """File of the job's last rank."""
+    status: Path | None
+    """Directory of the run's status."""
+    memory_limit_bytes: int | None
+    host_memory_limit_bytes: int | None
+    update: Literal["auto", "stock", "fused"]
+    """See `adapter.optimizer.shard_update`."""
+    skips_damaged: bool
+    """Resume from an older checkpoint if the latest is damaged."""
+    rebalances: bool
+    """Whether counts of micro-batches follow what ranks take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """What a rank that stands for another one, such as an emulated one, brings itself."""
+
+    init_process_group: Callable[[], None]
+    """Called once this process is the rank; Megatron trains on the default group that it finds."""
+    make_host_link: "Callable[[torch.device], HostLink] | None" = None
+    """Gets the rank's device, returns its link to host memory; None: `HostLink` itself."""
+    clock: "Clock | None" = None
+    """By which the rank knows what its actions take; None: its device's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRun:
-    """What the command line says about the plan."""
+    """A plan, and what the run under it has to know."""
 
     plan: Plan
-    node: str = ""
+    options: RunOptions
+    node: str
     """Name of the node that this rank is on."""
-    cluster: Cluster | None = None
+    cluster: Cluster | None
     """Says which node each rank is to be on; None: any."""
-    update: Literal["auto", "stock", "fused"] = "auto"
-    """See `adapter.optimizer.shard_update`."""
-    trace_directory: Path | None = None
-    memory_directory: Path | None = None
-    metrics: Path | None = None
-    memory_limit_bytes: int | None = None
-    host_memory_limit_bytes: int | None = None
-    skips_damaged: bool = False
-    """Resume from an older checkpoint if the latest is damaged."""
-    enter: Callable[[str], None] = _unheard
+    enter: Callable[[str], None]
     """Told in which phase this rank is from now on."""
-    make_host_link: "Callable[[torch.device], HostLink] | None" = None
-    """Gets the device, returns its link to host memory; None: `HostLink` itself."""
-    clock: "Clock | None" = None
-    """By which a rank knows what its actions take; None: its device's."""
-    rebalances: bool = False
-    """Whether counts of micro-batches follow what ranks take."""
-    status_directory: Path | None = None
-    check_next: Callable[[Plan], Sequence[ComputeDtype]] | None = None
+    setup: RankSetup | None
+    check_next: Callable[[Plan], Sequence[ComputeDtype]] | None
     """Compares another plan with the command; returns what each rank computes in. Raises
     ZorseError. None: the run stays under its plan, as an emulated one does."""
     moved: "SetAside | None" = None
@@ -61,7 +77,7 @@ class PlanRun:
     @property
     def may_move(self) -> bool:
         """Whether another plan may be asked for, in the directory of the status."""
-        return self.check_next is not None and self.status_directory is not None
+        return self.check_next is not None and self.options.status is not None
 
 
 # How a script is left, from wherever it is, to go on under another plan.

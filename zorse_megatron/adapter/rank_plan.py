@@ -65,7 +65,7 @@ class RankPlan:
     tied_embeddings: bool
     sequence_length: int
     loss_divisor: float
-    """See the module of that name."""
+    """See `loss`."""
 
     @property
     def actions(self) -> tuple[Action, ...]:

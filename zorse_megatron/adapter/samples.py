@@ -8,7 +8,6 @@ samples in the same step as a single process, for every sampler that stock has.
 
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
@@ -18,11 +17,7 @@ import torch.utils.data
 from megatron.core import parallel_state
 from megatron.training import get_args
 
-from zorse_megatron.adapter.groups.global_groups import (
-    first_stage,
-    one_data_parallel_rank,
-    presented,
-)
+from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment, PlanBatchSampler
 
 LoaderBuilder = Callable[[Any, int], Any]
@@ -39,7 +34,8 @@ def plan_loader_builder(
     assignments = chain([assignment], (MicroBatchAssignment(assignment.at(0)) for _ in count()))
 
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
-        with one_data_parallel_rank():
+        # Its rank 0 of 1 is the global order of samples.
+        with presented(parallel_state, "_MPU_DATA_PARALLEL_RANK", 0):
             loader = stock(dataset, consumed_samples)
         own = next(assignments)
         if loader is None or not own.at(0):
@@ -71,7 +67,9 @@ def datasets_on_rank_0(stock: Callable[..., Any], *, rank: int) -> Callable[...,
     """
 
     def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
-        with first_stage() if rank == 0 else nullcontext():
+        if rank:
+            return stock(*args, **kwargs)
+        with presented(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0):
             return stock(*args, **kwargs)
 
     return build_train_valid_test_datasets

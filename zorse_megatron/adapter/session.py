@@ -41,9 +41,13 @@ from zorse_megatron.schedule.actions import COMPUTE, ActionLists
 from zorse_megatron.trace import Trace
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionParts:
-    """What a session is made of; whoever needs one of them takes that one."""
+@dataclass(kw_only=True, eq=False)
+class PlanSession:
+    """Executes the plan's lists for Megatron's training loop.
+
+    `forward_backward` takes the place of stock's schedules, `optimizer_step` runs the second half
+    of the same list when `train_step` calls the optimizer, which `build_optimizer` has made.
+    """
 
     at: RankPlan
     run: PlanRun
@@ -58,17 +62,8 @@ class SessionParts:
     """Of a group that splits backwards."""
     idle_losses: IdleReplicaLosses
 
-
-class PlanSession:
-    """Executes the plan's lists for Megatron's training loop.
-
-    `forward_backward` takes the place of stock's schedules, `optimizer_step` runs the second half
-    of the same list when `train_step` calls the optimizer, which `build_optimizer` has made.
-    """
-
-    def __init__(self, parts: SessionParts) -> None:
-        self.parts = parts
-        self.lists: ActionLists = parts.at.training
+    def __post_init__(self) -> None:
+        self.lists: ActionLists = self.at.training
         """Of a step, as counts of micro-batches are now."""
         self.num_done = 0
         """Iterations of this run."""
@@ -84,59 +79,32 @@ class PlanSession:
         self, config: Any, model_chunks: list[Any], config_overrides: Any = None, **options: Any
     ) -> Any:
         """The counterpart of stock's `get_megatron_optimizer`; the executor calls its step."""
-        parts, run = self.parts, self.parts.run
         optimizer = build_optimizer(
-            parts.at,
+            self.at,
+            self.run.options,
             config,
             model_chunks,
-            link=parts.link,
-            update=run.update,
-            host_limit_bytes=run.host_memory_limit_bytes,
+            link=self.link,
             on_change=self._sample_memory,
             config_overrides=config_overrides,
             dump_param_to_param_group_map=options.get("dump_param_to_param_group_map"),
         )
         self.optimizers = list(optimizer.chained_optimizers)
-        self.tied = tied_embedding(parts.at, model_chunks, optimizer)
+        self.tied = tied_embedding(self.at, model_chunks, optimizer)
         stock_step = optimizer.step
         optimizer.step = lambda: self.optimizer_step(stock_step)
         return optimizer
 
-    def forward_backward(
-        self,
-        *,
-        forward_step_func: Any,
-        data_iterator: Any,
-        model: Any,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        **_unused: Any,
-    ) -> list[Any]:
-        """Run one step; the counterpart of stock's `forward_backward_func`.
-
-        What stock passes beyond these (sizes, group collection) is in the plan.
-        """
-        at, watch = self.parts.at, self.parts.watch
-        models = model if isinstance(model, list) else [model]
-        if isinstance(data_iterator, list):
-            (data_iterator,) = data_iterator
-        inputs = StepInputs(
-            forward_step_func=forward_step_func,
-            data_iterators=iterator_per_chunk(data_iterator, at.chunks, at.readers),
-            models=dict(zip(at.chunks, models, strict=True)),
-            config=get_model_config(models[0]),
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            are_packed=at.samples.are_packed,
-        )
+    def forward_backward(self, *, forward_only: bool = False, **given: Any) -> list[Any]:
+        """Run one step; the counterpart of stock's `forward_backward_func`."""
+        at, watch = self.at, self.watch
+        inputs = self._inputs(forward_only=forward_only, **given)
         executor = self.executor or self._start(inputs)
         if not forward_only and watch is not None:
             prepared = watch.begin(self.num_done)
             self.lists = self.lists if prepared is None else prepared.lists
         executor.micro_batches = (
-            at.micro_batches if forward_only else self.parts.assignment.at(self.num_done)
+            at.micro_batches if forward_only else self.assignment.at(self.num_done)
         )
         runner = self._new_runner(inputs, len(executor.micro_batches))
         if not forward_only:
@@ -145,9 +113,36 @@ class PlanSession:
         lists = at.evaluation if forward_only else self.lists
         with _timed(inputs.config):
             executor.run_until_step(lists.ranks[at.rank], runner)
-        if at.num_chunks - 1 not in at.chunks or collect_non_loss_data:
+        if at.num_chunks - 1 not in at.chunks or inputs.collect_non_loss_data:
             return runner.losses
         return self._reported(runner.losses, forward_only=forward_only)
+
+    def _inputs(
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        forward_only: bool,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        **_unused: Any,
+    ) -> StepInputs:
+        """What stock passes to its schedules; the rest (sizes, group collection) is in the plan."""
+        chunks = self.at.chunks
+        models = model if isinstance(model, list) else [model]
+        if isinstance(data_iterator, list):
+            (data_iterator,) = data_iterator
+        return StepInputs(
+            forward_step_func=forward_step_func,
+            data_iterators=iterator_per_chunk(data_iterator, chunks, self.at.readers),
+            models=dict(zip(chunks, models, strict=True)),
+            config=get_model_config(models[0]),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            are_packed=self.at.samples.are_packed,
+        )
 
     def optimizer_step(self, stock_step: Any) -> Any:
         """Run the rest of the list: the step, by stock's `stock_step`, and the gathers."""
@@ -160,9 +155,9 @@ class PlanSession:
             self.wait_for_parameters()
         self.runner = None  # drops this step's graph and losses
         self.num_done += 1
-        if self.parts.watch is not None:
-            self.parts.watch.end(self.num_done)
-        self.parts.run.enter(f"after the step, {self.executor.during}")
+        if self.watch is not None:
+            self.watch.end(self.num_done)
+        self.run.enter(f"after the step, {self.executor.during}")
         return result
 
     def wait_for_parameters(self) -> None:
@@ -172,45 +167,43 @@ class PlanSession:
 
     def save_records(self, *, training_ended: bool) -> None:
         """Write what was executed and what memory held, if asked for; the last the session does."""
-        run = self.parts.run
+        options = self.run.options
         self.runner = None  # of a step that failed, which has an iterator
-        if self.parts.watch is not None:
-            self.parts.watch.reporter.close(ended=training_ended)
-        if run.trace_directory is not None:
-            rank = self.parts.at.rank
-            self.parts.trace.save(run.trace_directory, rank=rank, waits=training_ended)
-        if run.memory_directory is not None and self.executor is not None:
+        if self.watch is not None:
+            self.watch.reporter.close(ended=training_ended)
+        if options.trace is not None:
+            self.trace.save(options.trace, rank=self.at.rank, waits=training_ended)
+        if options.memory is not None and self.executor is not None:
             assert self.executor.ledger is not None
-            self.executor.ledger.save(run.memory_directory)
+            self.executor.ledger.save(options.memory)
 
     def _start(self, inputs: StepInputs) -> Executor:
         """Before the first step, when a checkpoint has been loaded if there is one."""
-        parts, run, models = self.parts, self.parts.run, inputs.models
-        watches_memory = (run.memory_directory, run.memory_limit_bytes) != (None, None)
+        at, models, options = self.at, list(inputs.models.values()), self.run.options
+        watches_memory = (options.memory, options.memory_limit_bytes) != (None, None)
         self.executor = make_executor(
-            parts.at,
+            at,
             inputs.config,
-            trace=parts.trace,
-            enter=run.enter,
-            times=None if parts.watch is None else parts.watch.times,
+            trace=self.trace,
+            enter=self.run.enter,
+            times=None if self.watch is None else self.watch.times,
         )
         self.executor.ledger = make_ledger(
+            at,
             self.executor,
             models,
             self.optimizers,
-            rank=parts.at.rank,
-            device=parts.at.device,
             activation_bytes=lambda: self.kept.highest_bytes() if self.kept else 0,
-            link=parts.link,
+            link=self.link,
             watches=watches_memory,
-            limit_bytes=run.memory_limit_bytes,
+            limit_bytes=options.memory_limit_bytes,
         )
-        with before_first_step(parts.at.rank, parts.link):
-            self._settle(list(models.values()), watches_memory=watches_memory)
+        with before_first_step(at.rank, self.link):
+            self._settle(models, watches_memory=watches_memory)
         return self.executor
 
     def _settle(self, models: list[Any], *, watches_memory: bool) -> None:
-        if self.parts.at.is_mixed:
+        if self.at.is_mixed:
             start_from_main(models, self.optimizers)
         for model in models:
             if model.mixed_tp:
@@ -218,17 +211,17 @@ class PlanSession:
             if model.mixed_tp and not model.shards.reshards:
                 model.shards.unshard()  # a checkpoint has been loaded into what ranks own
         of_models = partial(is_parameter, models)
-        if self.parts.at.offload.activations:
-            assert self.parts.link is not None
-            self.activations = ActivationOffload(link=self.parts.link, stays=of_models)
+        if self.at.offload.activations:
+            assert self.link is not None
+            self.activations = ActivationOffload(link=self.link, stays=of_models)
         if watches_memory:
             self.kept = SavedActivations(of_models, self.activations)
             watch_logits(models, self.kept)
-            if self.parts.weight_gradients is not None:
-                self.parts.weight_gradients.kept = self.kept
+            if self.weight_gradients is not None:
+                self.weight_gradients.kept = self.kept
 
     def _new_runner(self, inputs: StepInputs, num_micro_batches: int) -> MegatronChunkRunner:
-        at = self.parts.at
+        at = self.at
         return MegatronChunkRunner(
             inputs=inputs,
             collection=at.collection,
@@ -238,7 +231,7 @@ class PlanSession:
             loss_divisor=at.loss_divisor,
             activations=self.activations,
             kept=self.kept,
-            weight_gradients=self.parts.weight_gradients,
+            weight_gradients=self.weight_gradients,
             place=at.place,
             optimizers=self.optimizers,
             computations=[a for a in self.lists.ranks[at.rank] if a.kind in COMPUTE],
@@ -246,8 +239,8 @@ class PlanSession:
 
     def _reported(self, losses: list[Any], *, forward_only: bool) -> list[Any]:
         """What stock adds up over the data-parallel group, on a rank of the last chunk."""
-        at = self.parts.at
-        losses = self.parts.idle_losses.complete(losses)
+        at = self.at
+        losses = self.idle_losses.complete(losses)
         has_twins = has_equal_tp_shards(at.group)  # then that group has one rank of each replica
         if at.place is not None and at.place.index and not has_twins:
             # Another rank of the TP group reports them.

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.adapter.compute_dtype import torch_dtype
+from zorse_megatron.adapter.compute_dtype import TORCH_DTYPES, boundary_dtype
 from zorse_megatron.adapter.groups.plan_communicator import PlanCommunicator
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.runtime.executor import Executor
@@ -69,10 +69,6 @@ def _neighbours(at: RankPlan) -> dict[int, torch.dtype]:
     """Chunk -> the type of its activations, where it may be another one than this rank's."""
     if not at.is_mixed:
         return {}
-    dtypes = [at.dtypes[chunk.group] for chunk in at.plan.chunks]
-    return dict(enumerate(map(torch_dtype, dtypes)))
-
-
-def boundary_dtype(config: Any) -> torch.dtype:
-    """The dtype of activations between stages, as stock's `P2PCommunicator` has it."""
-    return config.params_dtype if config.pipeline_dtype is None else config.pipeline_dtype
+    return {
+        number: TORCH_DTYPES[at.dtypes[chunk.group]] for number, chunk in enumerate(at.plan.chunks)
+    }

@@ -5,75 +5,58 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
 from zorse_megatron.adapter.compute_dtype import take_exact, with_one_loss_scale
-from zorse_megatron.adapter.memory import (
-    before_first_step,
-    host_need,
-    main_bytes,
-    saved_bytes_by_chunk,
-)
+from zorse_megatron.adapter.memory import before_first_step, host_need
 from zorse_megatron.adapter.optimizer.distributed_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.optimizer.shard_update import Update, choose_update, say_update
 from zorse_megatron.adapter.optimizer.streamed_gradients import count_zeros
+from zorse_megatron.adapter.plan_run import RunOptions
 from zorse_megatron.adapter.rank_plan import RankPlan
-from zorse_megatron.adapter.session_executor import boundary_dtype
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.plan.memory_settings import offloads_anything
 from zorse_megatron.runtime.collectives import gathered
-from zorse_megatron.runtime.host_budget import (
-    HostMemoryNeed,
-    available_host_bytes,
-    check_host_memory,
-    node_name,
-)
+from zorse_megatron.runtime.host_budget import check_host_memory
 from zorse_megatron.runtime.host_link import HostLink
 
 
 def build_optimizer(
     at: RankPlan,
+    asked: RunOptions,
     config: Any,
     models: list[Any],
     *,
     link: HostLink | None,
-    update: Update,
-    host_limit_bytes: int | None,
     on_change: Callable[[], None],
     **options: Any,
 ) -> Any:
     """Build what `get_megatron_optimizer` builds, to be stepped chunk by chunk.
 
-    `models`: this rank's wrapped chunks; `link`: for what the plan offloads; `host_limit_bytes`: of
-    a node; `on_change`: called within a step whenever as much is on the device as there will be
-    until the next call; `options`: stock's. A collective call.
+    `models`: this rank's wrapped chunks; `link`: for what the plan offloads; `on_change`: called
+    within a step whenever as much is on the device as there will be until the next call;
+    `options`: stock's. A collective call.
     """
-    layouts = CheckpointLayout
     optimizer = build_uneven_optimizer(
         with_one_loss_scale(config, at.dtypes),
         models,
         pg_collection=at.collection,
-        checkpoint_layout=layouts.DISTRIBUTED
-        if get_args().use_distributed_optimizer
-        else layouts.REPLICATED,
+        checkpoint_layout=CheckpointLayout.of(distributed=get_args().use_distributed_optimizer),
         state_waits=at.offload.optimizer_state,
         **options,
     )
     parts = optimizer.chained_optimizers
     for each in parts:
-        each.is_mixed = at.is_mixed
         take_exact(each)
-    streams = _streams_gradients(at, update, models)
-    say_update(
-        [choose_update(each, update, at.device, streams=streams) for each in parts], at.device
-    )
+    streams = _streams_gradients(at, asked.update, models)
+    chosen = [choose_update(each, asked.update, at.device, streams=streams) for each in parts]
+    say_update(chosen, at.device)
     if any(group.grad_reduce_dtype for group in at.plan.groups):
         # Said now on every node: its first rank may be in a group that sends none in 16 bits.
         why_not_triton(at.device)
-    _share_host_memory(at, models, parts, link, host_limit_bytes)
+    _share_host_memory(at, models, parts, link, asked.host_memory_limit_bytes)
     if link is not None and (at.offload.parameters or at.offload.optimizer_state or streams):
         with before_first_step(at.rank, link):
             for each in parts:
@@ -118,37 +101,8 @@ def _share_host_memory(
     """
     if not offloads_anything(at.plan):
         return
-    config = get_model_config(models[0])
-    by_chunk = dict(zip(at.chunks, models, strict=True))
-    on_gpu = link is not None and link.is_cuda
-    held_bytes = link.host_bytes if link is not None else 0
-    if at.offload.optimizer_state:
-        held_bytes += main_bytes(optimizers)
-    saved_bytes = partial(
-        saved_bytes_by_chunk,
-        by_chunk,
-        samples=max((m.size for m in at.micro_batches), default=0),
-        seq_length=at.sequence_length,
-        element_bytes=boundary_dtype(config).itemsize,
-        logits=get_args().padded_vocab_size // config.tensor_model_parallel_size,
-        last_chunk=at.num_chunks - 1,
-        pinned=on_gpu,
-    )
     dist.barrier()  # what ranks have put there is there when they look at what is left
-    mine = HostMemoryNeed(
-        rank=at.rank,
-        node=node_name(),
-        by_category_bytes=host_need(
-            at.offload,
-            by_chunk,
-            optimizers,
-            actions=at.actions,
-            saved_bytes=saved_bytes,
-            pinned=on_gpu,
-        ),
-        available_bytes=available_host_bytes(),
-        held_bytes=held_bytes,
-    )
+    mine = host_need(at, dict(zip(at.chunks, models, strict=True)), optimizers, link)
     budgets = check_host_memory(gathered(mine), limit_bytes=limit_bytes)
     if link is not None:
         link.limit_bytes = budgets[at.rank]

@@ -35,13 +35,13 @@ from zorse_megatron.adapter.patches.under_plan import LINEAR_BACKWARD
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.preload import logged_once
 from zorse_megatron.adapter.rank_plan import RankPlan, plan_of_this_rank
-from zorse_megatron.adapter.record_files import RecordFiles, check_record_files
+from zorse_megatron.adapter.recording import check_record_files
 from zorse_megatron.adapter.samples import (
     counting_each_chunk,
     datasets_on_rank_0,
     plan_loader_builder,
 )
-from zorse_megatron.adapter.session import PlanSession, SessionParts
+from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.start_checks import check_placement
 from zorse_megatron.adapter.tied_embeddings import saved_once
 from zorse_megatron.adapter.watching import make_watch
@@ -69,15 +69,13 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     if problems := check_arguments(args, run.plan, again=True):
         raise FlagError("The command does not fit the plan", problems)
     _check_same_plan(run)
-    check_record_files(
-        RecordFiles(trace=run.trace_directory, memory=run.memory_directory, metrics=run.metrics)
-    )
+    check_record_files(run.options)
     check_placement(run)
     at = plan_of_this_rank(run.plan)
     global_groups.fill(at.groups, rank=at.rank)
-    session = PlanSession(_parts(at, run))
+    session = _session(at, run)
     local_sizes = _configure(cfg, at)
-    load = load_of(args, skips_damaged=run.skips_damaged) if run.moved is None else None
+    load = load_of(args, skips_damaged=run.options.skips_damaged) if run.moved is None else None
     run.enter("while it sets up the model and the data")
     try:
         chosen = None if load is None else check_before_load(load)
@@ -95,16 +93,17 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         _save_records(session, training_ended=sys.exception() is None)
 
 
-def _parts(at: RankPlan, run: PlanRun) -> SessionParts:
+def _session(at: RankPlan, run: PlanRun) -> PlanSession:
     of_device = CudaClock() if at.device.type == "cuda" else HostClock()
     assignment = MicroBatchAssignment(at.micro_batches)
-    return SessionParts(
+    make_link = (run.setup and run.setup.make_host_link) or HostLink
+    return PlanSession(
         at=at,
         run=run,
         assignment=assignment,
-        trace=Trace(num_steps=None if run.trace_directory else 0, clock=of_device),
-        watch=make_watch(at, run, assignment, run.clock or of_device),
-        link=None if at.offload == Offload() else (run.make_host_link or HostLink)(at.device),
+        trace=Trace(num_steps=None if run.options.trace else 0, clock=of_device),
+        watch=make_watch(at, run, assignment, (run.setup and run.setup.clock) or of_device),
+        link=None if at.offload == Offload() else make_link(at.device),
         weight_gradients=WeightGradients() if at.group.split_backward else None,
         idle_losses=IdleReplicaLosses.of(at.plan, at.rank, at.groups.group),
     )
@@ -157,19 +156,19 @@ def _configure(cfg: Any, at: RankPlan) -> LocalSizes | None:
 
 
 def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | None) -> Replacements:
-    parts, at = session.parts, session.parts.at
+    at = session.at
     build = ChunkBuilder(
         at=at,
         model_config=model_config,
         local_sizes=local_sizes,
-        link=parts.link,
-        weight_gradients=parts.weight_gradients,
+        link=session.link,
+        weight_gradients=session.weight_gradients,
     )
     hooks: dict[Rebinding, Make] = {
         **PARALLEL_HOOKS,
         **MANIFEST_HOOKS,
         **LOAD_HOOKS,
-        checkpoints.SAVE_CHECKPOINT: partial(_save_once, parts.run.enter),
+        checkpoints.SAVE_CHECKPOINT: partial(_save_once, session.run.enter),
         under_plan.BUILD_MODELS: build.one_by_one,
         under_plan.TORCH_NORM: with_sequence_parallelism,
         under_plan.DDP_CLASS: lambda _stock: build.wrap,
@@ -179,13 +178,13 @@ def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | No
         under_plan.BUILD_LOADER: partial(
             plan_loader_builder,
             global_batch_size=at.plan.global_batch_size,
-            assignment=parts.assignment,
+            assignment=session.assignment,
         ),
         under_plan.BUILD_DATASETS: partial(datasets_on_rank_0, rank=at.rank),
         **_report_hooks(at),
     }
-    if parts.weight_gradients is not None:
-        hooks[LINEAR_BACKWARD] = partial(delaying_weights, parts.weight_gradients)
+    if session.weight_gradients is not None:
+        hooks[LINEAR_BACKWARD] = partial(delaying_weights, session.weight_gradients)
     if at.samples.are_packed:
         hooks[under_plan.COUNT_SEQUENCES] = partial(
             counting_each_chunk, loop=training, num_chunks=at.num_chunks, device=at.device

@@ -4,8 +4,10 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass, field, fields
 from datetime import timedelta
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,11 @@ from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment, batches_ahead
 from zorse_megatron.runtime.device_clock import CudaClock
+from zorse_megatron.runtime.host_link import HostWorker
 from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedule.actions import edges_of
 from zorse_megatron.schedule.pipeline_schedules import Worker
+from zorse_megatron.schedule.samples import replica_micro_batches
 from zorse_megatron.trace import Clock
 
 # Agree on other counts of micro-batches, and on the iteration from which on they count.
@@ -47,19 +51,15 @@ class _Candidate:
     """Counts that this rank makes lists for, or has."""
 
     counts: Counts
-    made: Prepared | str | None = None
-    failed: BaseException | None = None
-    thread: threading.Thread | None = None
+    made: Future[Prepared | str]
 
     @property
     def code(self) -> float:
         """What this rank tells of it: 0 while it is made, below 0 where it cannot be."""
-        if self.failed is not None:
-            raise self.failed
-        if self.made is None:
+        if not self.made.done():
             return 0.0
         number = 1 + zlib.crc32(repr(self.counts).encode())
-        return float(number if isinstance(self.made, Prepared) else -number)
+        return float(number if isinstance(self.made.result(), Prepared) else -number)
 
 
 @dataclass(kw_only=True)
@@ -73,6 +73,7 @@ class Switching:
     num_prefetched: int
     """Micro-batches that a data loader has ready before they are wanted."""
     is_off: bool = False
+    _worker: HostWorker = field(default_factory=HostWorker)
     _candidate: _Candidate | None = None
     _agreed: tuple[int, Prepared] | None = None
 
@@ -94,7 +95,9 @@ class Switching:
             self.balancer.add(number, seconds)
         self._agree(codes, done)
         if self._candidate is None and self.balancer.proposal is not None:
-            self._start(self.balancer.proposal)
+            counts = self.balancer.proposal
+            made = self._worker.submit(partial(self.preparation.prepare, counts))
+            self._candidate = _Candidate(counts=counts, made=made)
 
     def from_iteration(self, number: int) -> Prepared | None:
         """What is run from this iteration on; None: as before."""
@@ -105,19 +108,6 @@ class Switching:
         self.balancer.change_to(prepared.plan)
         return prepared
 
-    def _start(self, counts: Counts) -> None:
-        candidate = _Candidate(counts=counts)
-
-        def make() -> None:
-            try:
-                candidate.made = self.preparation.prepare(counts)
-            except BaseException as error:  # for the main thread to raise
-                candidate.failed = error
-
-        self._candidate = candidate
-        candidate.thread = threading.Thread(target=make, name="zorse-rebalance", daemon=True)
-        candidate.thread.start()
-
     def _agree(self, codes: Sequence[float], done: int) -> None:
         if self._candidate is None or self._agreed is not None:
             return
@@ -126,7 +116,7 @@ class Switching:
             say(f"ranks want different micro-batches ({sorted(told)}): they stay as they are")
             self.is_off, self._candidate = True, None
         elif told and len(codes) == sum(map(bool, codes)):
-            made = self._candidate.made
+            made = self._candidate.made.result()
             if isinstance(made, Prepared):
                 self._agree_on(made, done)
             else:
@@ -138,7 +128,7 @@ class Switching:
         plans = (self.balancer.plan, prepared.plan)
         fewest = min(count for plan in plans for row in counts_of(plan) for count in row if count)
         first = done + batches_ahead(num_prefetched=self.num_prefetched, fewest=fewest)
-        if mine := prepared.micro_batches(self.rank):
+        if mine := replica_micro_batches(prepared.plan, self.rank):
             self.assignment.change(first, mine)
         self._agreed = first, prepared
 
@@ -181,10 +171,6 @@ class StatusReporter:
         self._chart(self.status.first_iteration + ranks[0].number + 1)
         if time.monotonic() - self._written_s >= _EVERY_S:
             self._write()
-
-    def change(self, number: int, counts: Counts) -> None:
-        """Other counts are in force from an iteration on."""
-        self.status.change(number, counts)
 
     def close(self, *, ended: bool) -> None:
         """Write what is known at the end; `ended`: of the training, and not by a failure."""
@@ -341,7 +327,7 @@ class RunWatch:
         self.times.begin(number)
         prepared = None if self.switching is None else self.switching.from_iteration(number)
         if prepared is not None:
-            self.reporter.change(number, counts_of(prepared.plan))
+            self.reporter.status.change(number, counts_of(prepared.plan))
         return prepared
 
     def end(self, done: int) -> None:
@@ -398,7 +384,8 @@ def make_watch(
     at: RankPlan, run: PlanRun, assignment: MicroBatchAssignment, clock: Clock
 ) -> RunWatch | None:
     """Make it if it was asked for; a collective call. `assignment`: of the training."""
-    if not run.rebalances and run.status_directory is None:
+    options = run.options
+    if not options.rebalances and options.status is None:
         return None
     links = LinkTimes(edges=edges_of((at.training,)), world_size=at.plan.world_size)
     status = RunStatus(
@@ -412,11 +399,11 @@ def make_watch(
         plan=at.plan,
         times=StepTimes(clock, behind=int(isinstance(clock, CudaClock))),
         exchange=Exchange(timeout=at.timeout),
-        switching=_switching(at, assignment) if run.rebalances else None,
+        switching=_switching(at, assignment) if options.rebalances else None,
         links=links,
         rank=at.rank,
-        reporter=StatusReporter(status, directory=run.status_directory),
-        requests=PlanRequests.of(run.status_directory, rank=at.rank, is_first=not run.moves)
+        reporter=StatusReporter(status, directory=options.status),
+        requests=PlanRequests.of(options.status, rank=at.rank, is_first=not run.moves)
         if run.may_move
         else None,
     )

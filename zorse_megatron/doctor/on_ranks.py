@@ -26,6 +26,7 @@ from zorse_megatron.launch.rank_environment import queue_environment, share_gpus
 from zorse_megatron.measure.on_ranks.ranks import median_s
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.transport import connect, link_groups, world_options
 from zorse_megatron.schedule.communicators import WORLD_CTAS, Communicator, planned_communicators
 
@@ -132,9 +133,7 @@ def communicators(plan_file: str) -> list[dict[str, Any]]:
         for each, num_bytes in taken.items()
         if rank in each.ranks
     ]
-    of_ranks: list[list[dict[str, Any]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
-    return [row for rows in of_ranks for row in rows]
+    return [row for rows in gathered(mine) for row in rows]
 
 
 def _connecting(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zorse_megatron import pretrain
+from zorse_megatron.adapter.plan_run import RankSetup
 from zorse_megatron.emulate.on_ranks.backend import gloo_group
 
 BACKEND = "staged"
@@ -111,7 +112,7 @@ def main() -> None:
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     start = partial(dist.init_process_group, BACKEND, timeout=_TIMEOUT)
-    pretrain.main(setup=pretrain.RankSetup(init_process_group=start))
+    pretrain.main(setup=RankSetup(init_process_group=start))
 
 
 if __name__ == "__main__":

@@ -113,9 +113,8 @@ class Conductor:
 
     def _note_done(self, name: Name) -> None:
         operation = self._operations.pop(name)
-        members = _members(operation)
-        self._done[name] = len(members)
-        for rank in members:
+        self._done[name] = len(operation.ranks)
+        for rank in operation.ranks:
             self.ranks[rank].done.append(name)
 
     def _post(self, request: PostOperation) -> None:
@@ -126,9 +125,12 @@ class Conductor:
                 f"{request.name[1]}: found {known} and {request.operation}"
             )
             return
-        members, work = len(_members(known)), self.model.work(request.operation)
         self.clock.post(
-            request.now_s, request.name, members=members, work=work, after=request.after
+            request.now_s,
+            request.name,
+            members=len(known.ranks),
+            work=self.model.work(request.operation),
+            after=request.after,
         )
 
     def _fail(self, number: int) -> tuple[int, Failure]:
@@ -144,12 +146,6 @@ class Conductor:
             if rank.waits_for is not None
         ]
         return "all ranks wait for each other: " + "; ".join(lines)
-
-
-def _members(operation: Operation) -> tuple[int, ...]:
-    if isinstance(operation, Transfer):
-        return operation.source, operation.target
-    return operation.ranks
 
 
 # Connects the ranks of a job to their conductor, in a thread of the process that runs the job.

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zorse_megatron.processes import end_with_parent, free_port, prepare_forks
+from zorse_megatron.processes import end_with_parent, free_port, prepare_forks, rank_variables
 
 _POLL_S = 0.01
 # Between the request for tracebacks and the end.
@@ -76,7 +76,7 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
     os.dup2(output, 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(file=2)  # SIGABRT prints every thread's traceback
-    os.environ.update(_rank_environment(rank, job["world_size"], port))
+    os.environ.update(rank_variables(rank, job["world_size"], port))
     os.environ.update(job["environment"])
     os.chdir(job["working_directory"] or job["directory"])
     import torch
@@ -84,18 +84,6 @@ def _become_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
     torch.set_num_threads(1)
     sys.argv = [job["entry"], *job["arguments"]]
     leave(run_as_main(job["entry"]))
-
-
-def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank on one machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
 
 
 def run_as_main(module: str) -> int:

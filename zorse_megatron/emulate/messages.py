@@ -24,6 +24,11 @@ class Transfer:
     num_bytes: int | None
     """What the source sends; None where the target says that it is ready."""
 
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Those that take part."""
+        return self.source, self.target
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:

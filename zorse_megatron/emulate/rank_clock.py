@@ -19,6 +19,7 @@ from zorse_megatron.emulate.messages import (
     Stream,
     Wait,
 )
+from zorse_megatron.trace import HostClock
 
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1000
@@ -170,11 +171,8 @@ class RankClock:
             self.pace.until(now_s)
 
 
-# The emulated cluster's time, as the runtime reads a device's.
-
-
-class EmulatedTime:
-    """A counterpart of `trace.HostClock`."""
+class EmulatedTime(HostClock):
+    """The emulated cluster's time, as the runtime reads a device's."""
 
     def __init__(self, clock: RankClock) -> None:
         self._clock = clock
@@ -182,11 +180,3 @@ class EmulatedTime:
     def mark(self) -> float:
         """Return the rank's time."""
         return self._clock.now_s
-
-    def has_come(self, mark: float) -> bool:
-        """It has."""
-        return True
-
-    def seconds(self, mark: float) -> float:
-        """Return the time that was noted."""
-        return mark

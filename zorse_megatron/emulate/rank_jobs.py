@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from zorse_megatron.errors import Problem, RankFailure
-from zorse_megatron.processes import end_with_parent, free_port
+from zorse_megatron.processes import end_with_parent, free_port, rank_variables
 
 TAIL_LINES = 40
 SERVER = "zorse_megatron.emulate.on_ranks.server_main"
@@ -227,13 +227,9 @@ def _spawned(job: RankJob, rank: int, port: int) -> Iterator[subprocess.Popen[by
 def _rank_environment(job: RankJob, rank: int, port: int) -> dict[str, str]:
     """What torchrun sets, and what the job adds."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "SLURM_"))}
-    return kept | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_WORLD_SIZE": str(job.world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+    return {
+        **kept,
+        **rank_variables(rank, job.world_size, port),
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore",

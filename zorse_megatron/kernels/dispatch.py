@@ -140,6 +140,16 @@ class Problems:
         expected = " or ".join(map(str, dtypes))
         self.need(tensor.dtype in dtypes, f"found {name} in {tensor.dtype}; expected {expected}")
 
+    def need_factor(self, name: str, factor: float | torch.Tensor, device: torch.device) -> None:
+        """A number, or a tensor with one fp32 element on `device`."""
+        if isinstance(factor, torch.Tensor):
+            self.need_dtype(name, factor, (torch.float32,))
+            self.need(
+                factor.numel() == 1 and factor.device == device,
+                f"found {name} with {factor.numel()} elements on {factor.device}; expected one on "
+                f"{device}",
+            )
+
     def need_apart(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Contiguous tensors; no two share memory, as one is written while another is read."""
         for (name, one), (other, two) in combinations(tensors.items(), 2):

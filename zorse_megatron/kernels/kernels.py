@@ -1,4 +1,8 @@
-"""One-pass kernels that move or update whole shards, each with its reference in plain torch."""
+"""One-pass kernels that move or update whole shards, each with its reference in plain torch.
+
+Every kernel is a function with two bodies: Triton (`on_triton`) and plain torch, which is the
+reference and runs wherever Triton does not. `dispatch` decides which, and says so once.
+"""
 
 import math
 from collections.abc import Sequence
@@ -85,24 +89,15 @@ def adamw_shard(
     does not fit.
     """
     problems = Problems("adamw_shard")
-    problems.need_flat("main", main, (torch.float32,))
-    problems.need_flat("exp_avg", exp_avg, (torch.float32,), like=main)
-    problems.need_flat("exp_avg_sq", exp_avg_sq, (torch.float32,), like=main)
-    problems.need_flat("grad", grad, FLOATS, like=main)
-    tensors = {"main": main, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
-    if copy is not None:
-        problems.need_flat("copy", copy, FLOATS, like=main)
-        tensors["copy"] = copy
-    problems.need_apart(tensors)
+    stepped = {"main": main, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    others = {"grad": grad} if copy is None else {"grad": grad, "copy": copy}
+    for tensors, dtypes in ((stepped, (torch.float32,)), (others, FLOATS)):
+        for name, tensor in tensors.items():
+            problems.need_flat(name, tensor, dtypes, like=main)
+    problems.need_apart(stepped | others)
     factors = {"inv_scale": inv_scale, "clip": clip}
     for name, factor in factors.items():
-        if isinstance(factor, torch.Tensor):
-            problems.need_dtype(name, factor, (torch.float32,))
-            problems.need(
-                factor.numel() == 1 and factor.device == main.device,
-                f"found {name} with {factor.numel()} elements on {factor.device}; expected one on "
-                f"{main.device}",
-            )
+        problems.need_factor(name, factor, main.device)
     problems.stop()
     scales = tuple(_on_device(factor, main.device) for factor in factors.values())
     update = pick("adamw_shard", main.device, adamw_shard_torch)
@@ -257,18 +252,3 @@ def sum_parts_torch(
             term = part[chunk].float() * weight
             total = term if total is None else total.add_(term)
         here.copy_(torch.zeros_like(here) if total is None else total)
-
-
-# One-pass kernels that move or update whole shards.
-#
-# Every kernel is a function with two bodies: Triton (`on_triton/`) and plain torch, which is the
-# reference and runs wherever Triton does not. `dispatch` decides which, and says so once.
-
-
-__all__ = [
-    "AdamW",
-    "NormAndFlag",
-    "adamw_shard",
-    "norm_and_flag",
-    "sum_parts",
-]

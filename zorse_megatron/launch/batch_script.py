@@ -102,7 +102,8 @@ def _unknown(key: str, known: set[str]) -> Problem:
     )
 
 
-_OF_SRUN_TOO = "cpus-per-task="
+_CPUS = "cpus-per-task="
+"""What srun, too, has to be told of the user's own options."""
 _PARAMETERS = """\
 MAX_RESTARTS=${MAX_RESTARTS:-20}    # a job that was started again so often ends at its next failure
 GRACE_S=${GRACE_S:-60}              # seconds until ranks are ended after one of them has ended
@@ -206,12 +207,11 @@ class Elastic:
 class BatchOptions:
     """What the script asks Slurm for, beside the GPUs."""
 
-    job_name: str = "zorse"
     python: str = "python"
     """The interpreter that has zorse-megatron, on every node."""
     names_nodes: bool = False
     """Ask for the nodes by the names in the cluster file."""
-    elastic: "Elastic | None" = None
+    elastic: Elastic | None = None
     """Let the job go on with the nodes that are left when one of them fails."""
     signal_s: int = 120
     """How long before its end the job is told to save, in seconds."""
@@ -219,144 +219,15 @@ class BatchOptions:
     """Further options of sbatch without their dashes, for every component: `time=24:00:00`."""
 
 
-def batch_script(
-    components: Sequence[JobComponent],
-    training: TrainingCommand,
-    options: BatchOptions,
-    *,
-    title: str,
-) -> str:
-    """Return the text of the script. `title`: what it trains, in one line."""
-    parts = [
-        "#!/bin/bash",
-        f"# {' '.join(title.split())}",  # names in it may have several lines
-        "# Written by zorse launch; submit it with sbatch, from the directory of its files.",
-        *_component_comments(components),
-        *_sbatch_lines(components, training, options),
-        "",
-        f"PYTHON={shlex.quote(options.python)}",
-        _parameters(training, options),
-        *([_LATEST.format(tracker=_tracker(training))] if training.resumes else []),
-        _RANKS,
-        *(f"export {variable}" for variable in training.variables),
-        *_starter(components, training, options),
-        *([_SIGNALS] if training.resumes else []),
-        _srun(components, training, options),
-    ]
-    noted = _NOTED if options.elastic is not None else ""
-    return "\n".join(parts) + "\n" + (_WAIT + noted + _REQUEUE if training.resumes else "")
-
-
-def _starter(
-    components: Sequence[JobComponent], training: TrainingCommand, options: BatchOptions
-) -> list[str]:
-    """What is started on each node, where that is not a rank on each GPU."""
-    if training.module is not None:
-        return []
-    fewest = None if options.elastic is None else options.elastic.fewest_nodes
-    return [node_starter(components, save_s=options.signal_s, fewest_nodes=fewest)]
-
-
-def _tracker(training: TrainingCommand) -> str:
-    return shlex.quote(str(Path(training.save or ".", TRACKER)))
-
-
-def _parameters(training: TrainingCommand, options: BatchOptions) -> str:
-    if options.elastic is not None:
-        plans = shlex.quote(str(options.elastic.plans))
-        return _ELASTIC_PARAMETERS.format(plans=plans, own_stores=OWN_STORES)
-    if training.resumes:
-        return _PARAMETERS
-    return "".join(line for line in _PARAMETERS.splitlines(True) if "RESTARTS" not in line)
-
-
-def _component_comments(components: Sequence[JobComponent]) -> list[str]:
-    """Say which ranks are in which component."""
-    lines = []
-    for number, component in enumerate(components):
-        ranks = component.ranks
-        nodes = f"{len(component.nodes)} x " if len(component.nodes) > 1 else ""
-        gpus = described(component.nodes[0]).partition(", ")[2]
-        lines.append(
-            f"#   component {number}: ranks {spell([(ranks.start, ranks.stop)])}, {nodes}{gpus}"
-        )
-    return lines
-
-
-def _sbatch_lines(
-    components: Sequence[JobComponent], training: TrainingCommand, options: BatchOptions
-) -> list[str]:
-    """Return the lines that ask Slurm for the components."""
-    job = [f"--job-name={options.job_name}", "--output=%x-%j.txt", "--open-mode=append"]
-    restarts = ["--requeue"] if training.resumes else ["--no-requeue"]
-    blocks = []
-    for component in components:
-        stays = ["--no-kill"] if options.elastic is not None else []
-        asked = [*_nodes(component, training, options), *restarts, *stays]
-        more = (f"--{option}" for option in _further(training, options))
-        blocks.append([*asked, *more])
-    blocks[0] = job + blocks[0]
-    if training.resumes:
-        blocks[0].append(f"--signal=B:USR1@{options.signal_s}")
-    joined = [[f"#SBATCH {shlex.quote(option)}" for option in block] for block in blocks]
-    lines = joined[0]
-    for block in joined[1:]:
-        lines += ["#SBATCH hetjob", *block]
-    return lines
-
-
-def _further(training: TrainingCommand, options: BatchOptions) -> list[str]:
-    """Those of the user's that are not for a rank, where Slurm starts nodes."""
-    mine = training.module is not None
-    return [option for option in options.more if mine or not option.startswith(_OF_SRUN_TOO)]
-
-
-def _nodes(component: JobComponent, training: TrainingCommand, options: BatchOptions) -> list[str]:
-    gpus = component.gpus_per_node
-    asked = [f"--nodes={len(component.nodes)}"]
-    if component.partition is not None:
-        asked.insert(0, f"--partition={component.partition}")
-    if options.names_nodes:
-        asked.append(f"--nodelist={','.join(node.name for node in component.nodes)}")
-    if training.module is None:
-        return [*asked, *asked_for_node(component, options.more)]
-    return [*asked, f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}"]
-
-
-def _srun(
-    components: Sequence[JobComponent], training: TrainingCommand, options: BatchOptions
-) -> str:
-    # Since 22.05 srun does not take this one over from sbatch.
-    asked = [
-        shlex.quote(f"--{option}")
-        for option in _further(training, options)
-        if option.startswith(_OF_SRUN_TOO)
-    ]
-    # Of a node's one task all ranks may use all cores.
-    asked += ["--cpu-bind=none"] if training.module is None else []
-    if len(components) > 1:
-        asked.append(f"--het-group={','.join(map(str, range(len(components))))}")
-    # An agent that has gone is no reason to end the others, whose ranks meet again.
-    ends = "--no-kill --wait=0" if options.elastic is not None else '--wait="$GRACE_S"'
-    flags = " \\\n    ".join(training.lines())
-    task = TASK if training.module is None else f'"$PYTHON" -m {training.module}'
-    return (
-        f"{' '.join(['srun', *asked])} --mpi=none --distribution=block --kill-on-bad-exit=0 "
-        f"{ends} \\\n"
-        f"    {task} \\\n    {flags}{' &' if training.resumes else ''}"
-    )
-
-
-# How a batch script starts ranks by torchrun, once on each node: stock Megatron's, elastic jobs'.
+# How ranks are started by torchrun, once on each node: stock Megatron's, and elastic jobs'.
 #
 # Slurm numbers tasks component by component, and node by node in each; with one task on each node
 # that is the node's rank. torchrun needs a time of its own to let ranks save: it ends them after 30
 # s (`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`).
 
 
-TASK = r'bash -c "$(declare -p GPUS PYTHON); $(declare -f on_node); on_node \"\$@\"" bash'
+_TASK = r'bash -c "$(declare -p GPUS PYTHON); $(declare -f on_node); on_node \"\$@\"" bash'
 """Of srun, followed by script and flags."""
-_CPUS = "cpus-per-task="
 _ON_NODE = """\
 GPUS=({gpus})    # numbers of each node's GPUs among those that Slurm gives, in the order of ranks
 export MASTER_ADDR=${{MASTER_ADDR:-$SLURMD_NODENAME}}
@@ -383,36 +254,150 @@ _MEET = (
 )
 
 
-def node_starter(
-    components: Sequence[JobComponent], *, save_s: int, fewest_nodes: int | None
+def batch_script(
+    components: Sequence[JobComponent],
+    training: TrainingCommand,
+    options: BatchOptions,
+    *,
+    title: str,
 ) -> str:
-    """Return the function that each node runs. `save_s`: how long ranks may take to save.
-
-    `fewest_nodes`: of an elastic job, which goes on with so many; None: all are needed.
-    """
-    numbers = (node.numbers for component in components for node in component.nodes)
-    gpus = " ".join(",".join(map(str, each)) for each in numbers)
-    nodes, meets = _ALL_NODES
-    if fewest_nodes is not None:
-        most = f'{fewest_nodes}:"${{#GPUS[@]}}"'
-        nodes, meets = f"--nnodes {most} --max-restarts {MAX_RESTARTS}", _MEET
-    return _ON_NODE.format(gpus=gpus, save_s=save_s, nodes=nodes, meets=meets)
+    """Return the text of the script. `title`: what it trains, in one line."""
+    return _Script(components=components, training=training, options=options).text(title)
 
 
-def asked_for_node(component: JobComponent, more: Sequence[str]) -> list[str]:
-    """Return sbatch's options for one task on each node, which has the cores of all its ranks.
+@dataclass(frozen=True, kw_only=True)
+class _Script:
+    components: Sequence[JobComponent]
+    training: TrainingCommand
+    options: BatchOptions
 
-    `more`: further ones of the user's, of which `cpus-per-task` is for a rank. A node that has more
-    GPUs than are used is asked for whole, so that their numbers hold.
-    """
-    node = component.nodes[0]
-    gpus = max(node.numbers) + 1
-    whole = ["--exclusive"] if gpus > len(node.numbers) else []
-    cores = [text.removeprefix(_CPUS) for text in more if text.startswith(_CPUS)]
-    if cores or not any(text.startswith("cpus-per-gpu=") for text in more):
-        each, ranks = (cores or ["1"])[-1], len(node.gpu_kinds)
-        whole.append(f"--{_CPUS}{int(each) * ranks if each.isdecimal() else each}")
-    return ["--ntasks-per-node=1", f"--gpus-per-node={gpus}", *whole]
+    @property
+    def _starts_nodes(self) -> bool:
+        """Whether Slurm starts torchrun on each node, and not a rank on each GPU."""
+        return self.training.module is None
+
+    def text(self, title: str) -> str:
+        training = self.training
+        parts = [
+            "#!/bin/bash",
+            f"# {' '.join(title.split())}",  # names in it may have several lines
+            "# Written by zorse launch; submit it with sbatch, from the directory of its files.",
+            *self._component_comments(),
+            *self._sbatch_lines(),
+            "",
+            f"PYTHON={shlex.quote(self.options.python)}",
+            self._parameters(),
+            *([_LATEST.format(tracker=_tracker(training))] if training.resumes else []),
+            _RANKS,
+            *(f"export {variable}" for variable in training.variables),
+            *([self._node_starter()] if self._starts_nodes else []),
+            *([_SIGNALS] if training.resumes else []),
+            self._srun(),
+        ]
+        noted = _NOTED if self.options.elastic is not None else ""
+        return "\n".join(parts) + "\n" + (_WAIT + noted + _REQUEUE if training.resumes else "")
+
+    def _parameters(self) -> str:
+        if self.options.elastic is not None:
+            plans = shlex.quote(str(self.options.elastic.plans))
+            return _ELASTIC_PARAMETERS.format(plans=plans, own_stores=OWN_STORES)
+        if self.training.resumes:
+            return _PARAMETERS
+        return "".join(line for line in _PARAMETERS.splitlines(True) if "RESTARTS" not in line)
+
+    def _component_comments(self) -> list[str]:
+        """Say which ranks are in which component."""
+        lines = []
+        for number, component in enumerate(self.components):
+            ranks = component.ranks
+            nodes = f"{len(component.nodes)} x " if len(component.nodes) > 1 else ""
+            gpus = described(component.nodes[0]).partition(", ")[2]
+            lines.append(
+                f"#   component {number}: ranks {spell([(ranks.start, ranks.stop)])}, {nodes}{gpus}"
+            )
+        return lines
+
+    def _sbatch_lines(self) -> list[str]:
+        """Return the lines that ask Slurm for the components."""
+        resumes = self.training.resumes
+        blocks = []
+        for component in self.components:
+            restarts = ["--requeue"] if resumes else ["--no-requeue"]
+            stays = ["--no-kill"] if self.options.elastic is not None else []
+            more = (f"--{option}" for option in self._further)
+            blocks.append([*self._nodes(component), *restarts, *stays, *more])
+        blocks[0] = ["--job-name=zorse", "--output=%x-%j.txt", "--open-mode=append", *blocks[0]]
+        if resumes:
+            blocks[0].append(f"--signal=B:USR1@{self.options.signal_s}")
+        joined = [[f"#SBATCH {shlex.quote(option)}" for option in block] for block in blocks]
+        lines = joined[0]
+        for block in joined[1:]:
+            lines += ["#SBATCH hetjob", *block]
+        return lines
+
+    @property
+    def _further(self) -> list[str]:
+        """The user's options, without what counts for a rank where Slurm starts nodes."""
+        more = self.options.more
+        return [each for each in more if not (self._starts_nodes and each.startswith(_CPUS))]
+
+    def _nodes(self, component: JobComponent) -> list[str]:
+        gpus = component.gpus_per_node
+        asked = [f"--nodes={len(component.nodes)}"]
+        if component.partition is not None:
+            asked.insert(0, f"--partition={component.partition}")
+        if self.options.names_nodes:
+            asked.append(f"--nodelist={','.join(node.name for node in component.nodes)}")
+        if self._starts_nodes:
+            return [*asked, *self._task_of_node(component)]
+        return [*asked, f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}"]
+
+    def _task_of_node(self, component: JobComponent) -> list[str]:
+        """Return sbatch's options for one task on each node, with the cores of all its ranks.
+
+        The user's `cpus-per-task` is for a rank. A node that has more GPUs than are used is asked
+        for whole, so that their numbers hold.
+        """
+        node, more = component.nodes[0], self.options.more
+        gpus = max(node.numbers) + 1
+        whole = ["--exclusive"] if gpus > len(node.numbers) else []
+        cores = [text.removeprefix(_CPUS) for text in more if text.startswith(_CPUS)]
+        if cores or not any(text.startswith("cpus-per-gpu=") for text in more):
+            each, ranks = (cores or ["1"])[-1], len(node.gpu_kinds)
+            whole.append(f"--{_CPUS}{int(each) * ranks if each.isdecimal() else each}")
+        return ["--ntasks-per-node=1", f"--gpus-per-node={gpus}", *whole]
+
+    def _node_starter(self) -> str:
+        """Return the function that each node runs."""
+        numbers = (node.numbers for component in self.components for node in component.nodes)
+        gpus = " ".join(",".join(map(str, each)) for each in numbers)
+        nodes, meets = _ALL_NODES
+        if self.options.elastic is not None:
+            most = f'{self.options.elastic.fewest_nodes}:"${{#GPUS[@]}}"'
+            nodes, meets = f"--nnodes {most} --max-restarts {MAX_RESTARTS}", _MEET
+        return _ON_NODE.format(gpus=gpus, save_s=self.options.signal_s, nodes=nodes, meets=meets)
+
+    def _srun(self) -> str:
+        # Since 22.05 srun does not take this one over from sbatch.
+        asked = [shlex.quote(f"--{each}") for each in self._further if each.startswith(_CPUS)]
+        # Of a node's one task all ranks may use all cores.
+        asked += ["--cpu-bind=none"] if self._starts_nodes else []
+        if len(self.components) > 1:
+            asked.append(f"--het-group={','.join(map(str, range(len(self.components))))}")
+        # An agent that has gone is no reason to end the others, whose ranks meet again.
+        is_elastic = self.options.elastic is not None
+        ends = "--no-kill --wait=0" if is_elastic else '--wait="$GRACE_S"'
+        flags = " \\\n    ".join(self.training.lines())
+        task = _TASK if self._starts_nodes else f'"$PYTHON" -m {self.training.module}'
+        return (
+            f"{' '.join(['srun', *asked])} --mpi=none --distribution=block --kill-on-bad-exit=0 "
+            f"{ends} \\\n"
+            f"    {task} \\\n    {flags}{' &' if self.training.resumes else ''}"
+        )
+
+
+def _tracker(training: TrainingCommand) -> str:
+    return shlex.quote(str(Path(training.save or ".", TRACKER)))
 
 
 # The long options of sbatch, to tell a misspelt one before the job is submitted.

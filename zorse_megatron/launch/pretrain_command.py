@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from zorse_megatron.adapter.plan_run import RunOptions
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.command import split_ours, split_script
 from zorse_megatron.live.root_cause import LEAST_SILENCE_S, Timeouts
@@ -41,15 +42,7 @@ class PretrainCommand:
     script: Path | None
     plan: Path | None
     cluster: Path | None
-    trace: Path | None
-    metrics: Path | None
-    memory: Path | None
-    status: Path | None
-    memory_limit_bytes: int | None
-    host_memory_limit_bytes: int | None
-    update: Literal["auto", "stock", "fused"]
-    skips_damaged: bool
-    rebalances: bool
+    options: RunOptions
     timeouts: Timeouts
     megatron: tuple[str, ...]
 
@@ -79,15 +72,17 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
         script=script,
         plan=paths["--zorse-plan"],
         cluster=paths["--zorse-cluster"],
-        trace=paths["--zorse-trace"],
-        metrics=paths["--zorse-metrics"],
-        memory=paths["--zorse-memory"],
-        status=paths["--zorse-status"],
-        memory_limit_bytes=limit_bytes,
-        host_memory_limit_bytes=host_limit_bytes,
-        update=update or "auto",
-        skips_damaged=damaged == "skip",
-        rebalances=rebalance == "on",
+        options=RunOptions(
+            trace=paths["--zorse-trace"],
+            memory=paths["--zorse-memory"],
+            metrics=paths["--zorse-metrics"],
+            status=paths["--zorse-status"],
+            memory_limit_bytes=limit_bytes,
+            host_memory_limit_bytes=host_limit_bytes,
+            update=update or "auto",
+            skips_damaged=damaged == "skip",
+            rebalances=rebalance == "on",
+        ),
         timeouts=timeouts,
         megatron=megatron,
     )

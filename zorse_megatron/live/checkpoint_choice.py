@@ -61,15 +61,13 @@ class Chooser:
         """
         load = self.load
         found = None if load.root is None else self._in_root(load.root, step=load.step)
-        if isinstance(found, Lost):
-            raise CheckpointError(TITLE, found.problems)
         if found is None and load.pretrained is not None:
             return self._pretrained(load.pretrained)
         if found is None and load.is_needed:
             raise CheckpointError(TITLE, [_needed(load.root)])
         return found
 
-    def _in_root(self, root: Path, *, step: int | None) -> "Look | Lost | None":
+    def _in_root(self, root: Path, *, step: int | None) -> Look | None:
         """The checkpoint to load from one folder of `--save`."""
         tracker = read_tracker(root)
         wanted = tracker.names
@@ -87,7 +85,7 @@ class Chooser:
         below = None if wanted.is_release else wanted.iteration
         return self._go_back(root, look.problems, below=below, is_asked_for=bool(step))
 
-    def _without_tracker(self, tracker: Tracker, root: Path) -> "Look | Lost | None":
+    def _without_tracker(self, tracker: Tracker, root: Path) -> Look | None:
         other, _ = self._newest_usable(root, below=None)
         if other is not None:
             return self._go_back(root, [bad_tracker(tracker)], below=None)
@@ -106,14 +104,14 @@ class Chooser:
         *,
         below: int | None,
         is_asked_for: bool = False,
-    ) -> "Look | Lost":
+    ) -> Look:
         """Set the tracker back to the newest whole checkpoint; or stop."""
         other, passed = self._newest_usable(root, below=below)
         if is_asked_for or not self.load.skips_damaged:
             raise CheckpointError(TITLE, _with_way_out(problems, root, other, self.load))
         problems = (*problems, *passed)
         if other is None:
-            return Lost(problems=_with_way_out(problems, root, None, self.load))
+            raise CheckpointError(TITLE, _with_way_out(problems, root, None, self.load))
         set_tracker(other.checkpoint)
         self.notes += [f"skips a damaged checkpoint: {problem}" for problem in problems]
         self.notes.append(
@@ -153,13 +151,6 @@ class Chooser:
         if not look.is_usable:
             raise CheckpointError(TITLE, look.problems)
         return look
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lost:
-    """A folder that had checkpoints, and has no whole one any more."""
-
-    problems: tuple[Problem, ...]
 
 
 def bad_tracker(tracker: Tracker) -> Problem:

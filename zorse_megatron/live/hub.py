@@ -87,6 +87,9 @@ _AFTER_CULPRIT_S = 0.3
 class Hub:
     """Serves the watchers of all other ranks."""
 
+    is_joined = True
+    """See `Member`."""
+
     def __init__(
         self, world_size: int, *, timeouts: Timeouts, describe: Callable[[int], str], host: str
     ) -> None:
@@ -121,6 +124,21 @@ class Hub:
     def sockets(self) -> list[Any]:
         """What to wait for."""
         return [self.listener, *self._members]
+
+    @property
+    def stop(self) -> FailureKind | None:
+        """Why the job ends, once it does."""
+        return None if self.culprit is None else self.culprit.kind
+
+    @property
+    def is_blamed(self) -> bool:
+        """Whether the hub's own rank is to blame for that."""
+        return self.culprit is not None and self.culprit.rank == 0
+
+    @property
+    def last_line(self) -> str:
+        """What is said at the end, if anything: what was decided."""
+        return f"error: {self.line}" if self.line else ""
 
     def report(self, report: Report, now_s: float, *, ended: bool) -> None:
         """Take what the watcher of rank 0 itself has seen."""
@@ -209,10 +227,13 @@ class Hub:
             self.root_cause.note(Report(rank=rank, kind=FailureKind.VANISHED, reason=why), now_s)
             self.root_cause.ended.add(rank)
 
+    def _unheard(self, limit_s: float, now_s: float) -> list[int]:
+        return [rank for rank, at_s in self.last_heard_s.items() if now_s - at_s > limit_s]
+
     def _look_for_silent(self, now_s: float) -> None:
-        for rank, at_s in self.last_heard_s.items():
-            if now_s - at_s > self.timeouts.silence_s and rank not in self.root_cause.ended:
-                self.root_cause.note(silent(rank, now_s - at_s), now_s)
+        for rank in self._unheard(self.timeouts.silence_s, now_s):
+            if rank not in self.root_cause.ended:
+                self.root_cause.note(silent(rank, now_s - self.last_heard_s[rank]), now_s)
 
     def _look_for_absent(self, now_s: float) -> None:
         """Give up those that do not come to where the others have met."""
@@ -228,19 +249,13 @@ class Hub:
         if self._said_s is not None:
             self._part(now_s, self._said_s)
         elif self._told_s is not None:
-            silence_s = self.timeouts.silence_s
-            silent_ranks = {r for r, at_s in self.last_heard_s.items() if now_s - at_s > silence_s}
             joined = {rank for rank in self._members.values() if rank is not None} | {0}
-            reachable = joined - silent_ranks
+            reachable = joined.difference(self._unheard(self.timeouts.silence_s, now_s))
             waited_s = now_s - self._told_s
             if reachable <= self.root_cause.ended or waited_s > _END_S:
                 self._speak(now_s)
         else:
-            late = {
-                rank
-                for rank, at_s in self.last_heard_s.items()
-                if now_s - at_s > _LATE_S and rank not in self.root_cause.ended
-            }
+            late = set(self._unheard(_LATE_S, now_s)) - self.root_cause.ended
             joined = self.hosts.keys() | self._absent
             self.culprit = self.root_cause.culprit(now_s, joined=joined, late=late)
             if self.culprit is not None:
@@ -323,7 +338,11 @@ _BYE_S = 45.0
 class Member:
     """The connection to the hub. Until its address is known, reports wait."""
 
-    def __init__(self, rank: int, *, timeouts: Timeouts, host: str) -> None:
+    def __init__(
+        self, rank: int, *, timeouts: Timeouts, describe: Callable[[int], str], host: str
+    ) -> None:
+        """See `Hub`."""
+        self.describe = describe
         self.rank = rank
         self.timeouts = timeouts
         self.host = host
@@ -354,6 +373,18 @@ class Member:
     def is_joined(self) -> bool:
         """Whether the hub was found, be it gone by now."""
         return self._line is not None or self.lost_hub is not None
+
+    @property
+    def last_line(self) -> str:
+        """What is said at the end, if anything: that the hub is gone, which speaks for all."""
+        if self.lost_hub is None or not self.lost_hub.reason:
+            return ""
+        if not self.has_heard:
+            return (
+                f"{self.describe(self.rank)} comes too late: {self.describe(0)} "
+                f"{self.lost_hub.reason}; if the job has ended before, its last line says why"
+            )
+        return f"error: {sentence(self.lost_hub, self.describe, {0: ''})}" if self.speaks else ""
 
     def report(self, report: Report, now_s: float, *, ended: bool) -> None:
         """Tell what this watcher has seen of its rank."""

@@ -151,22 +151,17 @@ def elements(owned: Owned) -> int:
     return sum(block.numel for blocks in owned.values() for block in blocks)
 
 
-def sent_bytes(transfers: Iterable[Transfer], state_bytes: Sequence[int]) -> Counter[int]:
-    """Rank -> bytes that it sends to others."""
-    found: Counter[int] = Counter()
+def moved_bytes(
+    transfers: Iterable[Transfer], state_bytes: Sequence[int]
+) -> tuple[Counter[int], Counter[int]]:
+    """Rank -> bytes that it sends to others; and rank -> bytes that it gets from them."""
+    sent, received = Counter[int](), Counter[int]()
     for each in transfers:
         if each.is_sent:
-            found[each.source] += each.block.numel * sum(state_bytes)
-    return found
-
-
-def received_bytes(transfers: Iterable[Transfer], state_bytes: Sequence[int]) -> Counter[int]:
-    """Rank -> bytes that it gets from others."""
-    found: Counter[int] = Counter()
-    for each in transfers:
-        if each.is_sent:
-            found[each.destination] += each.block.numel * sum(state_bytes)
-    return found
+            num_bytes = each.block.numel * sum(state_bytes)
+            sent[each.source] += num_bytes
+            received[each.destination] += num_bytes
+    return sent, received
 
 
 def peak_bytes(

@@ -14,9 +14,8 @@ from zorse_megatron.live.move import (
     Owners,
     Transfer,
     elements,
+    moved_bytes,
     plan_transfers,
-    received_bytes,
-    sent_bytes,
 )
 from zorse_megatron.plan.plan import Chunk, Plan
 from zorse_megatron.schedule.shards import shard_bounds
@@ -52,16 +51,16 @@ def move_cost(
         for each in transfers
         if cluster.node_of_rank(each.source) != cluster.node_of_rank(each.destination)
     ]
-    out, arriving = sent_bytes(between, _STATE_BYTES), received_bytes(between, _STATE_BYTES)
+    between_nodes = moved_bytes(between, _STATE_BYTES)
     busiest_s = [
         sum(way[rank] for rank in node.ranks) / node.nics.total_bytes_per_s
         for node in cluster.nodes
         if node.nics is not None
-        for way in (out, arriving)
+        for way in between_nodes
     ]
     return MoveCost(
-        sent_bytes=sent_bytes(transfers, _STATE_BYTES).total(),
-        between_nodes_bytes=out.total(),
+        sent_bytes=_total_bytes(transfers),
+        between_nodes_bytes=between_nodes[0].total(),
         seconds=rebuild_s
         + max(*busiest_s, _between_regions_s(between, cluster), 0.0)
         + _host_s(old, cluster)
@@ -112,7 +111,13 @@ def _between_regions_s(between: Sequence[Transfer], cluster: Cluster) -> float:
     if not far:
         return 0.0
     slowest = min(link.bandwidth_bytes_per_s for link in cluster.region_links)
-    return sent_bytes(far, _STATE_BYTES).total() / slowest
+    return _total_bytes(far) / slowest
+
+
+def _total_bytes(transfers: Sequence[Transfer]) -> int:
+    """By all ranks to others."""
+    sent, _ = moved_bytes(transfers, _STATE_BYTES)
+    return sent.total()
 
 
 def _host_s(owners: Owners, cluster: Cluster) -> float:

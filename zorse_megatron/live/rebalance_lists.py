@@ -16,7 +16,7 @@ from zorse_megatron.schedule.actions import (
 )
 from zorse_megatron.schedule.lower import in_flight_limits, lower_plan
 from zorse_megatron.schedule.pipeline_schedules import Worker
-from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
+from zorse_megatron.schedule.samples import replica_micro_batches
 from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 from zorse_megatron.schedule.validate import check_executable
 
@@ -126,10 +126,6 @@ class Prepared:
 
     plan: Plan
     lists: ActionLists
-
-    def micro_batches(self, rank: int) -> tuple[MicroBatch, ...]:
-        """Those of a rank."""
-        return replica_micro_batches(self.plan, rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NoReturn
 
 from zorse_megatron.live.hub import Hub, Member
@@ -39,50 +40,48 @@ def watched(
         return WatchedRank(None, timeouts), ""
     shared = SharedState()
     shared.phase.write("at its start")
-    post: Hub | Member
-    if rank == 0:
-        post = Hub(world_size, timeouts=timeouts, describe=describe, host=host)
-        address = post.address
-    else:
-        post, address = Member(rank, timeouts=timeouts, host=host), ""
+    post: Hub | Member = (
+        Member(rank, timeouts=timeouts, describe=describe, host=host)
+        if rank
+        else Hub(world_size, timeouts=timeouts, describe=describe, host=host)
+    )
+    address = post.address if isinstance(post, Hub) else ""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    # No signal may come between the fork and the handlers.
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    process = os.fork()
+    process = _fork()
     if process == 0:
         if isinstance(post, Hub):
             post.listener.close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         watch_parent(shared, timeouts, parent)
         return WatchedRank(shared, timeouts), address
-    forward(process)
+    _watch(
+        Watcher(
+            rank=rank,
+            process=process,
+            shared=shared,
+            post=post,
+            timeouts=timeouts,
+            find_hub=partial(_find_hub, shared, address),
+        )
+    )
+
+
+def _fork() -> int:
+    """`os.fork`; no signal comes between it and the watcher's handlers."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    process = os.fork()
+    if process:
+        forward(process)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    _watch(process, rank, shared, post, timeouts, describe, address)
+    return process
 
 
-def _watch(  # noqa: PLR0917
-    process: int,
-    rank: int,
-    shared: SharedState,
-    post: Hub | Member,
-    timeouts: Timeouts,
-    describe: Callable[[int], str],
-    hub_address: str,
-) -> NoReturn:
+def _watch(watcher: Watcher) -> NoReturn:
     gc.disable()  # what it would free are the rank's things
+    post = watcher.post
     _let_go_of_files(keep=post.listener.fileno() if isinstance(post, Hub) else -1)
     _allow_many_files()
-    watcher = Watcher(
-        rank=rank,
-        process=process,
-        shared=shared,
-        post=post,
-        timeouts=timeouts,
-        describe=describe,
-        find_hub=lambda: _find_hub(shared, hub_address),
-    )
     watcher.run()
 
 

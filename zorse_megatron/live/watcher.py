@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import NoReturn
 
-from zorse_megatron.live.hub import Hub, Member, sentence
+from zorse_megatron.live.hub import Hub, Member
 from zorse_megatron.live.root_cause import (
     FailureKind,
     Report,
@@ -48,7 +48,6 @@ class Watcher:
     shared: SharedState
     post: Hub | Member
     timeouts: Timeouts
-    describe: Callable[[int], str]
     find_hub: Callable[[], int] | None
     """Starts a process that does so in place of a rank that has ended too soon."""
     status: int | None = None
@@ -151,10 +150,10 @@ class Watcher:
 
     def _obey(self, now_s: float) -> None:
         """End the rank if the job ends."""
-        if self._stop is None or self.status is not None:
+        if self.post.stop is None or self.status is not None:
             return
         if self._end_by_s is None:
-            if self._is_blamed:
+            if self.post.is_blamed:
                 self.own_fault = True
                 self.shared.blame()
             self._end_by_s = now_s + (_GUILTY_S if self.own_fault else _SURVIVOR_S)
@@ -164,24 +163,9 @@ class Watcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process, signal.SIGKILL)
 
-    @property
-    def _stop(self) -> FailureKind | None:
-        """Why the job ends, if it does."""
-        if isinstance(self.post, Member):
-            return self.post.stop
-        return None if self.post.culprit is None else self.post.culprit.kind
-
-    @property
-    def _is_blamed(self) -> bool:
-        if isinstance(self.post, Member):
-            return self.post.is_blamed
-        return self.post.culprit is not None and self.post.culprit.rank == self.rank
-
     def _is_over(self) -> bool:
         if self.status is None:
             return False
-        if isinstance(self.post, Hub):
-            return self.post.is_over
         # Also when its work is done: srun counts the seconds that others have from the first end.
         nobody_hears = not self.post.is_joined and self._helper is None
         return self.post.is_over or (nobody_hears and not self.shared.address.read())
@@ -190,33 +174,15 @@ class Watcher:
         assert self.status is not None
         if self._helper is not None:
             os.kill(self._helper, signal.SIGKILL)
-        self._say_line()
-        status = self.status
-        if self._stop is not None and not self.own_fault:
-            status = BAD_INPUT if self._stop in _BAD_INPUT else LOST_RANK
-        elif self._stop is not None and status == 0:
-            status = LOST_RANK
-        end_as(status)
-
-    def _say_line(self) -> None:
-        line = last_line(self.post, self.describe)
-        if line:
+        if line := self.post.last_line:
             # The rank may have been ended in the middle of a line.
             os.write(2, f"\nzorse: {line}\n".encode())
-
-
-def last_line(post: Hub | Member, describe: Callable[[int], str]) -> str:
-    """What the watcher says at its end: what the hub decided, or that the hub is gone; or ""."""
-    if isinstance(post, Hub):
-        return f"error: {post.line}" if post.line else ""
-    if post.lost_hub is None or not post.lost_hub.reason:
-        return ""
-    if not post.has_heard:
-        return (
-            f"{describe(post.rank)} comes too late: {describe(0)} {post.lost_hub.reason}; if the "
-            "job has ended before, its last line says why"
-        )
-    return f"error: {sentence(post.lost_hub, describe, {0: ''})}" if post.speaks else ""
+        status, stop = self.status, self.post.stop
+        if stop is not None and not self.own_fault:
+            status = BAD_INPUT if stop in _BAD_INPUT else LOST_RANK
+        elif stop is not None and status == 0:
+            status = LOST_RANK
+        end_as(status)
 
 
 def forward(process: int) -> None:

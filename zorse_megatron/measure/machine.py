@@ -1,8 +1,7 @@
 """What ranks see of their machine, and the nodes that they make up.
 
-Reading is behind one small interface (`DeviceReader`), so that everything above it runs without
-GPUs: a GPU is asked through NVML (package nvidia-ml-py; names are those of its API reference), the
-host through proc(5), and sysfs for /sys/class/net and /sys/class/infiniband. Nodes of one kind are
+A GPU is asked through NVML (package nvidia-ml-py; names are those of its API reference), the host
+through proc(5), and sysfs for /sys/class/net and /sys/class/infiniband. Nodes of one kind are
 measured once.
 """
 
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zorse_megatron.errors import MeasureError, Problem
 from zorse_megatron.files.quantities import spell_bandwidth
@@ -58,28 +57,17 @@ class SeenRank:
     nics: tuple[SeenNic, ...]
 
 
-class DeviceReader(Protocol):
-    """Reads what there is on this machine."""
-
-    def device(self, local_rank: int, ranks_on_node: int) -> SeenDevice:
-        """Return the device of a rank. Raises MeasureError where there is none."""
-        ...
-
-
 _MEGABIT_BYTES = 1e6 / 8
 
 
-class CpuReader:
-    """Takes the CPU for the device of every rank; ranks of a node share its memory."""
-
-    def device(self, local_rank: int, ranks_on_node: int) -> SeenDevice:
-        """Return the rank's part of the machine. Never raises."""
-        return SeenDevice(
-            name=os.environ.get(GPU_KIND) or processor_name(),
-            memory_bytes=host_memory_bytes() // ranks_on_node,
-            link_type="pcie",
-            is_gpu=False,
-        )
+def seen_cpu(ranks_on_node: int) -> SeenDevice:
+    """Return the CPU as the device of a rank, with its part of the memory."""
+    return SeenDevice(
+        name=os.environ.get(GPU_KIND) or processor_name(),
+        memory_bytes=host_memory_bytes() // ranks_on_node,
+        link_type="pcie",
+        is_gpu=False,
+    )
 
 
 def host_memory_bytes() -> int:
@@ -140,65 +128,58 @@ def load_nvml() -> Any:
     return pynvml
 
 
-class NvmlReader:
-    """Reads GPUs. `nvml`: the module pynvml; `uuids`: of the GPUs that this process may use."""
+def seen_gpu(nvml: Any, uuids: Sequence[str], local_rank: int) -> SeenDevice:
+    """Return the GPU of a rank. Raises MeasureError where there is none.
 
-    def __init__(self, nvml: Any, uuids: tuple[str, ...]) -> None:
-        self._nvml = nvml
-        self._uuids = uuids
-
-    def device(self, local_rank: int, ranks_on_node: int) -> SeenDevice:
-        """Return the GPU of a rank. Raises MeasureError where there is none.
-
-        A launcher may show each rank only its own GPU.
-        """
-        number = 0 if len(self._uuids) == 1 else local_rank
-        if number >= len(self._uuids):
-            raise _error(
-                f"local rank {local_rank} and {len(self._uuids)} GPUs",
-                "Start one rank for each GPU.",
-            )
-        try:
-            return self._described(self._nvml.nvmlDeviceGetHandleByUUID(self._uuids[number]))
-        except self._nvml.NVMLError as error:
-            found = f"no answer about {self._uuids[number]} ({error})"
-            raise _error(found, "Try nvidia-smi -L: it lists what the driver knows.") from error
-
-    def _described(self, handle: Any) -> SeenDevice:
-        name = self._nvml.nvmlDeviceGetName(handle)
+    `nvml`: the module pynvml; `uuids`: of the GPUs that this process may use. A launcher may show
+    each rank only its own GPU.
+    """
+    number = 0 if len(uuids) == 1 else local_rank
+    if number >= len(uuids):
+        raise _error(
+            f"local rank {local_rank} and {len(uuids)} GPUs", "Start one rank for each GPU."
+        )
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuids[number])
+        name = nvml.nvmlDeviceGetName(handle)
         return SeenDevice(
             name=name.decode() if isinstance(name, bytes) else name,
-            memory_bytes=self._memory_bytes(handle),
-            link_type=self._link_type(handle),
+            memory_bytes=_memory_bytes(nvml, handle),
+            link_type=_link_type(nvml, handle),
             is_gpu=True,
         )
+    except nvml.NVMLError as error:
+        found = f"no answer about {uuids[number]} ({error})"
+        raise _error(found, "Try nvidia-smi -L: it lists what the driver knows.") from error
 
-    def _memory_bytes(self, handle: Any) -> int:
-        """What CUDA can give a program: all but what the driver and the firmware keep.
 
-        NVML tells that part since its second version of the question: of a T4's 15,360 MiB 449.
-        """
-        version = getattr(self._nvml, "nvmlMemory_v2", None)
-        if version is None:
-            return int(self._nvml.nvmlDeviceGetMemoryInfo(handle).total)
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle, version)
-        return int(memory.total) - int(memory.reserved)
+def _memory_bytes(nvml: Any, handle: Any) -> int:
+    """What CUDA can give a program: all but what the driver and the firmware keep.
 
-    def _link_type(self, handle: Any) -> LinkType:
-        """Where the NVLink lines that are on lead: to a switch or a GPU; without any: PCIe."""
-        found: LinkType = "pcie"
-        for line in range(self._nvml.NVML_NVLINK_MAX_LINKS):
-            try:
-                if not self._nvml.nvmlDeviceGetNvLinkState(handle, line):
-                    continue
-                remote = self._nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, line)
-            except self._nvml.NVMLError:  # not supported, or beyond the last line
+    NVML tells that part since its second version of the question: of a T4's 15,360 MiB 449.
+    """
+    version = getattr(nvml, "nvmlMemory_v2", None)
+    if version is None:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version)
+    return int(memory.total) - int(memory.reserved)
+
+
+def _link_type(nvml: Any, handle: Any) -> LinkType:
+    """Where the NVLink lines that are on lead: to a switch or a GPU; without any: PCIe."""
+    found: LinkType = "pcie"
+    for line in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, line):
                 continue
-            if remote == self._nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-                return "nvswitch"
-            if remote == self._nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
-                found = "nvlink"
-        return found
+            remote = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, line)
+        except nvml.NVMLError:  # not supported, or beyond the last line
+            continue
+        if remote == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            return "nvswitch"
+        if remote == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
+            found = "nvlink"
+    return found
 
 
 def _error(found: str, remedy: str) -> MeasureError:

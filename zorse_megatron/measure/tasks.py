@@ -23,7 +23,7 @@ from zorse_megatron.gpus.gpu import Attention
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.inputs.profile import Part, TimedOperation, Transfers
 from zorse_megatron.measure.machine import SeenNode
-from zorse_megatron.processes import free_port
+from zorse_megatron.processes import free_port, rank_variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,14 +302,7 @@ def measured_layers(
 def _environment(local_rank: int) -> dict[str, str]:
     """The only rank of a job of its own; torchrun's agent must not be asked for its store."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    return kept | {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    return {**kept, **rank_variables(0, 1, free_port()), "LOCAL_RANK": str(local_rank)}
 
 
 def _failure(status: int, output: str) -> MeasureError:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.runtime.host_link import HostTask, HostWorker
+from zorse_megatron.errors import ZorseError
+from zorse_megatron.runtime.host_link import HostWorker
 from zorse_megatron.runtime.transport import Work
 from zorse_megatron.schedule.shards import Interval
 
@@ -40,37 +41,28 @@ class Works:
 
 
 def reduce_scatter_uneven(
-    full: torch.Tensor,
-    bounds: Sequence[Interval],
-    group: dist.ProcessGroup,
-    *,
-    async_op: bool = False,
-) -> Works | None:
-    """Sum `full` over the group into this rank's interval of `full`, in place.
+    full: torch.Tensor, bounds: Sequence[Interval], group: dist.ProcessGroup
+) -> Works:
+    """Start to sum `full` over the group into this rank's interval of `full`, in place.
 
-    The other intervals hold leftovers afterwards. Returns the work when `async_op`, else None
-    when done. Raises ValueError when `bounds` do not fit the buffer and the group.
+    The other intervals hold leftovers afterwards. Raises ValueError when `bounds` do not fit the
+    buffer and the group.
     """
     parts = views(full, bounds, group)
     start = partial(start_reduce_scatter, full, parts, group)
-    return finish(as_one_operation("reduce_scatter", parts, group, start), async_op)
+    return Works(as_one_operation("reduce_scatter", parts, group, start))
 
 
 def all_gather_uneven(
-    full: torch.Tensor,
-    bounds: Sequence[Interval],
-    group: dist.ProcessGroup,
-    *,
-    async_op: bool = False,
-) -> Works | None:
-    """Copy every rank's interval of `full` to all ranks of the group, in place.
+    full: torch.Tensor, bounds: Sequence[Interval], group: dist.ProcessGroup
+) -> Works:
+    """Start to copy every rank's interval of `full` to all ranks of the group, in place.
 
-    Returns the work when `async_op`, else None when done. Raises ValueError when `bounds` do not
-    fit the buffer and the group.
+    Raises ValueError when `bounds` do not fit the buffer and the group.
     """
     parts = views(full, bounds, group)
     start = partial(start_all_gather, full, parts, group)
-    return finish(as_one_operation("all_gather", parts, group, start), async_op)
+    return Works(as_one_operation("all_gather", parts, group, start))
 
 
 OperationKind = Literal["reduce_scatter", "all_gather", "exchange"]
@@ -81,6 +73,30 @@ def gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def from_rank(value: Any, source: int) -> Any:
+    """Give the value of rank `source` to all ranks; a collective call. Pickled, as above."""
+    box = [value]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def on_rank_0(decide: Callable[[], Any]) -> Any:
+    """Let rank 0 decide for all; a collective call.
+
+    A ZorseError or an OSError there is raised on every rank, so that all of them say what is wrong.
+    """
+    decision, failure = None, None
+    if dist.get_rank() == 0:
+        try:
+            decision = decide()
+        except (ZorseError, OSError) as error:
+            failure = error
+    decision, failure = from_rank((decision, failure), 0)
+    if failure is not None:
+        raise failure
+    return decision
 
 
 @runtime_checkable
@@ -143,15 +159,6 @@ def views(
     return list(full.split(sizes))
 
 
-def finish(works: Sequence[Work], async_op: bool) -> Works | None:
-    """Return the works as one when `async_op`, else wait for them."""
-    together = Works(works)
-    if async_op:
-        return together
-    together.wait()
-    return None
-
-
 def start_reduce_scatter(
     full: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup
 ) -> list[Work]:
@@ -169,7 +176,7 @@ def start_reduce_scatter(
         ]
     if _is_even(parts):
         return [_started(dist.reduce_scatter_tensor(mine, full, group=group, async_op=True))]
-    # NCCL turns a list of uneven TP shards into one grouped launch of ncclReduce, in place.
+    # NCCL turns a list of unequal parts into one grouped launch of ncclReduce, in place.
     return [_started(dist.reduce_scatter(mine, parts, group=group, async_op=True))]
 
 
@@ -181,7 +188,7 @@ def start_all_gather(
     if group.size() == 1:
         return []
     if _is_gloo(group, full):
-        # gloo's all_gather refuses uneven TP shards. One broadcast per owner is faster than
+        # gloo's all_gather refuses unequal parts. One broadcast per owner is faster than
         # all_to_all_single with splits (8.5 ms against 17.5, parts 3:1:0 of 4 million fp32) and
         # than all_gather_into_tensor for equal parts (6.5 ms against 11.7).
         return [
@@ -191,7 +198,7 @@ def start_all_gather(
         ]
     if _is_even(parts):
         return [_started(dist.all_gather_into_tensor(full, mine, group=group, async_op=True))]
-    # NCCL turns a list of uneven TP shards into one grouped launch of ncclBroadcast, in place.
+    # NCCL turns a list of unequal parts into one grouped launch of ncclBroadcast, in place.
     return [_started(dist.all_gather(parts, mine, group=group, async_op=True))]
 
 
@@ -293,11 +300,11 @@ class StagedWork:
     def __init__(
         self,
         counted: Sequence[Work],
-        done: "HostTask | _DeviceEvent",
+        wait: Callable[[], object],
         buffers: Sequence[torch.Tensor],
     ) -> None:
-        """`counted`: works that say when it is done, `done`: that it is; `buffers`: its own."""
-        self._counted, self._done, self._buffers = tuple(counted), done, tuple(buffers)
+        """`counted`: works that say when it is done; `wait`: until it is; `buffers`: its own."""
+        self._counted, self._wait, self._buffers = tuple(counted), wait, tuple(buffers)
 
     @property
     def buffer_bytes(self) -> int:
@@ -309,7 +316,7 @@ class StagedWork:
         for work in self._counted:
             work.wait()
         self._counted = ()
-        self._done.wait()
+        self._wait()
         self._buffers = ()
 
 
@@ -324,7 +331,8 @@ def start_stages(
     if whole.is_cuda:
         return StagedWork((), _on_streams(stages, finish, whole.device), buffers)
     counted = _announced(stages, whole)
-    return StagedWork(counted, worker.submit(lambda: _one_by_one(stages, finish)), buffers)
+    done = worker.submit(lambda: _one_by_one(stages, finish))
+    return StagedWork(counted, done.result, buffers)
 
 
 def _announced(stages: Sequence[Stage], whole: torch.Tensor) -> list[Work]:
@@ -348,19 +356,11 @@ def _one_by_one(stages: Sequence[Stage], finish: Callable[[], None]) -> None:
     finish()
 
 
-class _DeviceEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-
 @torch.no_grad()
 def _on_streams(
     stages: Sequence[Stage], finish: Callable[[], None], device: torch.device
-) -> _DeviceEvent:
-    """Start the stages on a side stream for each communicator."""
+) -> Callable[[], None]:
+    """Start the stages on a side stream for each communicator; returns what waits for the last."""
     stream = torch.cuda.current_stream(device)
     ready = stream.record_event()
     done: list[torch.cuda.Event] = []
@@ -377,7 +377,8 @@ def _on_streams(
         stream.wait_event(event)
     with torch.cuda.stream(stream):
         finish()
-    return _DeviceEvent(stream.record_event())
+    last = stream.record_event()
+    return lambda: torch.cuda.current_stream().wait_event(last)
 
 
 @cache

@@ -20,7 +20,6 @@ from zorse_megatron.runtime.collectives import (
     StagedWork,
     Works,
     as_one_operation,
-    finish,
     start_all_gather,
     start_reduce_scatter,
     start_stages,
@@ -45,27 +44,26 @@ class RegionGroups:
 
 
 def reduce_scatter_hierarchical(
-    full: torch.Tensor, bounds: Sequence[Interval], groups: RegionGroups, *, async_op: bool = False
-) -> Works | None:
-    """Sum `full` over all ranks into this rank's interval of `full`, in place.
+    full: torch.Tensor, bounds: Sequence[Interval], groups: RegionGroups
+) -> Works:
+    """Start to sum `full` over all ranks into this rank's interval of `full`, in place.
 
-    The other intervals hold leftovers afterwards. Returns the work when `async_op`, else None
-    when done. Raises ValueError when `bounds` do not fit the buffer and the ranks.
+    The other intervals hold leftovers afterwards. Raises ValueError when `bounds` do not fit the
+    buffer and the ranks.
     """
     views(full, bounds, groups.across)
-    return finish([_Buffer(full, bounds, groups).reduce()], async_op)
+    return Works([_Buffer(full, bounds, groups).reduce()])
 
 
 def all_gather_hierarchical(
-    full: torch.Tensor, bounds: Sequence[Interval], groups: RegionGroups, *, async_op: bool = False
-) -> Works | None:
-    """Copy every rank's interval of `full` to all ranks, in place.
+    full: torch.Tensor, bounds: Sequence[Interval], groups: RegionGroups
+) -> Works:
+    """Start to copy every rank's interval of `full` to all ranks, in place.
 
-    Returns the work when `async_op`, else None when done. Raises ValueError when `bounds` do not
-    fit the buffer and the ranks.
+    Raises ValueError when `bounds` do not fit the buffer and the ranks.
     """
     views(full, bounds, groups.across)
-    return finish([_Buffer(full, bounds, groups).gather()], async_op)
+    return Works([_Buffer(full, bounds, groups).gather()])
 
 
 @lru_cache(maxsize=4096)
@@ -218,20 +216,17 @@ def reduce_scatter_low_precision(
     bounds: Sequence[Interval],
     group: dist.ProcessGroup,
     comm_dtype: CommDtype,
-    *,
-    async_op: bool = False,
-) -> Works | None:
-    """Sum fp32 `full` over the group into this rank's interval of it, in place.
+) -> Works:
+    """Start to sum fp32 `full` over the group into this rank's interval of it, in place.
 
-    The other intervals stay as they are. Returns the work when `async_op`, else None when done; the
-    sum is made by whoever waits, so all works must be waited for. Raises ValueError when `bounds`
-    do not fit the buffer and the group, or the buffer is not fp32.
+    The other intervals stay as they are. The sum is made by whoever waits, so all works must be
+    waited for. Raises ValueError when `bounds` do not fit the buffer and the group, or the buffer
+    is not fp32.
     """
     parts = views(full, bounds, group)
     if full.dtype != torch.float32:
         raise ValueError(f"found gradients in {full.dtype}; expected them in torch.float32")
-    works: list[Work] = [] if group.size() == 1 else [_exchange(full, parts, group, comm_dtype)]
-    return finish(works, async_op)
+    return Works([] if group.size() == 1 else [_exchange(full, parts, group, comm_dtype)])
 
 
 def _exchange(

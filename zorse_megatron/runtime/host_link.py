@@ -8,13 +8,16 @@ done when it has been started: the same order of events, which is what tests nee
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zorse_megatron.costs.process_memory import pinned_bytes
 from zorse_megatron.schedule.shards import state_pieces
+
+T = TypeVar("T")
 
 
 class HostMemoryFull(Exception):
@@ -291,50 +294,37 @@ def _elements(view: torch.Tensor) -> tuple[int, int]:
 # A thread that does things for the host one after the other, while the host goes on.
 
 
-class HostTask:
-    """Something that the thread does; whoever waits for it gets its error."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act: Callable[[], None] | None = act
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Do it, on the thread; what it has worked on is let go with it."""
-        act, self._act = self._act, None
-        assert act is not None, "found a task that has been done; expected each once"
-        try:
-            act()
-        except BaseException as error:  # it is the waiter's
-            self._error = error
-        finally:
-            del act
-            self._done.set()
-
-    def wait(self) -> None:
-        """Block the host until it is done. Raises what it raised."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-
-
 class HostWorker:
     """The thread; it starts with the first task, so that a process can be forked before."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[HostTask] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, act: Callable[[], None]) -> HostTask:
-        """Have `act` done when all tasks before it are."""
-        task = HostTask(act)
-        self._tasks.put(task)
+    def submit(self, act: Callable[[], T]) -> Future[T]:
+        """Have `act` done when all tasks before it are; whoever waits for it gets its error."""
+        done: Future[T] = Future()
+        self._tasks.put((done, act))
         if self._thread is None:
             # A daemon: a peer that died may leave it in a call that never ends.
             self._thread = threading.Thread(target=self._run, name="zorse-host", daemon=True)
             self._thread.start()
-        return task
+        return done
 
     def _run(self) -> None:
         while True:
-            self._tasks.get().run()
+            _finish(*self._tasks.get())
+
+
+def _finish(done: Future[Any], act: Callable[[], Any]) -> None:
+    """Do a task; what it has worked on is let go before anybody hears that it is done."""
+    result, failure = None, None
+    try:
+        result = act()
+    except BaseException as error:  # it is the waiter's
+        failure = error
+    del act
+    if failure is None:
+        done.set_result(result)
+    else:
+        done.set_exception(failure)

@@ -216,7 +216,7 @@ class Mailbox:
             cuts = [slice_of_rank(each, self.place.degree).bounds(length) for each in ranks]
             bounds = [(low * row, high * row) for low, high in cuts]
             with self.waiting():
-                all_gather_uneven(whole.view(-1), bounds, self.place.group)
+                all_gather_uneven(whole.view(-1), bounds, self.place.group).wait()
             low, high = cuts[self.place.index]
             mine = high - low
         assert sum(piece.buffer.shape[0] * piece.buffer.shape[1] for piece in parts) == mine * count

@@ -34,7 +34,7 @@ from zorse_megatron.live.checkpoint_choice import SKIP, TITLE, Chooser, Load
 from zorse_megatron.live.checkpoint_files import Checkpoint, FileRecord, Hashing
 from zorse_megatron.live.watched_rank import is_communication_error
 from zorse_megatron.log import say
-from zorse_megatron.runtime.collectives import gathered
+from zorse_megatron.runtime.collectives import gathered, on_rank_0
 
 
 def load_of(args: Namespace, *, skips_damaged: bool) -> Load | None:
@@ -198,14 +198,7 @@ def same_on_all(args: Namespace, load: Load | None, chosen: Checkpoint | None) -
     if not chosen.is_release and args.ckpt_step is None:
         args.ckpt_step = chosen.iteration  # also where this rank sees no tracker file
     tracker = chosen.iteration, chosen.is_release
-    return {checkpoints.READ_TRACKER: partial(_always, tracker)}
-
-
-def _always(answer: Any, _stock: Callable[..., Any]) -> Callable[..., Any]:
-    def known(*_args: Any, **_kwargs: Any) -> Any:
-        return answer
-
-    return known
+    return {checkpoints.READ_TRACKER: lambda _stock: lambda *_args, **_kwargs: tracker}
 
 
 # Has the checkpoint the command's schedules of learning rate and weight decay?
@@ -307,20 +300,6 @@ def read_together(
     return {
         name: None if name in missing else hashing.record() for name, hashing in hashings.items()
     }
-
-
-def on_rank_0(decide: Callable[[], Any]) -> Any:
-    """Let rank 0 decide for all; a collective call. What it raises is raised on every rank."""
-    decision: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            decision[0] = decide()
-        except (ZorseError, OSError) as error:
-            decision[1] = error
-    dist.broadcast_object_list(decision, src=0)
-    if decision[1] is not None:
-        raise decision[1]
-    return decision[0]
 
 
 def _pieces(hashings: dict[str, Hashing], missing: set[str]) -> Iterator[int]:

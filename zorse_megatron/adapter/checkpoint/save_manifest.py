@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zorse_megatron.adapter.checkpoint.before_load import on_rank_0, read_together
+from zorse_megatron.adapter.checkpoint.before_load import read_together
 from zorse_megatron.adapter.patches import checkpoints
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.files.read_write import NotWritten
@@ -25,7 +25,7 @@ from zorse_megatron.live.checkpoint_files import (
     Manifest,
     write_manifest,
 )
-from zorse_megatron.runtime.collectives import gathered
+from zorse_megatron.runtime.collectives import gathered, on_rank_0
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 

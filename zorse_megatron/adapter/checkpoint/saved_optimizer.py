@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.dist_checkpointing.exchange_utils import exchange_loaded_objects_gather_object
@@ -41,6 +41,11 @@ class CheckpointLayout(Enum):
     """--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable: param instead of
     fp32_param, for fp32 parameters too."""
 
+    @classmethod
+    def of(cls, *, distributed: bool) -> Self:
+        """That of stock's distributed optimizer, or of its others."""
+        return cls.DISTRIBUTED if distributed else cls.REPLICATED
+
 
 def sharded_state_dict(
     optimizer: Any, model_sharded_state_dict: Any, *, is_loading: bool, metadata: dict
@@ -67,11 +72,7 @@ def sharded_state_dict(
 
 def load_state_dict(optimizer: Any, state_dict: dict) -> None:
     """Take over a loaded state dict of either layout."""
-    layout = (
-        CheckpointLayout.DISTRIBUTED
-        if "param_state_sharding_type" in state_dict
-        else CheckpointLayout.REPLICATED
-    )
+    layout = CheckpointLayout.of(distributed="param_state_sharding_type" in state_dict)
     allocate_state(optimizer)
     _restore_shards(optimizer, state_dict.get(_SHARDS, {}), layout)
     restore_common_state(optimizer, state_dict)
@@ -111,8 +112,7 @@ def _layout_to_read(metadata: dict) -> CheckpointLayout:
                 )
             ],
         )
-    layouts = CheckpointLayout
-    return layouts.DISTRIBUTED if _SHARDING_TYPE in metadata else layouts.REPLICATED
+    return CheckpointLayout.of(distributed=_SHARDING_TYPE in metadata)
 
 
 def common_state(optimizer: Any, layout: CheckpointLayout) -> dict:

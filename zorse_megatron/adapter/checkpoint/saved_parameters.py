@@ -1,10 +1,10 @@
 """A rank's part of a parameter, or of its state, in Megatron's distributed checkpoints.
 
 No parameter is unsharded for it. The tensors in the checkpoint are those that stock would write,
-cut into other blocks (see `saved_parameters`).
+cut into other blocks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,7 @@ def is_sharded(chunk: Any, tensor: Any) -> bool:
     )
 
 
-# A rank's part of a parameter, or of its state, in Megatron's distributed checkpoints.
+# The blocks of what a rank has of a parameter, or of its state.
 #
 # A rank owns an interval of the flattened parameter. A checkpoint describes pieces of tensors by
 # offset and shape, so the interval is cut into blocks (`schedule.tensor_parallel_parts`), each an
@@ -206,81 +206,91 @@ def _unknown_factory(key: str, piece: ShardedPiece) -> SeamError:
     )
 
 
-def block_tensors(
-    prefix: str,
-    flat: torch.Tensor,
-    owned: Interval,
-    pieces: tuple[ShardedPiece, ...],
-    *,
-    has_copies: bool = False,
-) -> Iterator[Any]:
-    """Yield one `ShardedTensor` per block of `flat`, in the order of its elements.
-
-    `flat` holds elements `owned` of the flattened parameter, or of a state of it; the tensors' data
-    are views of it. `prefix`: before the model's key, as in optimizer.state.exp_avg.<model key>.
-    `has_copies`: other ranks of the data-parallel group have the same elements.
-    """
-    position = 0
-    for piece in pieces:
-        part = intersection(owned, piece.span)
-        if part is None:
-            continue
-        sharding = piece.sharding
-        lead = sharding.prepend_axis_num
-        in_piece = (part[0] - piece.span[0], part[1] - piece.span[0])
-        for block in interval_blocks(tuple(sharding.local_shape), in_piece):
-            # torch_dist takes irregular shards only without prepended axes, so they become
-            # ordinary axes of length 1.
-            shape = (1,) * lead + block.size
-            offset = (0,) * lead + block.offset
-            yield ShardedTensor(
-                key=f"{prefix}{sharding.key}",
-                data=flat[position : position + block.numel].view(shape),
-                dtype=flat.dtype,
-                local_shape=shape,
-                global_shape=tuple(sharding.global_shape),
-                global_offset=tuple(map(sum, zip(sharding.global_offset, offset, strict=True))),
-                axis_fragmentations=None,  # an irregular grid
-                replica_id=sharding.replica_id if has_copies else _owner_replica(sharding),
-                allow_shape_mismatch=sharding.allow_shape_mismatch,
-            )
-            position += block.numel
-    assert position == flat.numel(), f"{prefix}: {position} of {flat.numel()} elements in blocks"
-
-
 def saved_blocks(
     prefix: str, flat: torch.Tensor, chunk: Any, parameter: torch.nn.Parameter, sharding: Any
 ) -> Iterator[Any]:
     """Yield the blocks of `flat`, which is what this rank owns of a parameter or of its state.
 
-    `chunk`: the wrapped chunk that has the parameter; `sharding`: how the model saves it.
+    `prefix`: before the model's key, as in optimizer.state.exp_avg.<model key>; `chunk`: the
+    wrapped chunk that has the parameter; `sharding`: how the model saves it.
     """
     mixed_tp = chunk.mixed_tp.get(parameter)
-    if mixed_tp is None and chunk.has_uneven_tp_shards:
-        part = chunk.parts[parameter]
-        blocks = tuple(whole_blocks_of(part, chunk.owned_part(parameter)))
-        template = _whole_sharding(parameter, sharding)
-        replica = _owner_replica(template)
-        yield from whole_blocks(prefix, flat, blocks, template, part.shape, replica)
-    elif mixed_tp is None:
-        pieces = parameter_pieces(parameter, sharding)
-        yield from block_tensors(prefix, flat, chunk.owned_part(parameter), pieces)
-    else:
-        template = _whole_sharding(parameter, sharding)
-        blocks = mixed_tp.owned_by(dist.get_rank())
-        replica = (template.replica_id[0], 0, 0)
-        yield from whole_blocks(prefix, flat, blocks, template, mixed_tp.part.shape, replica)
+    if mixed_tp is None:
+        places = _places(chunk, parameter, sharding, chunk.owned_part(parameter))
+        return _block_tensors(prefix, flat, places, _owner_replica)
+    blocks = mixed_tp.owned_by(dist.get_rank())
+    places = _in_whole(_whole_sharding(parameter, sharding), blocks, mixed_tp.part.shape)
+    return _block_tensors(prefix, flat, places, lambda found: (found.replica_id[0], 0, 0))
 
 
 def held_blocks(chunk: Any, flat: torch.Tensor, parameter: Any, sharding: Any) -> Iterator[Any]:
     """Yield blocks of all that this rank holds of a parameter, of which others have copies."""
+    places = _places(chunk, parameter, sharding, (0, len(flat)))
+    return _block_tensors("", flat, places, lambda found: found.replica_id)
+
+
+_Place = tuple[Any, TensorBlock, Sequence[int], Sequence[int]]
+"""One of stock's tensors for the parameter, and a block; where that tensor, or the whole parameter,
+begins in the one of the checkpoint, and the shape of this one."""
+
+
+def _places(chunk: Any, parameter: Any, sharding: Any, interval: Interval) -> Iterator[_Place]:
+    """Where elements `interval` of what a rank holds, flattened, are in checkpoints."""
     if chunk.has_uneven_tp_shards:
-        part, template = chunk.parts[parameter], _whole_sharding(parameter, sharding)
-        blocks = tuple(whole_blocks_of(part, (0, len(flat))))
-        yield from whole_blocks("", flat, blocks, template, part.shape, template.replica_id)
-    else:
-        pieces = parameter_pieces(parameter, sharding)
-        yield from block_tensors("", flat, (0, len(flat)), pieces, has_copies=True)
+        part, whole = chunk.parts[parameter], _whole_sharding(parameter, sharding)
+        return _in_whole(whole, whole_blocks_of(part, interval), part.shape)
+    return _in_pieces(parameter, sharding, interval)
+
+
+def _in_pieces(parameter: torch.Tensor, sharding: Any, interval: Interval) -> Iterator[_Place]:
+    for piece in parameter_pieces(parameter, sharding):
+        part = intersection(interval, piece.span)
+        if part is not None:
+            in_piece = (part[0] - piece.span[0], part[1] - piece.span[0])
+            there = piece.sharding
+            for block in interval_blocks(tuple(there.local_shape), in_piece):
+                yield there, block, there.global_offset, there.global_shape
+
+
+def _in_whole(
+    sharding: Any, blocks: Iterable[TensorBlock], shape: tuple[int, ...]
+) -> Iterator[_Place]:
+    """`blocks`: of the whole parameter, which has `shape`; `sharding`: tells its layer."""
+    lead = sharding.prepend_axis_num
+    origin = (*sharding.global_offset[:lead], *(0 for _ in shape))
+    for block in blocks:
+        yield sharding, block, origin, (*sharding.global_shape[:lead], *shape)
+
+
+def _block_tensors(
+    prefix: str,
+    flat: torch.Tensor,
+    places: Iterable[_Place],
+    replica_of: Callable[[Any], tuple[int, int, int]],
+) -> Iterator[Any]:
+    """Yield one `ShardedTensor` per place, in the order of the elements of `flat`.
+
+    The tensors' data are views of it.
+    """
+    position = 0
+    for sharding, block, origin, whole in places:
+        # torch_dist takes irregular shards only without prepended axes, so they become ordinary
+        # axes of length 1.
+        lead = sharding.prepend_axis_num
+        shape, offset = (1,) * lead + block.size, (0,) * lead + block.offset
+        yield ShardedTensor(
+            key=f"{prefix}{sharding.key}",
+            data=flat[position : position + block.numel].view(shape),
+            dtype=flat.dtype,
+            local_shape=shape,
+            global_shape=tuple(whole),
+            global_offset=tuple(map(sum, zip(origin, offset, strict=True))),
+            axis_fragmentations=None,  # an irregular grid
+            replica_id=replica_of(sharding),
+            allow_shape_mismatch=sharding.allow_shape_mismatch,
+        )
+        position += block.numel
+    assert position == flat.numel(), f"{prefix}: {position} of {flat.numel()} elements in blocks"
 
 
 def _whole_sharding(parameter: torch.nn.Parameter, sharding: Any) -> Any:
@@ -306,37 +316,8 @@ def _whole_sharding(parameter: torch.nn.Parameter, sharding: Any) -> Any:
     return products[0]
 
 
-def whole_blocks(  # noqa: PLR0917
-    prefix: str,
-    flat: torch.Tensor,
-    blocks: Sequence[TensorBlock],
-    sharding: Any,
-    shape: tuple[int, ...],
-    replica_id: tuple[int, int, int],
-) -> Iterator[Any]:
-    """Yield one `ShardedTensor` per block of the whole parameter, with the next of `flat`.
-
-    `sharding`: one of stock's for the same parameter, for its name and its place among layers;
-    `shape`: of the whole parameter.
-    """
-    lead, position = sharding.prepend_axis_num, 0
-    for block in blocks:
-        yield ShardedTensor(
-            key=f"{prefix}{sharding.key}",
-            data=flat[position : position + block.numel].view((1,) * lead + block.size),
-            dtype=flat.dtype,
-            local_shape=(1,) * lead + block.size,
-            global_shape=(*sharding.global_shape[:lead], *shape),
-            global_offset=(*sharding.global_offset[:lead], *block.offset),
-            axis_fragmentations=None,  # an irregular grid
-            replica_id=replica_id,
-            allow_shape_mismatch=sharding.allow_shape_mismatch,
-        )
-        position += block.numel
-
-
 def joined(blocks: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The elements of loaded blocks, which are numbered in the order of `block_tensors`."""
+    """The elements of loaded blocks, which are numbered in the order of `saved_blocks`."""
     flat = [blocks[str(number)].reshape(-1) for number in range(len(blocks))]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 

@@ -98,7 +98,7 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         Raises RuntimeError when a backward ran but left gradients out, as stock does.
         """
         if not self.ddp_config.overlap_grad_reduce:
-            self._dispatch(async_op=True)
+            self._start_sums()
             self.began = True
         elif not self.grad_sync_dispatched and not self.grad_reduce_finished:
             self._refuse_partial_backward()
@@ -116,8 +116,7 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         """
         if self.began:
             self.began = False
-            self.grad_reduce_handle.wait()
-            self.grad_reduce_handle = None
+            self._wait_for_sums()
             return
         overlap = self.ddp_config.overlap_grad_reduce
         if overlap and not self.grad_sync_dispatched and not self.grad_reduce_finished:
@@ -136,13 +135,18 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
 
     def dispatch_grad_sync(self) -> None:
         """Start the reduction, out of `order`'s or stock's hands; waits unless it overlaps."""
-        self._dispatch(async_op=self.ddp_config.overlap_grad_reduce)
-
-    def _dispatch(self, *, async_op: bool) -> None:
-        self.prepare_gradients()
-        works = [self.reduce_bucket(bucket, async_op=async_op) for bucket in self.buckets]
-        self.grad_reduce_handle = Works([w for w in works if w is not None]) if async_op else None
+        self._start_sums()
         self.grad_sync_dispatched = self.ddp_config.overlap_grad_reduce
+        if not self.grad_sync_dispatched:
+            self._wait_for_sums()
+
+    def _start_sums(self) -> None:
+        self.prepare_gradients()
+        self.grad_reduce_handle = Works([self.reduce_bucket(bucket) for bucket in self.buckets])
+
+    def _wait_for_sums(self) -> None:
+        self.grad_reduce_handle.wait()
+        self.grad_reduce_handle = None
 
     def check_grads(self, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
         """Note what stock checks here, which waits for the device, to be checked once per step."""
@@ -151,23 +155,21 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         else:
             self.noted_norms = [bucket.grad_data.norm(p=2) for bucket in self.buckets]
 
-    def reduce_bucket(self, bucket: Any, *, async_op: bool) -> Works | None:
-        """Sum a bucket's gradients into the owners' shards; returns the work when `async_op`."""
+    def reduce_bucket(self, bucket: Any) -> Works:
+        """Start to sum a bucket's gradients into the owners' shards."""
         full, bounds = bucket.grad_data, bucket.shard_bounds
         if self.regions is not None:
-            return reduce_scatter_hierarchical(full, bounds, self.regions, async_op=async_op)
+            return reduce_scatter_hierarchical(full, bounds, self.regions)
         if self.comm_dtype is None:
-            return reduce_scatter_uneven(full, bounds, self.group, async_op=async_op)
-        return reduce_scatter_low_precision(
-            full, bounds, self.group, self.comm_dtype, async_op=async_op
-        )
+            return reduce_scatter_uneven(full, bounds, self.group)
+        return reduce_scatter_low_precision(full, bounds, self.group, self.comm_dtype)
 
-    def gather_bucket(self, bucket: Any, *, async_op: bool) -> Works | None:
-        """Copy all owners' shards of a bucket's parameters; returns the work when `async_op`."""
+    def gather_bucket(self, bucket: Any) -> Works:
+        """Start to copy all owners' shards of a bucket's parameters."""
         full, bounds = bucket.param_data, bucket.shard_bounds
         if self.regions is not None:
-            return all_gather_hierarchical(full, bounds, self.regions, async_op=async_op)
-        return all_gather_uneven(full, bounds, self.group, async_op=async_op)
+            return all_gather_hierarchical(full, bounds, self.regions)
+        return all_gather_uneven(full, bounds, self.group)
 
     def prepare_gradients(self) -> None:
         """What stock's `start_grad_sync` does before it communicates.

@@ -169,8 +169,8 @@ class ChunkShards:
         works = []
         for group in self.bucket_groups:
             group.prepare_gradients()
-            works += [group.reduce_bucket(bucket, async_op=True) for bucket in group.buckets]
-        self._reduction = Works([work for work in works if work is not None])
+            works += [group.reduce_bucket(bucket) for bucket in group.buckets]
+        self._reduction = Works(works)
         self._reduced = True
 
     @property
@@ -255,8 +255,7 @@ class ParameterGathers:
         assert not self._under_way, "these parameters are being gathered already"
         for number in reversed(range(len(self.bucket_groups))):
             group = self.bucket_groups[number]
-            works = [group.gather_bucket(bucket, async_op=True) for bucket in group.buckets]
-            self._under_way[number] = Works([work for work in works if work is not None])
+            self._under_way[number] = Works([group.gather_bucket(b) for b in group.buckets])
 
     def wait(self) -> None:
         """Wait for all that `start` has started."""

@@ -2,9 +2,9 @@
 
 Resident chunks have their unsharded parameters and gradients on every rank. Gradients are summed
 (never averaged) into the owners' shards; the optimizer then steps the shards and the owners' new
-parameters are gathered. See `bucket_groups` for the communication, `distributed_optimizer` for the
-step. Of a sharded chunk a rank has unsharded parameters and gradients only while the action list
-says so; see `chunk_shards`.
+parameters are gathered. See `buckets` for the communication, `distributed_optimizer` for the step.
+Of a sharded chunk a rank has unsharded parameters and gradients only while the action list says so;
+see `chunk_shards`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ from zorse_megatron.adapter.data_parallel.buckets import (
 )
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards, ParameterGathers
 from zorse_megatron.adapter.data_parallel.mixed_tp_shards import MixedTpShards, mixed_tp_tensor
-from zorse_megatron.adapter.parameter_parts import cut_axis, held_parts, taken
+from zorse_megatron.adapter.parameter_parts import cut_axis, held_parts
 from zorse_megatron.plan.plan import Group
 from zorse_megatron.runtime.hierarchical_collectives import CommDtype, RegionGroups
 from zorse_megatron.runtime.host_link import HostLink
@@ -157,6 +157,20 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         return not (self.shards is self.comm_dtype is self.regions is None)
 
     @property
+    def parameter_bytes(self) -> int:
+        """Parameters as they are computed with, on the device now: unsharded, or shards."""
+        if self.shards is not None:
+            return self.shards.parameter_bytes
+        return sum(buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients as they are accumulated, on the device now: unsharded, or shards."""
+        if self.shards is not None:
+            return self.shards.gradient_bytes
+        return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self.buffers)
+
+    @property
     def reduction_bytes(self) -> int:
         """What a reduction under way holds beside the gradients."""
         if self.shards is not None:
@@ -231,10 +245,6 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         if parameter in self.mixed_tp:
             return self.shards.owned_runs(parameter)
         return tuple(runs_of_rows(self.parts[parameter], self.owned_part(parameter)))
-
-    def taken_by_rank(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank holds as `parameter`, of the values of the whole parameter."""
-        return taken(whole, self.parts[parameter])
 
     @torch.no_grad()
     def set_parameter(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Groups whose replicas cut their layers differently: what a rank owns is packed.
 
 Where all replicas of a group hold the same parts, ranks with the same part reduce and gather flat
-buffers (`bucket_groups`). Here no two ranks need have the same buffer. What a rank owns is a list
+buffers (`buckets`). Here no two ranks need have the same buffer. What a rank owns is a list
 of blocks of whole parameters (`schedule.tensor_parallel_parts`), packed into a buffer of its own,
 which is what sums of gradients arrive in, what the optimizer steps, and what checkpoints hold.
 Parameters as layers compute with them are made of it by UNSHARD (`runtime.mixed_tp_exchange`).

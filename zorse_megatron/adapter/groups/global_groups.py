@@ -5,7 +5,7 @@ samplers, `get_batch`). Upstream has no way to set most of them, so the private 
 after checking that each exists.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +83,14 @@ def fill(groups: PlanGroups, *, rank: int) -> None:
         "_EMBEDDING_GROUP": None,
         "_POSITION_EMBEDDING_GROUP": None,
     }
-    missing = [name for name in values if not hasattr(parallel_state, name)]
+    _refuse_unknown(values)
+    for name, value in values.items():
+        setattr(parallel_state, name, value)
+    parallel_state._set_global_memory_buffer()
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    missing = [name for name in names if not hasattr(parallel_state, name)]
     if missing:
         raise SeamError(
             "Megatron's parallel state has changed",
@@ -97,16 +104,6 @@ def fill(groups: PlanGroups, *, rank: int) -> None:
                 for name in missing
             ],
         )
-    for name, value in values.items():
-        setattr(parallel_state, name, value)
-    parallel_state._set_global_memory_buffer()
-
-
-@contextmanager
-def one_data_parallel_rank() -> Iterator[None]:
-    """Within the block, stock sees rank 0 of 1 in data parallelism: the global sample order."""
-    with presented(parallel_state, "_MPU_DATA_PARALLEL_RANK", 0):
-        yield
 
 
 @contextmanager
@@ -120,13 +117,6 @@ def one_rank_alone(alone: dist.ProcessGroup) -> Iterator[None]:
         presented(args, "tensor_model_parallel_size", 1),
         presented(args, "sequence_parallel", False),
     ):
-        yield
-
-
-@contextmanager
-def first_stage() -> Iterator[None]:
-    """Within the block, stock sees this rank on the first pipeline stage."""
-    with presented(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0):
         yield
 
 

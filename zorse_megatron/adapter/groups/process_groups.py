@@ -107,6 +107,10 @@ def stages_of(plan: Plan) -> tuple[int, ...]:
     return tuple(order.index(group) for group in range(len(plan.groups)))
 
 
+# A group with the ranks of another is not made.
+_LARGEST_FIRST = ("everyone", "group", "tp_group")
+
+
 def create_groups(
     plan: Plan,
     *,
@@ -122,9 +126,7 @@ def create_groups(
     """
     number = plan.group_of_rank(rank)
     limits: dict[tuple[str, tuple[int, ...]], int] = {
-        (each.use, each.ranks): count
-        for each, count in (channels or {}).items()
-        if each.use not in ("link", "world")
+        (each.use, each.ranks): count for each, count in (channels or {}).items()
     }
     alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     # Every group is created by all ranks, in one order: see `runtime.transport`.
@@ -135,13 +137,10 @@ def create_groups(
         if rank in ranks:
             mine[use] = made
     assert dist.group.WORLD is not None
-    group = mine.get("group", alone)
     return PlanGroups(
-        group=group,
+        group=mine.get("group", alone),
         tp_group=mine.get("tp_group", alone),
-        everyone=mine.get(
-            "everyone", mine.get("tp_group", alone) if "group" not in mine else group
-        ),
+        everyone=next((mine[use] for use in _LARGEST_FIRST if use in mine), alone),
         alone=alone,
         world=dist.group.WORLD,
         stage=stages_of(plan)[number],

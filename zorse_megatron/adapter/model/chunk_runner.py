@@ -129,9 +129,8 @@ class MegatronChunkRunner:
         inputs, is_last = self.inputs, chunk == self.stages.num_chunks - 1
         if not inputs.forward_only:
             self._hold_back_gradient_sync(chunk)
+        activation = self._as_layers_take(activation)
         if activation is not None:
-            if inputs.are_packed:
-                activation = one_sequence(activation)
             activation.requires_grad_(not inputs.forward_only)
         first = micro_batch.index == 0
         step = inputs.forward_step_func
@@ -164,9 +163,7 @@ class MegatronChunkRunner:
             return None
         # The alias keeps the data until it has been used; stock's deallocation then only leaves
         # the graph behind.
-        alias = output.detach()
-        if inputs.are_packed:
-            alias = by_samples(alias, micro_batch.size)
+        alias = self._as_sent(output.detach(), micro_batch)
         if not inputs.forward_only:
             deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
         return alias
@@ -187,12 +184,20 @@ class MegatronChunkRunner:
             self.activations.wait_until_back((chunk, micro_batch.index))
         # Counts what is computed again.
         counting = contextlib.nullcontext() if self.kept is None else self.kept.counting()
-        is_packed = self.inputs.are_packed
-        if is_packed and gradient is not None:
-            gradient = one_sequence(gradient)
+        gradient = self._as_layers_take(gradient)
         with counting, self._delaying(chunk, micro_batch):
             given = backward_step(activation, output, gradient, self.inputs.config)
-        return by_samples(given, micro_batch.size) if is_packed and given is not None else given
+        return self._as_sent(given, micro_batch)
+
+    def _as_layers_take(self, sent: torch.Tensor | None) -> torch.Tensor | None:
+        """Packed samples are one sequence to a layer."""
+        return one_sequence(sent) if sent is not None and self.inputs.are_packed else sent
+
+    def _as_sent(self, own: torch.Tensor | None, micro_batch: MicroBatch) -> torch.Tensor | None:
+        """Packed samples are sent like others, so that they can be cut apart."""
+        if own is None or not self.inputs.are_packed:
+            return own
+        return by_samples(own, micro_batch.size)
 
     def weight_gradient(self, chunk: int, micro_batch: MicroBatch) -> None:
         """See `runtime.executor.ChunkRunner`."""
@@ -326,7 +331,10 @@ class MegatronChunkRunner:
         model = self.inputs.models[chunk]
         there = at_chunk(self.collection, chunk, self.stages.num_chunks)
         there.tp = there.cp  # what TP groups hold whole has been summed, see `tp_sums`
-        with self.stages.at_chunk(chunk), _without_barriers(get_model_config(model)):
+        # No rank waits for all others there (--timing-log-level): each comes at a time of its own,
+        # while others need what it sends later.
+        without_barriers = presented(get_model_config(model), "barrier_with_L1_time", False)
+        with self.stages.at_chunk(chunk), without_barriers:
             self.inputs.config.finalize_model_grads_func([model], None, pg_collection=there)
 
     def _hold_back_gradient_sync(self, chunk: int) -> None:
@@ -338,17 +346,6 @@ class MegatronChunkRunner:
     def _let_gradients_sync(self, chunk: int) -> None:
         if chunk in self.without_sync:
             self.without_sync.pop(chunk).__exit__(None, None, None)
-
-
-@contextlib.contextmanager
-def _without_barriers(config: Any) -> Iterator[None]:
-    """Let no rank wait for all others there (--timing-log-level): each comes at a time of its own,
-    while others need what it sends later."""
-    with_barriers, config.barrier_with_L1_time = config.barrier_with_L1_time, False
-    try:
-        yield
-    finally:
-        config.barrier_with_L1_time = with_barriers
 
 
 def _key(action: Action) -> tuple[int, int]:

@@ -1,8 +1,13 @@
-"""A wrapped Megatron model chunk as an emulation sees it: modules that take time, and buffers."""
+"""A wrapped Megatron model chunk as an emulation sees it: modules that take time, and buffers.
 
-from collections.abc import Iterator
+Its hooks are applied before training starts, with a plan or without one, and only look on: what
+stock and this package compute stays the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -11,6 +16,8 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from zorse_megatron.adapter.memory import num_recomputed
 from zorse_megatron.adapter.parameter_parts import cut_axis, kind_of
+from zorse_megatron.adapter.patches import without_plan
+from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.costs.interface import ModelSection
 from zorse_megatron.runtime.mixed_tp_exchange import MixedTpTensor
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
@@ -172,3 +179,38 @@ def _section_of(name: str) -> ModelSection:
     if name.startswith("embedding."):
         return "embedding"
     return "layer" if name.startswith("decoder.layers.") else "head"
+
+
+# The hooks of an emulated run.
+
+
+def emulation_hooks(
+    *,
+    watch: Callable[[ChunkView], None],
+    around_step: Callable[[], AbstractContextManager[None]],
+) -> Replacements:
+    """`watch` gets every chunk of the model when it is wrapped, `around_step` surrounds a step."""
+    return {
+        without_plan.WRAP_MODEL: partial(_watching, watch),
+        without_plan.PACE_STEP: partial(_surrounded, around_step),
+    }
+
+
+def _watching(watch: Callable[[ChunkView], None], stock: Callable[..., None]) -> Any:
+    @wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        watch(chunk_view_of(self))
+
+    return __init__
+
+
+def _surrounded(
+    around_step: Callable[[], AbstractContextManager[None]], stock: Callable[..., Any]
+) -> Callable[..., Any]:
+    @wraps(stock)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        with around_step():
+            return stock(*args, **kwargs)
+
+    return train_step

@@ -24,9 +24,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.compute_dtype import keep_exact, torch_dtype
+from zorse_megatron.adapter.compute_dtype import TORCH_DTYPES, keep_exact
 from zorse_megatron.adapter.groups.global_groups import one_rank_alone
 from zorse_megatron.adapter.groups.process_groups import PipelinePosition
+from zorse_megatron.adapter.parameter_parts import taken
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.gpus.gpu import ComputeDtype
@@ -85,8 +86,8 @@ def _set(
     parameter: torch.nn.Parameter,
     value: torch.Tensor,
 ) -> None:
-    value = chunk.taken_by_rank(parameter, value.detach())
-    value = value.to(torch_dtype(dtype))  # as stock's wrapper for 16 bits makes it
+    value = taken(value.detach(), chunk.parts[parameter])
+    value = value.to(TORCH_DTYPES[dtype])  # as stock's wrapper for 16 bits makes it
     chunk.set_parameter(parameter, value)
     if keep_exactly:
         keep_exact(chunk, parameter, value)
@@ -105,7 +106,7 @@ def _build_whole(
     transformer.pipeline_model_parallel_size = 1
     transformer.pipeline_model_parallel_layout = None
     transformer.tensor_model_parallel_size, transformer.sequence_parallel = 1, False
-    transformer.params_dtype = torch_dtype(dtype)
+    transformer.params_dtype = TORCH_DTYPES[dtype]
     transformer.fp16, transformer.bf16 = dtype == "fp16", dtype == "bf16"
     config = copy.copy(model_config)
     object.__setattr__(config, "transformer", transformer)

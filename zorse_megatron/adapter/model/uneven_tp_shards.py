@@ -34,7 +34,7 @@ class LocalSizes:
 
     def __init__(self, model_config: Any, place: TpRank) -> None:
         """`model_config`: the script's (`cfg_container.model`), as for the whole model."""
-        self.config, self.place = model_config, place
+        self.place = place
         transformer = model_config.transformer
         groups = transformer.num_query_groups
         heads = transformer.num_attention_heads // groups
@@ -43,20 +43,21 @@ class LocalSizes:
         if not local_groups:  # a number that stock divides by: it is told one group per rank
             local_groups = place.degree
             layer_spec = layer_spec_without_heads(layer_spec)
-        self._transformer: dict[str, Any] = {
+        in_transformer: dict[str, Any] = {
             "num_query_groups": local_groups,
             "num_attention_heads": local_groups * heads,
             "ffn_hidden_size": self._told("mlp_columns", transformer.ffn_hidden_size),
             # They get a single process's weights; stock cannot initialise none on the CPU.
             "perform_initialization": False,
         }
-        if not self._transformer["ffn_hidden_size"]:
+        if not in_transformer["ffn_hidden_size"]:
             # Fused activations cannot reshape what has no columns, and have nothing to do.
-            self._transformer["bias_activation_fusion"] = False
-        self._model = {
+            in_transformer["bias_activation_fusion"] = False
+        in_model = {
             "vocab_size": self._told("vocabulary_rows", model_config.vocab_size),
             "transformer_layer_spec": layer_spec,
         }
+        self._sizes = ((transformer, in_transformer), (model_config, in_model))
 
     def _told(self, kind: Any, whole: int) -> int:
         start, stop = self.place.tp_shards.interval(kind, self.place.index, whole)
@@ -65,7 +66,7 @@ class LocalSizes:
     def show(self) -> None:
         """Let the config say, from now on, this rank's sizes."""
         self._whole = []
-        for config, sizes in self._told_sizes():
+        for config, sizes in self._sizes:
             self._whole.append((config, {name: getattr(config, name) for name in sizes}))
             for name, value in sizes.items():
                 setattr(config, name, value)
@@ -77,9 +78,6 @@ class LocalSizes:
             for name, value in sizes.items():
                 stack.enter_context(presented(config, name, value))
         return stack
-
-    def _told_sizes(self) -> list[tuple[Any, dict[str, Any]]]:
-        return [(self.config.transformer, self._transformer), (self.config, self._model)]
 
 
 def size_hooks(place: TpRank | None) -> Replacements:
@@ -108,7 +106,7 @@ def _with_own_rows(place: TpRank, stock: Callable[..., Any]) -> Callable[..., An
     ) -> Any:
         if world_size != place.degree:  # the whole model is built on one rank
             return stock(per_partition_vocab_size, rank, world_size)
-        # Without rows there is a logit of none of them (`uneven_tp_shards`).
+        # Without rows there is a logit of none of them (`without_a_logit`).
         start = sum(rows[:rank])
         return start, start + rows[rank]
 

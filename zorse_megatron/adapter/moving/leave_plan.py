@@ -4,6 +4,7 @@ All happens between two iterations. Until all ranks have told that they have rea
 it, and have set their state aside, nothing of the training is touched: that is the commit point.
 """
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,42 +46,23 @@ def leaving_when_asked(session: PlanSession, stock: Callable[..., bool]) -> Call
 
     It raises PlanLeft on all ranks, or on none.
     """
+    signature = inspect.signature(stock)
 
-    def checkpoint_and_decide_exit(  # noqa: PLR0917  (stock's signature)
-        model: Any,
-        optimizer: Any,
-        opt_param_scheduler: Any,
-        iteration: int,
-        num_floating_point_operations_so_far: float,
-        checkpointing_context: Any,
-        train_data_iterator: Any,
-    ) -> bool:
-        ends = stock(
-            model,
-            optimizer,
-            opt_param_scheduler,
-            iteration,
-            num_floating_point_operations_so_far,
-            checkpointing_context,
-            train_data_iterator,
-        )
-        watch = session.parts.watch
+    def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> bool:
+        ends = stock(*args, **kwargs)
+        watch = session.watch
         requests = None if watch is None else watch.requests
-        if (
-            watch is None
-            or requests is None
-            or not requests.is_open
-            or ends
-            or iteration >= get_args().train_iters
-        ):
+        given = signature.bind(*args, **kwargs).arguments
+        is_last = given["iteration"] >= get_args().train_iters
+        if ends or is_last or watch is None or requests is None or not requests.is_open:
             return ends
         leave = _Leaving(
             session=session,
             watch=watch,
-            models=model,
-            scheduler=opt_param_scheduler,
-            iteration=iteration,
-            num_flops=num_floating_point_operations_so_far,
+            models=given["model"],
+            scheduler=given["opt_param_scheduler"],
+            iteration=given["iteration"],
+            num_flops=given["num_floating_point_operations_so_far"],
         )
         leave.if_all_can(requests)
         return False
@@ -100,7 +82,7 @@ class _Leaving:
     num_flops: float
 
     def __post_init__(self) -> None:
-        self.at, self.run = self.session.parts.at, self.session.parts.run
+        self.at, self.run = self.session.at, self.session.run
         self.group = self.watch.exchange.group
 
     def if_all_can(self, requests: PlanRequests) -> None:
@@ -224,7 +206,7 @@ def _fingerprint(data: bytes) -> str | None:
 
 def moving_hooks(session: PlanSession) -> Replacements:
     """What is rebound in a run that may be asked to move, or that has moved."""
-    run, hooks = session.parts.run, {}
+    run, hooks = session.run, {}
     if run.may_move:
         hooks[under_plan.DECIDE_EXIT] = partial(leaving_when_asked, session)
     if run.moved is not None:
@@ -243,7 +225,7 @@ def _setup_from_memory(
             presented(known, "perform_initialization", False),
         ):
             model, optimizer, scheduler = stock(*args, **kwargs)
-        take_over(session.parts.at, aside, model, session.optimizers, scheduler)
+        take_over(session.at, aside, model, session.optimizers, scheduler)
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer

@@ -23,9 +23,9 @@ from zorse_megatron.live.move import (
     Owned,
     Transfer,
     common_block,
+    moved_bytes,
     peak_bytes,
     plan_transfers,
-    sent_bytes,
 )
 from zorse_megatron.log import say
 from zorse_megatron.runtime.collectives import gathered
@@ -265,9 +265,10 @@ def _report(
         peak_bytes(moving.rank, before, transfers, state_bytes),
     )
     sent, peaks, stated = zip(*gathered(mine, group), strict=True)
+    had_to, _ = moved_bytes(transfers, state_bytes)
     say(
         f"moved {sum(sent):,} bytes of state between ranks, of which "
-        f"{sent_bytes(transfers, state_bytes).total():,} had to; a rank held at most "
+        f"{had_to.total():,} had to; a rank held at most "
         f"{max(peaks):,} bytes of it in host memory ({max(stated):,} were expected)"
     )
 

@@ -20,7 +20,7 @@ class ChunkSteps:
         """`optimizer`: an `UnevenDistributedOptimizer`."""
         self.inner = optimizer.optimizer
         self._shards: dict[int, set[int]] = {id(chunk): set() for chunk in optimizer.model_chunks}
-        for chunk, _, _, shard in optimizer.owned_shards():
+        for chunk, _, _, shard in optimizer.owned_shards:
             self._shards[id(chunk)].add(id(shard))
         self._before = self._after = self._counts()
 
@@ -44,14 +44,8 @@ class ChunkSteps:
         """Within the block, the inner optimizer has the chunk's shards only."""
         mine = self._shards[id(chunk)]
         groups = self.inner.param_groups
-        everything = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = [shard for shard in group["params"] if id(shard) in mine]
-        try:
+        with stepping(self.inner, [[s for s in g["params"] if id(s) in mine] for g in groups]):
             yield
-        finally:
-            for group, parameters in zip(groups, everything, strict=True):
-                group["params"] = parameters
 
     def _counts(self) -> list[int]:
         """Steps that each group has counted, 0 where it counts none."""
@@ -61,6 +55,22 @@ class ChunkSteps:
         for group, count in zip(self.inner.param_groups, counts, strict=True):
             if "step" in group:
                 group["step"] = count
+
+
+@contextmanager
+def stepping(inner: Any, parameters: Sequence[list[Any]]) -> Iterator[None]:
+    """Within the block, the inner optimizer has these parameters only, by group."""
+    everything = [group["params"] for group in inner.param_groups]
+    _set_parameters(inner, parameters)
+    try:
+        yield
+    finally:
+        _set_parameters(inner, everything)
+
+
+def _set_parameters(inner: Any, parameters: Sequence[list[Any]]) -> None:
+    for group, mine in zip(inner.param_groups, parameters, strict=True):
+        group["params"] = mine
 
 
 # The parameters that an optimizer steps, made for one chunk after the other.

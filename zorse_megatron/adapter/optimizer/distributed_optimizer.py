@@ -55,8 +55,6 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         super().__init__(*args, **kwargs)
         self.checkpoint_layout = checkpoint_layout
         self.host_state: HostState | None = None
-        self.is_mixed = False
-        """Whether groups compute in different types; set by who builds it for several groups."""
         self.copies_in_step = False
         """Whether the inner step writes 16-bit parameters, too."""
         self.factors: GradientFactors | StreamedGradients | None = None
@@ -64,6 +62,11 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         self._may_step = False
         self.step_count = 0
         self._last_grad_norm = 0.0
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether groups compute in different types."""
+        return any(chunk.is_mixed for chunk in self.model_chunks)
 
     @classmethod
     def _build_model_gbuf_range(cls, param_and_grad_buffer: Any, bucket_index: int) -> dict:
@@ -189,13 +192,13 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
             self.factors.start()
         if isinstance(self.factors, StreamedGradients):
             return
-        for chunk, parameter, (start, stop), shard in self.owned_shards():
+        for chunk, parameter, (start, stop), shard in self.owned_shards:
             shard.grad = chunk.gradient_piece(parameter, start, stop).float()
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         # What is in `state_dict` has been loaded into the model; values that its type cannot hold
         # are kept beside it.
-        for chunk, parameter, (start, stop), shard in self.owned_shards():
+        for chunk, parameter, (start, stop), shard in self.owned_shards:
             if parameter.dtype != torch.float32:
                 self.write(shard, chunk.read_parameter(parameter, start, stop))
         take_exact(self)
@@ -206,7 +209,7 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
 
         fp32 ones are stepped there; stock copies them onto themselves.
         """
-        for owner, parameter, (start, stop), shard in self.owned_shards():
+        for owner, parameter, (start, stop), shard in self.owned_shards:
             if owner is chunk:
                 kept = chunk.parameter_piece(parameter, start, stop)
                 if kept.data_ptr() != shard.data_ptr():
@@ -236,15 +239,12 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         state = self.host_state.memories if self.host_state is not None else []
         return next((m for m in (*shards, *state) if m and m.storage._cdata == storage), None)
 
-    def owned_shards(
-        self,
-    ) -> Sequence[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor]]:
-        """Chunk, model parameter, owned elements of it, and the tensor that is stepped."""
-        return self._owned_shards
-
     @cached_property
-    def _owned_shards(self) -> tuple[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor], ...]:
-        # Every step asks, and what a rank owns stays the same.
+    def owned_shards(self) -> tuple[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor], ...]:
+        """Chunk, model parameter, owned elements of it, and the tensor that is stepped.
+
+        Every step asks, and what a rank owns stays the same.
+        """
         return tuple(self._find_owned_shards())
 
     def _find_owned_shards(

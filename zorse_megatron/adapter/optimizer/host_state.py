@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zorse_megatron.adapter.checkpoint.saved_optimizer import allocate_state
-from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps
+from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps, stepping
 from zorse_megatron.adapter.optimizer.streamed_gradients import StreamedGradients, gradients_in_host
 from zorse_megatron.runtime.host_link import HostBacked, HostLink, joined_in_host
 from zorse_megatron.runtime.offload import GradientsInHost
@@ -97,19 +97,16 @@ class StatePiece:
 
         Yields what is stepped, by slices.
         """
-        groups, state = inner.param_groups, inner.state
-        everything = [group["params"] for group in groups]
+        state = inner.state
+        by_group: list[list[torch.Tensor]] = [[] for _ in inner.param_groups]
         tensors = [self._tensor(each) for each in self.slices]
-        for number, group in enumerate(groups):
-            of_group = zip(tensors, self.slices, strict=True)
-            group["params"] = [t for t, each in of_group if each.shard.group == number]
         for tensor, each in zip(tensors, self.slices, strict=True):
+            by_group[each.shard.group].append(tensor)
             state[tensor] = self._state(each, state[each.shard.tensor])
         try:
-            yield tensors
+            with stepping(inner, by_group):
+                yield tensors
         finally:
-            for group, parameters in zip(groups, everything, strict=True):
-                group["params"] = parameters
             for tensor, each in zip(tensors, self.slices, strict=True):
                 found = state.pop(tensor)
                 if each.is_end:  # counters are the same in all slices of a shard
@@ -266,9 +263,9 @@ class _Unit:
     """Memory that is in the host when the step begins."""
     leaving: list[HostBacked]
     """The part that no later unit needs."""
-    gradients: GradientsInHost | None = None
+    gradients: GradientsInHost | None
     """The chunk's, where they may wait in the host."""
-    is_last: bool = True
+    is_last: bool
     """Whether it is the chunk's last."""
 
 
@@ -284,13 +281,12 @@ class HostState:
         link: HostLink,
         *,
         optimizer_state: bool,
-        gradients: StreamedGradients | None = None,
-        on_change: Callable[[], None] = lambda: None,
+        gradients: StreamedGradients | None,
+        on_change: Callable[[], None],
     ) -> None:
         """`optimizer_state`: whether main parameters and moments wait in the host, too.
 
         They are made there, chunk by chunk. `gradients`: where these may wait in the host, too.
-
         `on_change`: called within a step, whenever as much is on the device as there will be until
         the next call.
         """
@@ -309,7 +305,7 @@ class HostState:
             for number, group in enumerate(self.inner.param_groups)
             for shard in group["params"]
         }
-        for chunk, parameter, (start, _), shard in optimizer.owned_shards():
+        for chunk, parameter, (start, _), shard in optimizer.owned_shards:
             owned = OwnedShard(
                 parameter=parameter, start=start, tensor=shard, group=group_of[id(shard)]
             )
@@ -383,22 +379,15 @@ class HostState:
         parameters = self._parameters_away(chunk)
         gradients = None if self.gradients is None else gradients_in_host(chunk)
         state = self._state.get(id(chunk))
-        if state is None:
-            yield _Unit(
-                chunk=chunk,
-                piece=None,
-                needed=parameters,
-                leaving=parameters,
-                gradients=gradients,
-            )
-            return
-        for piece in state.pieces:
-            is_last = piece is state.pieces[-1]
+        pieces = [None] if state is None else state.pieces
+        for piece in pieces:
+            is_last = piece is pieces[-1]
+            of_piece = [] if piece is None else piece.memories
             yield _Unit(
                 chunk=chunk,
                 piece=piece,
-                needed=[*parameters, *piece.memories],
-                leaving=[*(parameters if is_last else []), *piece.memories],
+                needed=[*parameters, *of_piece],
+                leaving=[*(parameters if is_last else []), *of_piece],
                 gradients=gradients,
                 is_last=is_last,
             )

@@ -3,7 +3,7 @@
 Apex and Transformer Engine have fused updates of their own, which stay. Where stock falls back to
 torch's AdamW, the kernel does what that does (in plain torch to the bit, in Triton to a few units
 in the last place), unscales and clips the gradient, and writes the 16-bit shard that will be
-gathered, all in the same pass. One pass before it finds norm and overflow (`shard_update`).
+gathered, all in the same pass. One pass before it finds norm and overflow.
 The state is torch's, so checkpoints do not change.
 """
 
@@ -23,8 +23,8 @@ from zorse_megatron.kernels.kernels import AdamW, adamw_shard, norm_and_flag
 #
 # Stock reads all gradients to unscale them and look for inf and nan, reads them again for the norm,
 # and a third time to clip them; twice it writes them. Here they are read once for all of that
-# (`kernels.kernels`), and `kernels.kernels` multiplies while it updates. The gradients
-# themselves stay as they are.
+# (`norm_and_flag`), and `adamw_shard` multiplies while it updates. The gradients themselves stay as
+# they are.
 #
 # Ranks say the same to one another as under stock (a flag where there is a loss scale, the square
 # of the norm), so those that update like this and those that do not can be in one job.
@@ -160,7 +160,7 @@ class ShardUpdate:
             return {}
         return {
             id(shard): chunk.parameter_piece(parameter, start, stop)
-            for chunk, parameter, (start, stop), shard in self.optimizer.owned_shards()
+            for chunk, parameter, (start, stop), shard in self.optimizer.owned_shards
             if parameter.dtype != torch.float32
         }
 

@@ -133,7 +133,7 @@ class StreamedGradients:
     def _owned(self) -> dict[int, list[tuple[torch.nn.Parameter, Interval, torch.Tensor]]]:
         """What is stepped, by the id of its chunk."""
         found: dict[int, list[Any]] = {id(chunk): [] for chunk in self.optimizer.model_chunks}
-        for chunk, parameter, interval, shard in self.optimizer.owned_shards():
+        for chunk, parameter, interval, shard in self.optimizer.owned_shards:
             found[id(chunk)].append((parameter, interval, shard))
         return found
 

@@ -39,12 +39,11 @@ PRINT_ARGS = _record(
     test="tests/megatron/test_launched_jobs.py::test_prints_no_more_than_stock",
     delete_when="_print_args leaves out defaults",
 )
-PAD_VOCABULARY = _record(
+PAD_VOCABULARY = _training(
     target="megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
     parameters=("orig_vocab_size", "args", "logging_enabled"),
     becomes="The same, for the command's `--tensor-model-parallel-size`.",
     why="stock pads for the degree of this rank's TP group; the model is one for all ranks",
-    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the padded size is an argument of its own",
 )
 PRETRAIN = _training(
@@ -108,17 +107,16 @@ DDP_CLASS = _training(
     why="the builder names the wrapper's class instead of taking it",
     delete_when="build_distributed_models takes the DDP class as an argument",
 )
-BUILD_MODULE = _record(
+BUILD_MODULE = _training(
     target="megatron.core.transformer.transformer_block:build_module",
     parameters=("spec_or_module", "args", "kwargs"),
     becomes="The same, while initial weights are made: a layer of the whole model is dropped "
     "once its weights are copied.",
     why="the whole model is built for its random numbers; a layer must not keep its memory "
     "beyond its copy",
-    test=f"{_EXACT}::test_follows_stock",
     delete_when="Megatron can initialise a stage as part of the whole model",
 )
-TORCH_NORM = _record(
+TORCH_NORM = _training(
     target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
     parameters=(
         "cls",
@@ -132,48 +130,42 @@ TORCH_NORM = _record(
     becomes="The same; with `--sequence-parallel` the norm's weights are marked for it.",
     why="stock refuses torch's norms with sequence parallelism, which only need the mark that "
     "Apex's have",
-    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="WrappedTorchNorm marks its parameters itself",
 )
-CHECK_HEADS = _record(
+CHECK_HEADS = _training(
     target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     parameters=("self",),
     becomes="The same; in a plan with uneven TP shards of attention, heads need not be a multiple "
-    "of "
-    "the ranks.",
+    "of the ranks.",
     why="stock refuses heads that do not divide by the ranks of a TP group",
-    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the config is told how many heads a rank has",
 )
-VOCAB_RANGE = _record(
+VOCAB_RANGE = _training(
     target="megatron.core.tensor_parallel.utils:"
     "VocabUtility.vocab_range_from_per_partition_vocab_size",
     parameters=("per_partition_vocab_size", "rank", "world_size"),
     becomes="The same; in a TP group of uneven TP shards, the rows that the plan gives the rank.",
     why="stock takes it that all ranks of a TP group have as many rows of the vocabulary",
-    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the embedding and the cross entropy are told their first row",
 )
-LOOK_UP = _record(
+LOOK_UP = _training(
     target="megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
     parameters=("self", "input_"),
     becomes="The same; on a rank without rows of the vocabulary, as if it had a row of zeros.",
     why="stock looks up row 0 of none; the embedding's class is named where it is made",
-    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="VocabParallelEmbedding takes part in the TP group's sum without rows",
 )
-LOSS = _record(
+LOSS = _training(
     target="megatron.core.models.common.language_module.language_module:"
     "LanguageModule.compute_language_model_loss",
     parameters=("self", "labels", "logits"),
     becomes="The same; on a rank without rows of the vocabulary, as if it had a logit of minus "
     "infinity.",
     why="stock's cross entropy takes the maximum of the rank's logits, of which there are none",
-    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="the vocabulary-parallel cross entropy takes part in the TP group's sums without "
     "logits",
 )
-SPLIT_GATE = _record(
+SPLIT_GATE = _training(
     target="megatron.core.transformer.mlp:apply_swiglu_sharded_factory",
     parameters=(
         "original_sh_ten",
@@ -184,7 +176,6 @@ SPLIT_GATE = _record(
     ),
     becomes="The same; a gated MLP without columns is not divided in two.",
     why="stock divides by the number of the rank's columns",
-    test="tests/megatron/test_exactness.py::test_follows_stock",
     delete_when="it describes a tensor without elements",
 )
 GET_OPTIMIZER = _training(
@@ -239,10 +230,10 @@ BUILD_LOADER = _training(
     target=f"{_LOOP}:build_pretraining_data_loader",
     parameters=("dataset", "consumed_samples"),
     becomes="Stock's loader; each replica takes its samples.",
-    why="replicas read uneven TP shards of the global batch",
+    why="replicas read unequal parts of the global batch",
     delete_when="stock's samplers take the samples of each replica",
 )
-COUNT_SEQUENCES = _record(
+COUNT_SEQUENCES = _training(
     target=f"{_LOOP}:consume_seqlen_stats_in_iteration",
     parameters=(),
     becomes="The same, for packed samples: the number of tokens, which each chunk has counted.",
@@ -252,7 +243,7 @@ COUNT_SEQUENCES = _record(
     delete_when="stock sums over one data-parallel group, with every rank",
 )
 _reporting = partial(
-    _record,
+    _training,
     becomes="The same; the job's last rank, which prints, is told the loss if it does not know it.",
     why="stock prints the loss on the job's last rank, which does not know it here",
     delete_when="print_rank_last prints on a rank of the last stage",
@@ -260,7 +251,6 @@ _reporting = partial(
 TRAIN_STEP = _reporting(
     target=f"{_LOOP}:train_step",
     parameters=rebind.TRAIN_STEP,
-    test=f"{_EXACT}::test_follows_stock",
 )
 EVALUATE = _reporting(
     target=f"{_LOOP}:evaluate",
@@ -276,7 +266,6 @@ EVALUATE = _reporting(
         "pg_collection",
         "p2p_communicator",
     ),
-    test=f"{_EXACT}::test_follows_stock",
 )
 
 UNDER_A_PLAN = (
@@ -308,7 +297,7 @@ UNDER_A_PLAN = (
 # The name that ranks of a group with `split_backward` rebind.
 
 
-LINEAR_BACKWARD = Rebinding(
+LINEAR_BACKWARD = _record(
     target="megatron.core.tensor_parallel.layers:"
     "LinearWithGradAccumulationAndAsyncCommunication.backward",
     parameters=("ctx", "grad_output"),
@@ -316,8 +305,7 @@ LINEAR_BACKWARD = Rebinding(
     "left to an action of its own.",
     why="stock computes the gradients of input and weight in one function; its own "
     "delay_wgrad_compute is for layers of Transformer Engine, whose stores are replaced",
-    versions=MEGATRON_VERSIONS,
-    test="tests/megatron/test_exactness.py::test_changes_no_bit",
+    test=f"{_EXACT}::test_changes_no_bit",
     delete_when="stock's linear layers have a backward_dw",
 )
 
@@ -326,8 +314,7 @@ SPLIT_BACKWARD = (LINEAR_BACKWARD,)
 # Names of Megatron's training that a run under a plan rebinds to go on under another one.
 
 
-_TEST = "tests/megatron/test_moving.py::test_goes_on_as_from_a_checkpoint"
-_moving = partial(Rebinding, versions=MEGATRON_VERSIONS, test=_TEST)
+_moving = partial(_record, test="tests/megatron/test_moving.py::test_goes_on_as_from_a_checkpoint")
 
 DECIDE_EXIT = _moving(
     target="megatron.training.training:checkpoint_and_decide_exit",

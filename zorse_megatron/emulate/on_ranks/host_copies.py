@@ -1,4 +1,4 @@
-"""Copies between an emulated GPU and its host, with times; what is offloaded meanwhile.
+"""The link of an emulated GPU to its host: copies with times, and what is offloaded meanwhile.
 
 Each direction of a GPU's link to the host is a stream of its own, as in `runtime.host_link`: a
 copy starts after what the rank has computed so far and after the copy before it, and takes what
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zorse_megatron.emulate.rank_clock import RankClock
-from zorse_megatron.runtime.host_link import HostBacked
+from zorse_megatron.runtime.host_link import HostBacked, HostLink
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 from zorse_megatron.schedule.shards import state_pieces
 
@@ -32,8 +32,8 @@ class HostCopy:
     end_s: float
 
 
-class HostCopies:
-    """One GPU's link to its host."""
+class EmulatedHostLink(HostLink):
+    """Copies at once, and lets the rank's clock say when that would be done on the emulated GPU."""
 
     def __init__(
         self,
@@ -44,10 +44,13 @@ class HostCopies:
         bytes_per_s: float,
     ) -> None:
         """`chunks`: the rank's, as far as they are known."""
+        super().__init__(torch.device("cpu"))
         self.clock = clock
         self.sizes = sizes
         self.chunks = chunks
         self.bytes_per_s = bytes_per_s
+        self.forward_bytes = 0
+        """What the layers of the last forward keep in the real model."""
         self.step_elements: int | None = None
         """What the tiny model's whole step changes; None where it is not made in pieces."""
         self._free_s = {True: 0.0, False: 0.0}
@@ -60,7 +63,15 @@ class HostCopies:
 
     # Time.
 
-    def start(self, tensor: torch.Tensor, *, to_host: bool) -> HostCopy | None:
+    def start_to_host(self, source: torch.Tensor, host: torch.Tensor) -> HostCopy | None:
+        super().start_to_host(source, host)
+        return self._start(source, to_host=True)
+
+    def start_from_host(self, host: torch.Tensor, target: torch.Tensor) -> HostCopy | None:
+        super().start_from_host(host, target)
+        return self._start(target, to_host=False)
+
+    def _start(self, tensor: torch.Tensor, *, to_host: bool) -> HostCopy | None:
         """Start to copy what is, or will be, in `tensor` on the GPU; None: it takes no time."""
         if not self.clock.is_running:
             return None
@@ -69,9 +80,9 @@ class HostCopies:
         self._free_s[to_host] = end_s
         return HostCopy(end_s=end_s)
 
-    def hold_back(self, copy: HostCopy) -> None:
-        """Stop the rank until a copy is done."""
-        self.clock.until(copy.end_s)
+    def hold_back(self, copied: HostCopy) -> None:
+        """Let the rank's clock wait where a CUDA stream would."""
+        self.clock.until(copied.end_s)
 
     # Sizes.
 
@@ -95,29 +106,30 @@ class HostCopies:
                         )
         return tensor.nbytes
 
-    def add_activations(self, memories: Sequence[HostBacked], num_bytes: int) -> None:
-        """Learn what a forward has kept: together `num_bytes` in the real model."""
+    def expect_activations(self, memories: Sequence[HostBacked]) -> None:
+        """What a tiny forward kept stands for what the real one keeps."""
         tiny = [memory.num_bytes for memory in memories]
-        for memory, share in zip(memories, _scaled(tiny, num_bytes), strict=True):
+        for memory, share in zip(memories, _scaled(tiny, self.forward_bytes), strict=True):
             self._note(memory, share)
             self._activations.add(memory)
 
-    def add_state(self, host_state: "HostState") -> None:
-        """Learn what is stepped in pieces, when it has been sent to the host."""
-        self.step_elements = host_state.num_elements
-        for state in host_state.states:
-            chunk = self._chunk_of(state.shards)
+    def expect_state(self, state: "HostState") -> None:
+        """Pieces of the tiny state stand for pieces of the real one."""
+        self.step_elements = state.num_elements
+        for of_chunk in state.states:
+            chunk = self._chunk_of(of_chunk.shards)
             if chunk is None:
                 continue  # the rank owns nothing of the chunk
             counts = _scaled(
-                [piece.num_elements for piece in state.pieces], self.sizes.owned_parameters(chunk)
+                [piece.num_elements for piece in of_chunk.pieces],
+                self.sizes.owned_parameters(chunk),
             )
-            for piece, count in zip(state.pieces, counts, strict=True):
+            for piece, count in zip(of_chunk.pieces, counts, strict=True):
                 num_bytes = self.sizes.memory.state_bytes(count)
                 tiny = [memory.num_bytes for memory in piece.memories]
                 for memory, share in zip(piece.memories, _scaled(tiny, num_bytes), strict=True):
                     self._note(memory, share)
-            self._state[id(chunk)] = [m for piece in state.pieces for m in piece.memories]
+            self._state[id(chunk)] = [m for piece in of_chunk.pieces for m in piece.memories]
 
     def piece_sizes(self, shards: "Sequence[OwnedShard]") -> list[int]:
         """Elements of the tiny model's pieces: as many pieces as the real model's."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
-from zorse_megatron.emulate.on_ranks.host_copies import HostCopies
+from zorse_megatron.emulate.on_ranks.host_copies import EmulatedHostLink
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.model.chunk_view import ChunkView
@@ -45,7 +45,7 @@ class MemoryCap:
         """Activations and logits."""
         self.peak_bytes = 0
         self.chunks: Sequence[ChunkView] = ()
-        self.host: HostCopies | None = None
+        self.host: EmulatedHostLink | None = None
         """What waits in the host, if anything may."""
         self.overflow: str | None = None
         """What was said when it did not suffice."""

@@ -19,8 +19,8 @@ from zorse_megatron.adapter.model.chunk_view import (
     FlatBuffer,
     owned_shares,
 )
-from zorse_megatron.costs.interface import MemoryCost
-from zorse_megatron.emulate.on_ranks.tensor_sizes import TpSizes
+from zorse_megatron.emulate.emulated_job import EmulatedJob
+from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes, TpSizes
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 from zorse_megatron.schedule.shards import shard_bounds
 
@@ -46,24 +46,16 @@ class _Scale:
         return round(self.upto(stop) - self.upto(start))
 
 
-class ModelSizes:
-    """`TensorSizes` for one rank of a training run."""
+class ModelSizes(TensorSizes):
+    """Those of one rank of a training run."""
 
-    def __init__(
-        self,
-        memory: MemoryCost,
-        *,
-        sequence_length: int,
-        hidden_size: int,
-        tp_sizes: TpSizes | None = None,
-    ) -> None:
-        """`sequence_length`, `hidden_size`: of the tiny model. `tp_sizes`: where the plan has
-        some."""
-        self.memory = memory
-        self.tp_sizes = tp_sizes
+    def __init__(self, job: EmulatedJob, rank: int) -> None:
+        self.memory = job.costs[rank].memory
+        self.tp_sizes = None if job.tp_groups is None else TpSizes(job, job.tp_groups, rank)
+        """Where the plan has TP groups."""
         self.on_operation: Callable[[], None] = lambda: None
         """Called when gradients are about to be summed or parameters gathered."""
-        self._boundary = sequence_length, hidden_size
+        self._boundary = job.sequence_length, job.hidden_size
         self._scales: dict[int, _Scale] = {}
         """By storage, which stays the same object while its memory comes and goes."""
         self._buffers: dict[tuple[int, int], _Scale] = {}

@@ -11,10 +11,9 @@ a rank waits there for the slowest of its TP group.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,18 +22,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
 from zorse_megatron.adapter.model.chunk_view import ChunkView
 from zorse_megatron.costs.interface import (
-    ComputeCost,
     LayerTimes,
     ModelSection,
     PassTimes,
     RecomputeMode,
 )
-from zorse_megatron.emulate.on_ranks.host_copies import HostCopies, HostCopy
+from zorse_megatron.emulate.emulated_job import EmulatedJob
+from zorse_megatron.emulate.on_ranks.host_copies import EmulatedHostLink
 from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
 from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 from zorse_megatron.emulate.rank_clock import RankClock
-from zorse_megatron.runtime.host_link import HostBacked, HostLink
-from zorse_megatron.simulate.assumptions import Perturbation
 
 
 class Pacer:
@@ -43,35 +40,26 @@ class Pacer:
     def __init__(
         self,
         clock: RankClock,
+        job: EmulatedJob,
+        rank: int,
         *,
-        compute: ComputeCost,
         sizes: ModelSizes,
         cap: MemoryCap,
-        kind: str,
-        gpu: int,
-        host_bytes_per_s: float,
-        perturbation: Perturbation,
-        report: Path,
     ) -> None:
-        """`kind`, `gpu`: kind of the rank's GPU, and its global rank in the cluster.
-
-        `host_bytes_per_s`: of its link to the host. `report`: where to write what has happened,
-        after each step.
-        """
+        """`rank`: of the job; what has happened is written to its report after each step."""
         self.clock = clock
-        self.compute = compute
+        self.compute = job.costs[rank].compute
         self.sizes = sizes
         self.cap = cap
-        self.kind = kind
-        self.report = report
+        self.kind = job.kinds[rank]
+        self.report = job.report(rank)
         self.chunks: list[ChunkView] = []
-        self.host = HostCopies(clock, sizes, self.chunks, bytes_per_s=host_bytes_per_s)
+        bytes_per_s = job.host_bytes_per_s[rank]
+        self.host = EmulatedHostLink(clock, sizes, self.chunks, bytes_per_s=bytes_per_s)
         cap.chunks, cap.host = self.chunks, self.host
         sizes.on_operation = cap.look  # a replica without micro-batches does nothing else
         if sizes.tp_sizes is not None:
             sizes.tp_sizes.on_exchange = cap.check
-        self.forward_bytes = 0
-        """What the layers of the last forward keep."""
         self.norms_s: list[float] = []
         """When the norm of each training step was known."""
         self._norm_is_noted = False
@@ -79,7 +67,8 @@ class Pacer:
         """What the GPU did in the last iteration, from norm to norm, and when."""
         self._spans: list[tuple[str, float, float]] = []
         """And since then."""
-        self._slowed = partial(perturbation.factor_in, rank=gpu, kind=kind)
+        perturbation, gpu = job.perturbation, job.gpus[rank]
+        self._slowed = partial(perturbation.factor_in, rank=gpu, kind=self.kind)
         self._iteration = 1
         self._jitter = perturbation.jitter_of(gpu)
         self._factor = self._slowed(self._iteration)
@@ -184,7 +173,7 @@ class Pacer:
 
     def _begin_forward(self, *_: Any) -> None:
         self._begin_pass()
-        self.forward_bytes = 0
+        self.host.forward_bytes = 0
         self.cap.check()
 
     def _end_forward(self, _module: Any, _inputs: Any, output: Any) -> None:
@@ -200,7 +189,7 @@ class Pacer:
             self._take("F", times.forward_s)
             if layer.training:
                 self.cap.keep_layer(size, how)
-                self.forward_bytes += self.cap.layer_bytes(size, how)
+                self.host.forward_bytes += self.cap.layer_bytes(size, how)
         backward_s = times.backward_s - self._apart_s(size)
         if how == "selective":
             backward_s += self.compute.recompute_s(self.kind, size, how)
@@ -266,7 +255,7 @@ class Pacer:
         size = hidden.shape[1]
         if torch._C._current_graph_task_id() == -1 and layer.training:
             self.cap.keep_layer(size, how)
-            self.forward_bytes += self.cap.layer_bytes(size, how)
+            self.host.forward_bytes += self.cap.layer_bytes(size, how)
         backward_s, enter = self._halves(size).mlp.backward_s, self._entering("layer")
 
         def begin() -> None:
@@ -363,42 +352,3 @@ def on_backward(output: Any, then: Callable[[], None]) -> None:
 
 def _first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple | list) else output
-
-
-# The link to host memory that an emulated rank is given: the same copies, with times.
-
-
-class EmulatedHostLink(HostLink):
-    """Copies at once, and lets the rank's clock say when that would be done on the emulated GPU."""
-
-    def __init__(self, pacer: Pacer, device: torch.device) -> None:
-        super().__init__(device)
-        self._pacer = pacer
-
-    @property
-    def _copies(self) -> HostCopies:
-        return self._pacer.host
-
-    def start_to_host(self, source: torch.Tensor, host: torch.Tensor) -> HostCopy | None:
-        super().start_to_host(source, host)
-        return self._copies.start(source, to_host=True)
-
-    def start_from_host(self, host: torch.Tensor, target: torch.Tensor) -> HostCopy | None:
-        super().start_from_host(host, target)
-        return self._copies.start(target, to_host=False)
-
-    def hold_back(self, copied: Any) -> None:
-        """Let the rank's clock wait where a CUDA stream would."""
-        self._copies.hold_back(copied)
-
-    def expect_activations(self, memories: Sequence[HostBacked]) -> None:
-        """What a tiny forward kept stands for what the real one keeps."""
-        self._copies.add_activations(memories, self._pacer.forward_bytes)
-
-    def expect_state(self, state: Any) -> None:
-        """Pieces of the tiny state stand for pieces of the real one."""
-        self._copies.add_state(state)
-
-    def piece_sizes(self, shards: Sequence[Any]) -> Sequence[int]:
-        """As many pieces as the real state has."""
-        return self._copies.piece_sizes(shards)

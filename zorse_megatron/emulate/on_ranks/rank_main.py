@@ -9,68 +9,43 @@ from datetime import timedelta
 from functools import partial
 
 from zorse_megatron import pretrain
+from zorse_megatron.adapter.plan_run import RankSetup
 from zorse_megatron.emulate.emulated_job import EmulatedJob, current_job
 from zorse_megatron.emulate.tiny_model import TIMEOUT_MINUTES
 
 
-def emulate(job: EmulatedJob, rank: int) -> pretrain.RankSetup:
+def emulate(job: EmulatedJob, rank: int) -> RankSetup:
     """Put the emulation in place, before Megatron reads its arguments. For CPU mode only."""
     from zorse_megatron.adapter import cpu_mode
 
     cpu_mode.enable()
     import torch.distributed as dist
 
-    from zorse_megatron.adapter.emulation_hooks import emulation_hooks
+    from zorse_megatron.adapter.model.chunk_view import emulation_hooks
     from zorse_megatron.adapter.patches.registry import REGISTRY
     from zorse_megatron.emulate.conductor import call
     from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
-    from zorse_megatron.emulate.on_ranks.pacer import EmulatedHostLink, Pacer
-    from zorse_megatron.emulate.on_ranks.tensor_sizes import TpSizes
+    from zorse_megatron.emulate.on_ranks.pacer import Pacer
     from zorse_megatron.emulate.rank_clock import EmulatedTime, RankClock
 
     clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
     atexit.register(clock.finish)
-    compute, memory = job.costs[rank].compute, job.costs[rank].memory
-    tp_sizes = None
-    if job.tp_groups is not None:
-        tp_sizes = TpSizes(
-            job.tp_groups.memories[rank],
-            job.tp_groups,
-            rank,
-            sequence_length=job.sequence_length,
-            hidden=job.hidden_size,
-        )
-    sizes = ModelSizes(
-        memory, sequence_length=job.sequence_length, hidden_size=job.hidden_size, tp_sizes=tp_sizes
-    )
+    memory, capacity_bytes = job.costs[rank].memory, job.capacities_bytes[rank]
+    sizes = ModelSizes(job, rank)
     register(clock, sizes)
-    pacer = Pacer(
-        clock,
-        compute=compute,
-        sizes=sizes,
-        cap=MemoryCap(
-            memory,
-            sizes,
-            capacity_bytes=job.capacities_bytes[rank],
-            rank=rank,
-            kind=job.kinds[rank],
-        ),
-        kind=job.kinds[rank],
-        gpu=job.gpus[rank],
-        host_bytes_per_s=job.host_bytes_per_s[rank],
-        perturbation=job.perturbation,
-        report=job.report(rank),
-    )
+    kind = job.kinds[rank]
+    cap = MemoryCap(memory, sizes, capacity_bytes=capacity_bytes, rank=rank, kind=kind)
+    pacer = Pacer(clock, job, rank, sizes=sizes, cap=cap)
     REGISTRY.apply(emulation_hooks(watch=pacer.watch, around_step=pacer.around_step))
-    return pretrain.RankSetup(
+    return RankSetup(
         # Megatron's --distributed-backend knows nccl and gloo only, but it trains on the process
         # group that is there already, and makes its others in the same backend.
         init_process_group=partial(
             dist.init_process_group, BACKEND, timeout=timedelta(minutes=TIMEOUT_MINUTES)
         ),
-        make_host_link=partial(EmulatedHostLink, pacer),
+        make_host_link=lambda _device: pacer.host,
         clock=EmulatedTime(clock),
     )
 

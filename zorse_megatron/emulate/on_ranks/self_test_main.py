@@ -16,7 +16,7 @@ from zorse_megatron.emulate.emulated_job import (
     current_job,
 )
 from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
-from zorse_megatron.emulate.on_ranks.tensor_sizes import AsTheyAre
+from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
 from zorse_megatron.emulate.rank_clock import RankClock
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     job, rank = current_job(), int(os.environ["RANK"])
     clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
     atexit.register(clock.finish)
-    register(clock, AsTheyAre())
+    register(clock, TensorSizes())
     dist.init_process_group(BACKEND)
     job.report(rank).write_text(json.dumps({"end_s": run_schedule(clock)}))
     dist.barrier()

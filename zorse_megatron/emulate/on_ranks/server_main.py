@@ -19,7 +19,6 @@ def preload() -> None:
     REGISTRY.apply(hooks_of_forked_ranks())
     remember_flags()
     # What a rank imports late, once it has its plan and its flags.
-    import zorse_megatron.adapter.emulation_hooks
     import zorse_megatron.adapter.gpt_entry
     import zorse_megatron.adapter.recording
     import zorse_megatron.adapter.training

@@ -1,12 +1,12 @@
 """Bytes that tensors of an emulated job represent, those between ranks of a TP group among them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from zorse_megatron.costs.interface import MemoryCost, ModelSection
-from zorse_megatron.emulate.emulated_job import JobTpGroups
+from zorse_megatron.costs.interface import ModelSection
+from zorse_megatron.emulate.emulated_job import EmulatedJob, JobTpGroups
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 
 if TYPE_CHECKING:
@@ -15,59 +15,38 @@ if TYPE_CHECKING:
     from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
 
-class TensorSizes(Protocol):
-    """How many bytes a tensor stands for in the emulated job."""
+class TensorSizes:
+    """How many bytes a tensor stands for in the emulated job; here for itself."""
 
     def message_bytes(self, tensor: torch.Tensor) -> int:
         """Size of a tensor that is sent from rank to rank."""
+        return tensor.nbytes
 
     def buffer_bytes(self, tensor: torch.Tensor) -> int:
         """Size of a tensor that a collective works on."""
+        return tensor.nbytes
 
     def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
         """Size of each rank's part of a tensor that a collective works on."""
+        return [part.nbytes for part in parts]
 
     def on_operation(self) -> None:
         """Told that gradients are about to be summed, or parameters gathered."""
 
     def is_tp_group(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are this rank's tensor-parallel group, of several."""
+        return False
 
     def inside_bytes(self, tensor: torch.Tensor) -> int | None:
         """Size of a tensor that a collective of the TP group works on; None: it takes no time."""
+        return tensor.nbytes
 
     def activation_bytes(self, num_elements: int) -> int:
         """Size of an activation of so many elements."""
-
-    def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
-        """(source, target) -> size of what one sends the other in an exchange of parts."""
-
-
-class AsTheyAre:
-    """`TensorSizes` where tensors stand for themselves."""
-
-    def message_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes
-
-    def buffer_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes
-
-    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        return [part.nbytes for part in parts]
-
-    def on_operation(self) -> None:
-        pass
-
-    def is_tp_group(self, ranks: Sequence[int]) -> bool:
-        return False
-
-    def inside_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes
-
-    def activation_bytes(self, num_elements: int) -> int:
         raise AssertionError("without TP groups nothing asks for this")
 
     def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
+        """(source, target) -> size of what one sends the other in an exchange of parts."""
         sizes: dict[tuple[int, int], int] = {}
         for tensor in exchanged.unit:
             for pair, count in exchanged.messages(tensor).items():
@@ -84,19 +63,12 @@ class AsTheyAre:
 
 
 class TpSizes:
-    """Of one rank; `memory` is that of a rank which is a TP group of its own."""
+    """Of one rank."""
 
-    def __init__(
-        self,
-        memory: MemoryCost,
-        tp_groups: JobTpGroups,
-        rank: int,
-        *,
-        sequence_length: int,
-        hidden: int,
-    ) -> None:
-        """`sequence_length`, `hidden`: of the tiny model."""
-        self.memory = memory
+    def __init__(self, job: EmulatedJob, tp_groups: JobTpGroups, rank: int) -> None:
+        """`tp_groups`: of the job."""
+        self.memory = tp_groups.memories[rank]
+        """Of a rank which is a TP group of its own."""
         self.tp_groups = tp_groups
         self.ranks = tp_groups.ranks[rank]
         self.measured = tp_groups.measured[rank]
@@ -104,7 +76,7 @@ class TpSizes:
         """Which section of the model this rank computes."""
         self.on_exchange: Callable[[], None] = lambda: None
         """Called when one begins."""
-        self._tiny = sequence_length, hidden
+        self._tiny = job.sequence_length, job.hidden_size
         self._num_whole = 0
         """Of one layer of the tiny model: parameters that TP groups do not cut."""
         self._factors: dict[MixedTpTensor, float] = {}

@@ -189,6 +189,11 @@ def answers_for(
     except ZorseError as error:
         leave = present if isinstance(error, GivenUp) else leave
         return [{ERROR: str(error), LEAVES: arrival.node in leave} for arrival in arrivals]
+    return _ranks_for(arrivals, files, str(starts.outcome.absolute()))
+
+
+def _ranks_for(arrivals: Sequence[Arrival], files: JobFiles, outcome: str) -> Answers:
+    """Which rank each is, and of which plan. `outcome`: the file for how the job ends."""
     first_of = _first_ranks(files)
     ranks = [first_of[arrival.node] + arrival.local_rank for arrival in arrivals]
     first = arrivals[ranks.index(0)]
@@ -196,7 +201,7 @@ def answers_for(
         {
             "variables": {
                 **_place_of(rank, len(arrivals), first),
-                OUTCOME: str(starts.outcome.absolute()),
+                OUTCOME: outcome,
             },
             "plan": str(files.plan),
             "cluster": str(files.cluster),

@@ -26,14 +26,14 @@ from zorse_megatron.measure.measured_profile import (
     with_unequal_shards,
     without_transfers,
 )
-from zorse_megatron.measure.on_ranks.ranks import (
-    from_rank,
-    measured_kind,
-    on_first_rank,
-    seen_ranks,
-)
+from zorse_megatron.measure.on_ranks.ranks import measured_kind, seen_ranks
 from zorse_megatron.measure.tasks import LinkTask, OnProgress, Progress, link_tasks, missing_tasks
-from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
+from zorse_megatron.runtime.collectives import (
+    all_gather_uneven,
+    from_rank,
+    on_rank_0,
+    reduce_scatter_uneven,
+)
 from zorse_megatron.schedule.shards import shard_bounds
 
 _UNEQUAL = ("all_gather_unequal", "reduce_scatter_unequal")
@@ -105,9 +105,9 @@ class _Message:
         elif self.task.operation == "all_reduce":
             dist.all_reduce(self.tensor, group=self.group)
         elif self.task.operation in _GATHERS:
-            all_gather_uneven(self.tensor, self.bounds, self.group)
+            all_gather_uneven(self.tensor, self.bounds, self.group).wait()
         else:
-            reduce_scatter_uneven(self.tensor, self.bounds, self.group)
+            reduce_scatter_uneven(self.tensor, self.bounds, self.group).wait()
         self._wait_for_device()
         took_s = time.perf_counter() - start_s
         return took_s / 2 if self.task.operation == "send" else took_s
@@ -180,7 +180,7 @@ def discover(launched: LaunchedRank, wanted: Discovery, show: OnProgress) -> Dis
     ranks = seen_ranks(launched)
     nodes = nodes_of(ranks)
     tasks = link_tasks(nodes)
-    known: _Known = on_first_rank(lambda: _known(wanted, nodes, tasks))
+    known: _Known = on_rank_0(lambda: _known(wanted, nodes, tasks))
     missing = missing_tasks(tasks, known.profile.transfers)
     new = {kind: rank for kind, rank in kinds_of_gpu(nodes).items() if kind not in known.kinds}
     total = len(new) + len(missing)
@@ -197,7 +197,7 @@ def discover(launched: LaunchedRank, wanted: Discovery, show: OnProgress) -> Dis
     notes: list[str] = []
     if total or not known.same_nodes:
         profile = _with_curves(profile, notes)
-        on_first_rank(lambda: _write(wanted, nodes, kinds, profile, notes))
+        on_rank_0(lambda: _write(wanted, nodes, kinds, profile, notes))
     return Discovered(
         nodes=nodes,
         num_measured=total,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,6 +19,9 @@ from zorse_megatron.gpus.gpu import Attention
 from zorse_megatron.inputs.profile import Part
 from zorse_megatron.measure.on_ranks.ranks import REPEATS, WARM_UP, median_s, timed_s
 from zorse_megatron.measure.tasks import Answer, LayerRequest, MeasuredPass, MeasuredStep
+
+if TYPE_CHECKING:
+    from zorse_megatron.adapter.model.model_passes import ModelPasses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,46 +130,9 @@ class SeenAttention:
 _SAFE_SHARE = 0.4
 
 
-class OnePass(Protocol):
-    """Forward and backward of one micro-batch through one part."""
-
-    @property
-    def forward(self) -> Callable[[], torch.Tensor]:
-        """Runs it and returns its output."""
-        ...
-
-    def backward(self, output: torch.Tensor) -> None:
-        """Run the backward."""
-        ...
-
-
-class Passes(Protocol):
-    """A model whose parts can be run one by one."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its tensors."""
-        ...
-
-    @property
-    def seq_length(self) -> int:
-        """Tokens per sample."""
-        ...
-
-    def num_parameters(self, part: Part) -> int:
-        """Parameters of a part."""
-        ...
-
-    def make(self, part: Part, micro_batch_size: int) -> OnePass:
-        """Return the pass of a micro-batch."""
-        ...
-
-    def clear_gradients(self) -> None:
-        """Set all gradients to zero."""
-        ...
-
-
-def answers(passes: Passes, step: Callable[[], object], request: LayerRequest) -> Iterator[Answer]:
+def answers(
+    passes: "ModelPasses", step: Callable[[], object], request: LayerRequest
+) -> Iterator[Answer]:
     """Measure what is asked for, and yield each result when it is there.
 
     `step`: runs the optimizer once. It comes last, so that who has it has everything.
@@ -195,7 +161,7 @@ def _context_bytes(device: torch.device) -> int | None:
 
 
 def _grown(
-    passes: Passes, part: Part, first_size: int, request: LayerRequest
+    passes: "ModelPasses", part: Part, first_size: int, request: LayerRequest
 ) -> Iterator[MeasuredPass]:
     """Double the micro-batch until memory, time or the largest size is reached."""
     size = first_size
@@ -218,7 +184,7 @@ def _grown(
         size *= 2
 
 
-def measured_pass(passes: Passes, part: Part, size: int) -> MeasuredPass:
+def measured_pass(passes: "ModelPasses", part: Part, size: int) -> MeasuredPass:
     """Measure one micro-batch through one part. Raises what torch raises without memory."""
     one = passes.make(part, size)
     seen = SeenAttention(passes.seq_length)

@@ -28,12 +28,7 @@ from zorse_megatron.measure.measured_profile import (
     with_step,
     without_series,
 )
-from zorse_megatron.measure.on_ranks.ranks import (
-    from_rank,
-    measured_kind,
-    on_first_rank,
-    seen_ranks,
-)
+from zorse_megatron.measure.on_ranks.ranks import measured_kind, seen_ranks
 from zorse_megatron.measure.tasks import (
     Answer,
     LayerRequest,
@@ -43,6 +38,7 @@ from zorse_megatron.measure.tasks import (
     measured_layers,
     single_layer_flags,
 )
+from zorse_megatron.runtime.collectives import from_rank, on_rank_0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +82,7 @@ def measure_profile(launched: LaunchedRank, wanted: ProfileRun, show: OnProgress
     """
     ranks = seen_ranks(launched)
     nodes = nodes_of(ranks)
-    profile: Profile = on_first_rank(lambda: _start(wanted, nodes))
+    profile: Profile = on_rank_0(lambda: _start(wanted, nodes))
     representatives = kinds_of_gpu(nodes)
     all_series = {kind: _series(wanted, kind) for kind in representatives}
     missing = [kind for kind, each in all_series.items() if not is_complete(profile, each)]

@@ -6,29 +6,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zorse_megatron.adapter.start_checks import gpu_of, refuse_unusable_gpu
-from zorse_megatron.errors import MeasureError, ZorseError
 from zorse_megatron.files.quantities import COMPUTE_RATE
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.launch.rank_environment import LaunchedRank
 from zorse_megatron.live.hub_address import exchange
 from zorse_megatron.live.start_watch import watched
 from zorse_megatron.measure.machine import (
-    CpuReader,
-    DeviceReader,
-    NvmlReader,
     SeenDevice,
     SeenRank,
     host_memory_bytes,
     load_nvml,
     nics,
+    seen_cpu,
+    seen_gpu,
 )
 from zorse_megatron.measure.measured_cluster import MeasuredKind
+from zorse_megatron.runtime.collectives import gathered
 
 WARM_UP = 2
 REPEATS = 5
@@ -84,59 +82,28 @@ def measuring_job(launched: LaunchedRank, *, messages_on_gpu: bool) -> Iterator[
         del store  # until here, for the ranks that still read from it
 
 
-def from_rank(value: Any, source: int) -> Any:
-    """Give the value of rank `source` to all ranks. Collective."""
-    box = [value]
-    dist.broadcast_object_list(box, src=source)
-    return box[0]
-
-
-def from_all(value: Any) -> list[Any]:
-    """Give the values of all ranks to all ranks, in their order. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def on_first_rank(run: Callable[[], Any]) -> Any:
-    """Run something on rank 0 and give its result to all ranks. Collective.
-
-    A ZorseError there is raised on every rank, so that all of them say what is wrong.
-    """
-    outcome: tuple[Any, ZorseError | None] = (None, None)
-    if dist.get_rank() == 0:
-        try:
-            outcome = (run(), None)
-        except ZorseError as error:
-            outcome = (None, MeasureError(error.title, error.problems))
-    value, failure = from_rank(outcome, 0)
-    if failure is not None:
-        raise failure
-    return value
-
-
 def seen_ranks(launched: LaunchedRank) -> list[SeenRank]:
     """Return what every rank sees. Collective. Raises MeasureError on a rank without a device."""
-    on_node = sum(node == launched.node for node in from_all(launched.node))
-    return from_all(
+    on_node = gathered(launched.node).count(launched.node)
+    return gathered(
         SeenRank(
             rank=launched.rank,
             node=launched.node,
             local_rank=launched.local_rank,
-            device=_reader().device(launched.local_rank, on_node),
+            device=_device(launched.local_rank, on_node),
             host_memory_bytes=host_memory_bytes(),
             nics=nics(),
         )
     )
 
 
-def _reader() -> DeviceReader:
+def _device(local_rank: int, ranks_on_node: int) -> SeenDevice:
     if not torch.cuda.is_available():
-        return CpuReader()
+        return seen_cpu(ranks_on_node)
     count = torch.cuda.device_count()
     # CUDA numbers the GPUs as CUDA_VISIBLE_DEVICES says and NVML does not, so they go by uuid.
-    uuids = tuple(f"GPU-{torch.cuda.get_device_properties(n).uuid}" for n in range(count))
-    return NvmlReader(load_nvml(), uuids)
+    uuids = [f"GPU-{torch.cuda.get_device_properties(n).uuid}" for n in range(count)]
+    return seen_gpu(load_nvml(), uuids, local_rank)
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
