@@ -10,6 +10,7 @@ import pytest
 
 from tests.megatron.test_checkpoints import MAX_DIFFERENCE
 from tests.printed import run_zorse
+from tests.slurm.forked_ranks import forking_server
 from tests.slurm.local_slurm import LocalSlurm
 from tests.slurm.test_slurm import PARTITIONS
 from tests.slurm.trained_job import (
@@ -54,18 +55,19 @@ def test_a_job_goes_on_without_what_is_killed_and_ends_as_one_process(
 ) -> None:
     launch(training)
     conf = tmp_path / "slurm.conf"
-    job = slurm.submit(tmp_path / "job.sh", **THIS_MACHINE)
-    wait_for_step(SAVED_EVERY + 3, tmp_path, slurm, job)
-    os.kill(process_of(1, conf), signal.SIGKILL)
-    time.sleep(2)  # the ranks that are left log no more
-    since = len(metrics(tmp_path))
-    wait_for_step(2 * SAVED_EVERY + 3, tmp_path, slurm, job, since=since)
-    os.kill(process_of(2, conf, AGENT), signal.SIGKILL)
-    time.sleep(2)
-    since = len(metrics(tmp_path))
-    wait_for_step(3 * SAVED_EVERY + 1, tmp_path, slurm, job, since=since)
-    slurm.run("scancel", "--signal=USR1", "--batch", job)  # as before the time limit
-    about = slurm.wait(job, timeout_s=TIMEOUT_S)
+    with forking_server() as forks:
+        job = slurm.submit(tmp_path / "job.sh", **THIS_MACHINE, **forks)
+        wait_for_step(SAVED_EVERY + 3, tmp_path, slurm, job)
+        os.kill(process_of(1, conf), signal.SIGKILL)
+        time.sleep(2)  # the ranks that are left log no more
+        since = len(metrics(tmp_path))
+        wait_for_step(2 * SAVED_EVERY + 3, tmp_path, slurm, job, since=since)
+        os.kill(process_of(2, conf, AGENT), signal.SIGKILL)
+        time.sleep(2)
+        since = len(metrics(tmp_path))
+        wait_for_step(3 * SAVED_EVERY + 1, tmp_path, slurm, job, since=since)
+        slurm.run("scancel", "--signal=USR1", "--batch", job)  # as before the time limit
+        about = slurm.wait(job, timeout_s=TIMEOUT_S)
     log = (tmp_path / f"zorse-{job}.txt").read_text()
     assert "Restarts=1" in about and "JobState=COMPLETED" in about, log
     assert starts(tmp_path) == [["new0", "new1", "old0"]] * 2 + [["new0", "new1"]] + [
