@@ -14,7 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.printed import each_search_once
+from tests.unit.conftest import FewLayouts
 from zorse_megatron.cli.main import app
+from zorse_megatron.planner import gpu_selection
+from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.search import tensor_parallel_search
 from zorse_megatron.planner.search.effort import Effort
 
@@ -34,6 +37,8 @@ def searching_little():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Effort, "of", lambda inputs: effort)
         patch.setattr(tensor_parallel_search, "tp_layouts_of", lambda inputs: [])
+        patch.setattr(stock_best, "StockSearch", FewLayouts)
+        patch.setattr(gpu_selection, "fewer", lambda *_: ())
         yield
 
 
@@ -49,6 +54,7 @@ def outputs():
             yield match, result.stdout
 
 
+@pytest.mark.timeout(1200)
 def test_commands_print_what_is_shown():
     compared = 0
     for match, output in outputs():
