@@ -2,9 +2,16 @@
 
     python -m scripts.import_profile TABLE... --out profile.json [--origin WHO]
 
-Tables are known by their columns: times of single layers; times of every layer (0 is the embedding,
-the last one the head) by tensor-parallel size; their memory; bandwidth curves of links. Models are
-well-known ones. docs/profile-file.md has the columns.
+A table is recognised by its columns, listed below; others are ignored. Kinds of GPU and models are
+recognised under their usual spellings; other models are refused.
+
+- In tables of every layer, index 0 is the embedding and the last one the head. An entry before the
+  head that takes less than a tenth of a layer (a separate final norm) counts as part of the head.
+  Layers are averaged.
+- --dtype and --seq-length supply these values for tables without the columns. If a memory table
+  comes with them, the sequence length is the embedding's output divided by the hidden size.
+- update_ms is the optimizer step of a model with as many layers as there are distinct times
+  (Sailor's profiler runs few layers and copies their times).
 """
 
 import argparse
@@ -69,7 +76,7 @@ Backward = Annotated[Seconds, Field(validation_alias="backward_ms")]
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """A layer."""
+    """Single layers."""
 
     model: Model
     gpu: Kind
@@ -82,7 +89,7 @@ class LayerRow:
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorParallelRow:
-    """One of all layers of a tensor-parallel rank."""
+    """Every layer, by tensor-parallel size."""
 
     model: Model
     gpu: Kind
@@ -96,7 +103,7 @@ class TensorParallelRow:
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """What one of all layers of a tensor-parallel rank holds."""
+    """Memory of every layer."""
 
     model: Model
     tensor_parallel: Positive
@@ -108,7 +115,7 @@ class MemoryRow:
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkRow:
-    """The bandwidth curve of a link."""
+    """Bandwidth curves of links, in GB/s: a x² + b x + c, x = log2(MB)."""
 
     link: Literal["intra-node", "inter-node"]
     gpu: Kind
@@ -218,7 +225,7 @@ def _table_of(name: str, data: bytes) -> type:
 
 
 def _problem(where: str, found: str, expected: str) -> Problem:
-    remedy = "docs/profile-file.md describes the tables that can be imported."
+    remedy = "python -m scripts.import_profile --help describes the tables that can be imported."
     return Problem(where=where, found=found, expected=expected, remedy=remedy)
 
 
@@ -379,7 +386,12 @@ def _links(files: Rows) -> tuple[tuple[LinkCurve, ...], list[str]]:
 
 def main() -> int:
     """Import the tables of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    columns = "\n".join(f"- {row.__doc__}\n  {', '.join(columns_of(row))}" for row in TABLES)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"Columns:\n{columns}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("tables", metavar="TABLE", type=Path, nargs="+")
     parser.add_argument("--out", metavar="PROFILE", type=Path, required=True)
     parser.add_argument("--origin", help="who measured, for the record")

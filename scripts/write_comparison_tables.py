@@ -1,9 +1,9 @@
-"""Write the tables of emulated comparisons into README.md and docs/emulation.md, and their picture.
+"""Write tables and picture of emulated comparisons into README.md and docs/performance.md.
 
     python scripts/write_comparison_tables.py DIR
 
 DIR holds `CLUSTER-MODEL/compare.json` of `zorse compare`, for example `mini-b-llama-3b`, from the
-commands that docs/emulation.md gives. Rows of other clusters and models stay as they are. The
+commands that docs/performance.md gives. Rows of other clusters and models stay as they are. The
 picture is of the first row.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-EMULATION_TABLE = "| Cluster, model, batch |"
+DOCUMENT_TABLE = "| Cluster, model, batch |"
 README_TABLE = "| Cluster, emulated on CPU | Model |"
 PICTURED = "mini-b-llama-3b"
 README_SYSTEMS = ("stock, best even layout", "stock, best layout", "zorse")
@@ -33,7 +33,7 @@ def main() -> int:
     }
     if (picture := directory / PICTURED / "timeline.png").exists():
         shutil.copy(picture, ROOT / "docs" / "images" / "compare-timeline.png")
-    _rewrite(ROOT / "docs" / "emulation.md", EMULATION_TABLE, found, _emulation_rows)
+    _rewrite(ROOT / "docs" / "performance.md", DOCUMENT_TABLE, found, _document_rows)
     _rewrite(ROOT / "README.md", README_TABLE, found, _readme_rows)
     return 0
 
@@ -47,7 +47,7 @@ def _rewrite(path: Path, header: str, found: dict[str, list[dict[str, Any]]], ma
     path.write_text(f"{before}{header}{rows}\n\n{rest}", encoding="utf-8")
 
 
-def _emulation_rows(lines: list[str], found: dict[str, list[dict[str, Any]]]) -> list[str]:
+def _document_rows(lines: list[str], found: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Every row of a cluster and model that was run anew, and the others as they are."""
     rows, key = [], ""
     for line in lines:
@@ -55,14 +55,14 @@ def _emulation_rows(lines: list[str], found: dict[str, list[dict[str, Any]]]) ->
         if what:
             cluster, model, _ = what.split(", ")
             key = f"{cluster}-{model}"
-            rows += [_emulation_row(what, row) for row in found.get(key, ())][:1]
-            rows += [_emulation_row("", row) for row in found.get(key, ())][1:]
+            rows += [_document_row(what, row) for row in found.get(key, ())][:1]
+            rows += [_document_row("", row) for row in found.get(key, ())][1:]
         if key not in found:
             rows.append(line)
     return rows
 
 
-def _emulation_row(what: str, row: dict[str, Any]) -> str:
+def _document_row(what: str, row: dict[str, Any]) -> str:
     speedup, part, off = (
         _shown(row[name], text)
         for name, text in (
@@ -91,7 +91,7 @@ def _readme_rows(lines: list[str], found: dict[str, list[dict[str, Any]]]) -> li
 
 
 def _seconds(row: dict[str, Any], digits: int) -> str:
-    """Seconds to two digits first, as docs/emulation.md has them."""
+    """Seconds to two digits first, as docs/performance.md has them."""
     if row.get("iteration_s") is None:
         return "does not fit" if row["layout"] == "-" else "out of memory"
     return f"{round(row['iteration_s'], 2):.{digits}f} s"

@@ -6,14 +6,18 @@ from itertools import pairwise
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from scripts.import_profile import Kind, Number, Positive, read_rows
+from scripts.import_profile import Kind, Number, Positive, columns_of, read_rows
 from zorse_megatron.errors import Problem, ProfileError
 from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 
 
 @checked_dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """A row of the table."""
+    """A row of the table.
+
+    `layers_per_stage`: first-last entry of each stage, joined by a bar; entry 0 is the embedding,
+    the last one the head.
+    """
 
     model: str
     gpu: Kind
@@ -154,6 +158,6 @@ def _is_whole(entries: Sequence[tuple[int, int]]) -> bool:
 
 
 def _error(name: str, found: str, expected: str) -> ProfileError:
-    remedy = "docs/simulator.md describes the table."
+    remedy = f"The columns are {', '.join(columns_of(RunRow))}."
     problem = Problem(where=name, found=found, expected=expected, remedy=remedy)
     return ProfileError(f"{name} cannot be read", [problem])

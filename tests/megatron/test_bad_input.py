@@ -150,7 +150,9 @@ def test_parts_of_a_vocabulary_that_only_megatron_knows(tmp_path: Path) -> None:
         }
     ]
     result = run_plan(json.dumps(plan), tmp_path)
-    assert_refused(result, "parts: found [3, 1], 4 rows of the vocabulary in all", "expected 256")
+    assert_refused(
+        result, "tp_shards: found [3, 1], 4 rows of the vocabulary in all", "expected 256"
+    )
 
 
 def test_unsupported_megatron_version(tmp_path: Path) -> None:

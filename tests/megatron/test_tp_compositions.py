@@ -72,7 +72,7 @@ def build(config: Any, tp: Any, alone: Any) -> Any:
     from zorse_megatron.adapter.groups.process_groups import PlanGroups, collection_of
 
     groups = PlanGroups(
-        group=alone, set=tp, everyone=tp, alone=alone, world=alone, stage=0, num_stages=1
+        group=alone, tp_group=tp, everyone=tp, alone=alone, world=alone, stage=0, num_stages=1
     )
     builder = config.get_builder_cls()(config)
     return builder.build_model(collection_of(groups), pre_process=True, post_process=True)

@@ -58,7 +58,7 @@ def groups_of(groups: Sequence[Sequence[int]], setup: Setup) -> Any:
     return collection_of(
         PlanGroups(
             group=mine,
-            set=alone,
+            tp_group=alone,
             everyone=mine,
             alone=alone,
             world=dist.group.WORLD,
@@ -231,7 +231,7 @@ def make_stock(
     collection = collection_of(
         PlanGroups(
             group=alone,
-            set=alone,
+            tp_group=alone,
             everyone=alone,
             alone=alone,
             world=alone,

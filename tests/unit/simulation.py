@@ -220,7 +220,7 @@ class Reference:
             assert send.samples == receive.samples
             num_bytes = self.memory.boundary_bytes(send.samples[1] - send.samples[0])
             start_s = max(send_s, receive_s, self.edge_free_s[edge])
-            end_s = start_s + self.comm.transfer_s(*edge, num_bytes)
+            end_s = start_s + self.comm.transfer_s(edge[0], edge[1], num_bytes)
             self.edge_free_s[edge] = entry[1] = end_s
             self.end_s = max(self.end_s, end_s)
             self.arrived[self._consumer(target, receive)].append(end_s)

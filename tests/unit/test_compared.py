@@ -1,4 +1,4 @@
-"""The tables of README and docs/emulation.md come from the shipped profile and the shipped plans.
+"""The tables of README and docs/performance.md come from the shipped profile and the shipped plans.
 
 Training emulated clusters takes minutes: what is computed anew here is the simulator's figure of
 each row of stock and of ours, which the table sets against the emulated one, to the last digit.
@@ -25,7 +25,7 @@ from zorse_megatron.planner.inputs.search_inputs import make_inputs, on_ranks
 from zorse_megatron.planner.simulate_plan import simulate_plan
 
 ROOT = Path(__file__).parents[2]
-EMULATION = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # (cluster, model) -> samples and tokens of each, as the document says above its table.
 BATCHES = {
@@ -40,7 +40,7 @@ BATCHES = {
 def rows():
     """The table: {(cluster, model): {system: (layout, seconds, against stock, deviation)}}."""
     found, key = {}, None
-    lines = EMULATION.split("| Cluster, model, batch |")[1].split("\n\n")[0].splitlines()[2:]
+    lines = PERFORMANCE.split("| Cluster, model, batch |")[1].split("\n\n")[0].splitlines()[2:]
     for line in lines:
         what, system, layout, seconds, against, *_, deviation = (
             cell.strip() for cell in line.strip("|").split("|")
@@ -168,7 +168,7 @@ def test_the_picture_shows_the_first_row_and_the_document_says_so():
     )
     row = next(iter(rows().values()))
     assert stock.startswith(f"{STOCK}: {row[STOCK][0]}") and planned.startswith("zorse: ")
-    assert f"first row of the table below: above {STOCK} ({row[STOCK][0]})" in EMULATION
+    assert f"first row of the table below: above {STOCK} ({row[STOCK][0]})" in PERFORMANCE
     cluster = load_cluster(ROOT / "examples" / "mini-b.yaml")
     names = [f"{kind}, GPU {gpu}" for gpu, kind in enumerate(cluster.gpu_kinds)]
     assert planned.endswith(f"({', '.join(names)})")
@@ -184,5 +184,5 @@ def test_the_document_says_how_each_row_is_made():
         words = [f"--cluster examples/{cluster}.yaml", f"--model {model}"]
         words += [f"--global-batch-size {batch}"] * (batch != usual_batch)
         words += [f"--seq-length {tokens}"] * (tokens != usual_tokens)
-        lines = EMULATION.split("## Comparing")[1].split("\n## ")[0].splitlines()
+        lines = PERFORMANCE.split("## Comparing")[1].split("\n## ")[0].splitlines()
         assert any(all(word in line for word in words) for line in lines), (cluster, model)

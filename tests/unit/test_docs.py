@@ -319,7 +319,7 @@ def test_links_are_named_as_shown():
     for name, shown in SHOWN_AS.items():
         assert name in names
         names = names.replace(name, shown)
-    rows = re.findall(r"^\| (`.+`) \| [^|]+ \|$", text_of("docs/emulation.md"), re.MULTILINE)
+    rows = re.findall(r"^\| (`.+`) \| [^|]+ \|$", text_of("docs/simulator.md"), re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`(\S+[/:]\S+)`", row)}
     assert listed == set(names.split())
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.write_patch_tables import SHOWN_IN, with_tables
 from zorse_megatron.adapter import patches
 from zorse_megatron.adapter.patches.rebind import Rebinding
 from zorse_megatron.adapter.patches.registry import REGISTRY
@@ -121,24 +120,6 @@ def test_records_are_made_in_one_place_and_all_listed():
 
 def test_there_is_one_registry():
     assert files_with(r" Registry\(") == {FOLDER / "registry.py"}
-
-
-@pytest.mark.parametrize("name", SHOWN_IN)
-def test_documents_show_the_records(name):
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert with_tables(text, SHOWN_IN[name]) == text, "run scripts/write_patch_tables.py"
-
-
-def test_documents_show_every_record():
-    shown = [
-        record for each in SHOWN_IN.values() for records in each.values() for record in records
-    ]
-    assert tuple(shown) == REGISTRY.records
-
-
-def test_a_document_without_a_place_is_refused():
-    with pytest.raises(ValueError, match="no single place"):
-        with_tables("# A document\n", {})
 
 
 @pytest.mark.parametrize("record", REGISTRY.records, ids=lambda record: record.target)

@@ -49,7 +49,6 @@ NOT_RUN = {
     "zorse doctor": "a minute; tests/megatron/test_doctor.py runs it",
     "python -m scripts.launch_order.check": "minutes; tests/unit/test_launch_order.py checks less",
     "python -m scripts.bench_stock": "half an hour of searches; tests/unit/test_bench_stock.py",
-    "python -m scripts.receives_ahead": "searches; tests/unit/test_transfers.py",
     "python -m pytest": "it is among these tests",
     "python scripts/bench_kernels.py": "its times are of GPUs; tests/kernels/test_bench.py",
     "python -m scripts.bench_executor_overhead": "minutes of timing",

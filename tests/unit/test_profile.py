@@ -256,6 +256,15 @@ def test_the_script(tmp_path, monkeypatch, capsys):
     assert "layers.csv: line 1: found columns a, b" in capsys.readouterr().err
 
 
+def test_its_help_lists_the_columns_of_the_tables(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["import_profile", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    shown = capsys.readouterr().out
+    for table in (LAYERS, PARALLEL, MEMORY, LINKS):
+        assert ", ".join(table.splitlines()[0].split(",")) in shown
+
+
 @needs_measured
 def test_public_tables():
     result = imported()

@@ -42,7 +42,9 @@ def test_replicas_partition_each_global_batch(
         for rank in group.ranks:
             mine = replica_micro_batches(plan, rank)
             sampler = PlanBatchSampler(
-                order, global_batch_size=plan.global_batch_size, course=MicroBatchAssignment(mine)
+                order,
+                global_batch_size=plan.global_batch_size,
+                assignment=MicroBatchAssignment(mine),
             )
             batches = [batch for _ in range(epochs) for batch in sampler]
             assert len(batches) == steps * len(mine)

@@ -169,7 +169,7 @@ def with_chunks(*groups):
 def exchanged(plan, one, other):
     """Two TP groups, each of which takes the ranks of the other one."""
     first, second = (plan.groups[g].replicas[r].ranks for g, r in (one, other))
-    return with_replica(*other, with_replica(*one, plan, ranks=second), ranks=first)
+    return with_replica(*other, plan=with_replica(*one, plan=plan, ranks=second), ranks=first)
 
 
 NO_MORE = dataclasses.replace(PLAN.groups[1], replicas=PLAN.groups[1].replicas[:1])

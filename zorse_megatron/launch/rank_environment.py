@@ -322,9 +322,9 @@ def _problems(launched: LaunchedRank, cluster: Cluster) -> list[Problem]:
 #
 # CUDA deals streams out to so many queues as `CUDA_DEVICE_MAX_CONNECTIONS` says (8 without it, 32
 # at most). What waits at the head of a queue holds back the other streams of it. What ranks launch
-# for a plan's lists cannot hang for that (docs/simulator.md), but it may be late; and a reduction
-# that --overlap-grad-reduce starts within a backward comes before its place in the list, so that
-# with fewer queues than streams two ranks can wait for each other.
+# for a plan's lists cannot hang for that (docs/how-it-works.md), but it may be late; and a
+# reduction that --overlap-grad-reduce starts within a backward comes before its place in the list,
+# so that with fewer queues than streams two ranks can wait for each other.
 
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -14,8 +14,8 @@ from zorse_megatron.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Ki
 
 # How many computations a receive's buffer is there before its place in the list. With one, messages
 # that take longer than a computation are waited for; a third brings nothing more, and each costs
-# buffers (docs/simulator.md has the table). So it is where a plan gives slow transfers, too: there
-# a receive already stands where its message is sent.
+# buffers (`scripts/receives_ahead.py` shows it). So it is where a plan gives slow transfers, too:
+# there a receive already stands where its message is sent.
 RECEIVES_AHEAD = 2
 
 
@@ -50,7 +50,7 @@ def receives_posted_at(
 
 
 # How many computations may begin before a message must have left. Fewer hold back ranks that send
-# over slow, shared links; more hold memory and multiprocessors (docs/simulator.md has the table).
+# over slow, shared links; more hold memory and multiprocessors (`scripts/receives_ahead.py`).
 SENDS_BEHIND = 6
 
 

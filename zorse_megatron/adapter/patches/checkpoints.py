@@ -52,7 +52,7 @@ SAVE_SHARDS = _record(
         "async_strategy",
         "verify_integrity",
     ),
-    becomes="The same, and then a manifest of the files: [migration.md](migration.md#checkpoints).",
+    becomes="The same, and then a manifest of the files (docs/migration.md).",
     why="a shard that is cut short or changed is found only by sizes and checksums; those of "
     "--verify-integrity are computed by one rank for all, and have no sizes",
     test=f"{_DAMAGE_TEST}::test_every_save_has_a_manifest_of_its_files",

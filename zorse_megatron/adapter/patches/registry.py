@@ -10,23 +10,10 @@ plan (`adapter/groups/global_groups.py`).
 """
 
 from zorse_megatron.adapter.patches.checkpoints import CHECKPOINTS
-from zorse_megatron.adapter.patches.rebind import Rebinding, Registry
+from zorse_megatron.adapter.patches.rebind import Registry
 from zorse_megatron.adapter.patches.under_plan import MOVING, SPLIT_BACKWARD, UNDER_A_PLAN
 from zorse_megatron.adapter.patches.without_plan import ALWAYS, EMULATION, MEASURING, RECORDING
 
-OF_A_RUN: dict[str, tuple[Rebinding, ...]] = {
-    "Under a plan": (*UNDER_A_PLAN, *SPLIT_BACKWARD),
-    "Under a plan, in checkpoints": CHECKPOINTS,
-    "Under a plan, to go on under another one": MOVING,
-    "Always, also without a plan": ALWAYS,
-    "With `--zorse-metrics`": RECORDING,
-    "In `zorse profile measure`": MEASURING,
-}
-"""When names are rebound -> their records."""
-OF_AN_EMULATED_RUN: dict[str, tuple[Rebinding, ...]] = {
-    "In `zorse emulate` and `zorse compare`": EMULATION,
-}
+_UNDER_ANY_PLAN = (*UNDER_A_PLAN, *SPLIT_BACKWARD, *CHECKPOINTS, *MOVING)
 
-REGISTRY = Registry(
-    [record for records in (OF_A_RUN | OF_AN_EMULATED_RUN).values() for record in records]
-)
+REGISTRY = Registry([*_UNDER_ANY_PLAN, *ALWAYS, *RECORDING, *MEASURING, *EMULATION])
