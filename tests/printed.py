@@ -3,37 +3,65 @@
 In this process: a start of Python for every command costs more than most of the commands do.
 """
 
+import functools
 import pickle
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
 from zorse_megatron.planner import find_plan as search_module
+from zorse_megatron.planner import gpu_selection
 from zorse_megatron.planner import other_searches as replan_module
+from zorse_megatron.planner.baselines import stock_best
+from zorse_megatron.planner.baselines.stock_search import StockSearch
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+
+
+def workload(inputs: Inputs, *more: object) -> tuple[object, ...]:
+    """What searches of the same command line have in common, and nothing else has."""
+    said = inputs.memory.activation_bytes(1, "none"), inputs.memory.gradient_bytes(1)
+    what = pickle.dumps((inputs.spec, inputs.kinds, inputs.global_batch_size))
+    return what, said, repr(inputs.space), repr(more)
+
+
+def once(search: Callable[..., Any], more: Callable[..., object]) -> Callable[..., Any]:
+    """A search that knows its answers, by its inputs and what `more` says of its options."""
+    found: dict[tuple[object, ...], Any] = {}
+
+    def searched(inputs: Inputs, *args: Any, **options: Any) -> Any:
+        key = workload(inputs, more(*args, **options))
+        if key not in found:
+            found[key] = search(inputs, *args, **options)
+        return found[key]
+
+    return searched
+
+
+def stock_search(inputs: Inputs, share: float = 1.0) -> StockSearch:
+    """Stock's, whose own answer is kept."""
+    made = StockSearch(inputs, share)
+    made.run = functools.cache(made.run)  # type: ignore[method-assign]
+    return made
 
 
 @contextmanager
 def each_search_once() -> Iterator[None]:
-    """Several commands search for the same plan: the second time the first answer will do."""
-    search, found = search_module.find_plan, {}
-
-    def find_plan(inputs, **options):
-        said = inputs.memory.activation_bytes(1, "none"), inputs.memory.gradient_bytes(1)
-        what = inputs.spec, inputs.kinds, inputs.global_batch_size, said
-        key = pickle.dumps((what, options.get("strategy")))
-        if key not in found:
-            found[key] = search(inputs, **options)
-        return found[key]
-
+    """Several commands search for the same plan or layout: again the first answer will do."""
+    find_plan = once(search_module.find_plan, lambda **options: options.get("strategy"))
     with pytest.MonkeyPatch.context() as patch:
         for module in (search_module, replan_module):
             patch.setattr(module, "find_plan", find_plan)
+        in_short = once(gpu_selection.search, lambda _progress, effort: effort)
+        patch.setattr(gpu_selection, "search", in_short)
+        patch.setattr(stock_best, "StockSearch", once(stock_search, lambda share=1.0: share))
+        patch.setattr(stock_best, "stock_in_short", once(stock_best.stock_in_short, lambda: None))
         yield
 
 

@@ -94,6 +94,4 @@ def recorded(capability: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps([launch for capability in (70, 75, 80, 90) for launch in recorded(capability)])
-    )
+    print(json.dumps([launch for capability in (70, 80, 90) for launch in recorded(capability)]))

@@ -45,8 +45,8 @@ def test_compiles_to_what_the_docstrings_promise() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     launches = json.loads(done.stdout)
     kernels = ["sum_parts", "adamw_shard", "norm_and_flag"]
-    # Of each the elements up to a multiple of 16, then the last one; for four kinds of GPU.
-    expected = [f"{name}_kernel" for name in kernels for _ in range(2)] * 4
+    # Of each the elements up to a multiple of 16, then the last one; from V100 to H100.
+    expected = [f"{name}_kernel" for name in kernels for _ in range(2)] * 3
     assert all(launch["is_assembled"] for launch in launches)
     assert [launch["kernel"] for launch in launches] == expected
     for number, launch in enumerate(launches):

@@ -24,10 +24,6 @@ def main() -> None:
     from zorse_megatron.adapter.start import stock_fixes
 
     REGISTRY.apply(stock_fixes())
-    # Ranks that are forked for tests have fewer; this is Megatron's own number.
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-    MockGPTLowLevelDataset.size = 100_000
     if not SCRIPT:
         from zorse_megatron.adapter import gpt_entry
 

@@ -38,8 +38,8 @@ def on_test_server(job: RankJob) -> None:
 
 @pytest.fixture
 def dry_run(corpus_prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DoctorRun:
-    """One iteration before a checkpoint and one after it."""
-    short = (*SMALL_GPT, "--train-iters", "2")
+    """One iteration before a checkpoint and one after it, and one evaluation."""
+    short = (*SMALL_GPT, "--train-iters", "2", "--eval-interval", "2", "--eval-iters", "1")
     for name, value in (("ITERATIONS", 2), ("SAVE_EVERY", 1), ("SMALL_GPT", short)):
         monkeypatch.setattr(checks, name, value)
         monkeypatch.setattr(plans, name, value)

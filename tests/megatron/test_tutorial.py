@@ -20,6 +20,7 @@ import pytest
 from tests.megatron.launch import REPOSITORY
 from tests.megatron.stock_log import iterations
 from tests.slurm.local_slurm import LocalSlurm, local_slurm, why_not
+from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.plan.plan_file import load_plan
 
 BLOCK = re.compile(r"^```(yaml)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -27,6 +28,7 @@ SBATCH = re.compile(r"^(\w+=\$\()?sbatch .*\n", re.MULTILINE)
 ASSIGNMENT = re.compile(r'^[A-Z]+=".*"$', re.MULTILINE)
 FILES = ("cluster.yaml", "workstation.yaml")
 PARTITIONS = {"new": {"new": 2}, "old": {"old": 2}}
+NODES = [("new", "A6000", "A6000"), ("old", "V100-16", "V100-16")]
 TIMEOUT_S = 400.0
 # The reader's training command, the least that there is to measure, and where GPUs are.
 SETTINGS = """
@@ -139,6 +141,8 @@ def test_the_tutorial_runs_as_printed(tmp_path: Path) -> None:
             if slurm is not None and (found := SBATCH.findall(text)):
                 submitted += len(found)
                 wait_for_jobs(slurm, tmp_path)
+                nodes = load_cluster(tmp_path / "cluster.yaml").nodes
+                assert [(node.name, *node.gpu_kinds) for node in nodes] == NODES
     assert next(files, None) is None
     plan = load_plan(tmp_path / "plan.json")
     layers = dict.fromkeys(("A6000", "V100-16"), 0)

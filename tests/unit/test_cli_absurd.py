@@ -20,7 +20,7 @@ LAYER = MODEL | {
     "vocab_size": 128,
     "max_position_embeddings": 32,
 }
-DEEP = LAYER | {"num_hidden_layers": 150}
+DEEP = LAYER | {"num_hidden_layers": 100}
 SMALL_KIND = "gpu_kinds: [{{name: T4-small, like: T4, memory: {memory}}}]\n"
 
 LLAMA_65B = {
@@ -57,7 +57,7 @@ FEASIBLE = {
     "one GPU, one layer, one sample": ("nodes: [{gpus: 1 x T4}]", LAYER, 1),
     "one GPU, a prime number of samples": ("nodes: [{gpus: 1 x T4}]", LAYER, 7),
     "more GPUs than layers and samples": ("nodes: [{gpus: 8 x T4}]", LAYER, 1),
-    "150 layers": ("nodes: [{gpus: 4 x T4}]", DEEP, 4, *NO_TP),
+    "100 layers": ("nodes: [{gpus: 2 x T4}]", DEEP, 4, *NO_TP),
     "every GPU another kind": (
         "nodes: [{gpus: [1 x T4, 1 x L4, 1 x A10G, 1 x P40]}]",
         MODEL,

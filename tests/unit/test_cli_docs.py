@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from tests.printed import each_search_once
 from tests.unit.conftest import FewLayouts
 from zorse_megatron.cli.main import app
+from zorse_megatron.planner import gpu_selection
 from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.search import tensor_parallel_search
 from zorse_megatron.planner.search.effort import Effort
@@ -38,6 +39,7 @@ def searching_little():
         patch.setattr(tensor_parallel_search, "tp_layouts_of", lambda inputs: [])
         patch.setattr(stock_best, "StockSearch", FewLayouts)
         patch.setattr(stock_best, "_IN_SHORT", 1)
+        patch.setattr(gpu_selection, "fewer", lambda *_: ())
         yield
 
 
@@ -53,6 +55,7 @@ def outputs():
             yield match, result.stdout
 
 
+@pytest.mark.timeout(1200)
 def test_commands_print_what_is_shown():
     compared = 0
     for match, output in outputs():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.printed import each_search_once
 from tests.unit.cli_samples import runner_in
 from tests.unit.planner_cases import random_case
 from tests.unit.test_selection import random_nodes
@@ -254,33 +255,36 @@ def test_stock_beside_the_plan(run, few_layouts, little_effort, tmp_path):
     assert '"written_stock": null' in streamed and '"next_command": null' in streamed
 
 
+RECOMMENDED = {
+    1.0: "No faster than stock Megatron, which needs no plugin: new.stock.json",
+    1.007: "Only 0.7 % faster than stock Megatron, which needs no plugin: new.stock.json",
+    1.04: "Stock Megatron: 4.16 s in its best layout on 2 A100-40 (4.0 % longer), an even",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_layouts", "little_effort")
-@pytest.mark.parametrize(
-    ("share", "said"),
-    [
-        (1.0, "No faster than stock Megatron, which needs no plugin: new.stock.json"),
-        (1.007, "Only 0.7 % faster than stock Megatron, which needs no plugin: new.stock.json"),
-        (1.04, "Stock Megatron: 4.16 s in its best layout on 2 A100-40 (4.0 % longer), an even"),
-    ],
-)
-def test_stock_is_recommended_where_a_plan_is_hardly_faster(share, said, run, monkeypatch):
-    def at_best(searches, plain=StockSearches.at_best):
-        found = plain(searches)
-        layout = dataclasses.replace(found.best.layout, iteration_s=4.0 * share)
-        stock = stock_best.Stock(layout=layout, reason="")
-        return stock_best.StockAtBest(even=stock, best=stock)
-
-    monkeypatch.setattr(StockSearches, "at_best", at_best)
+def test_stock_is_recommended_where_a_plan_is_hardly_faster(run, monkeypatch):
+    at_best = StockSearches.at_best
     monkeypatch.setattr(plan_answer.Answer, "iteration_s", 4.0)
-    told = run(*PLAN, "--tokens", "1T", "--out", "new.json")
-    lines = told.stdout.splitlines()
-    assert any(line.startswith(said) for line in lines), told.output
-    assert len(lines) <= MOST_LINES and max(map(len, lines)) <= WIDTH
-    of_stock = "zorse launch new.stock.json --stock --cluster new.stock.cluster.yaml"
-    assert (of_stock in told.output) == (share < 1.03)
-    answer = json.loads(run(*PLAN, "--json").stdout)
-    assert answer["stock"]["recommended"] == (share < 1.03)
+    with each_search_once():
+        for share, said in RECOMMENDED.items():
+
+            def in_share(searches, share=share):
+                layout = at_best(searches).best.layout
+                layout = dataclasses.replace(layout, iteration_s=4.0 * share)
+                stock = stock_best.Stock(layout=layout, reason="")
+                return stock_best.StockAtBest(even=stock, best=stock)
+
+            monkeypatch.setattr(StockSearches, "at_best", in_share)
+            told = run(*PLAN, "--tokens", "1T", "--out", "new.json")
+            lines = told.stdout.splitlines()
+            assert any(line.startswith(said) for line in lines), told.output
+            assert len(lines) <= MOST_LINES and max(map(len, lines)) <= WIDTH
+            of_stock = "zorse launch new.stock.json --stock --cluster new.stock.cluster.yaml"
+            assert (of_stock in told.output) == (share < 1.03)
+            answer = json.loads(run(*PLAN, "--json").stdout)
+            assert answer["stock"]["recommended"] == (share < 1.03)
 
 
 @pytest.mark.slow

