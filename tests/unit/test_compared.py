@@ -184,5 +184,5 @@ def test_the_document_says_how_each_row_is_made():
         words = [f"--cluster examples/{cluster}.yaml", f"--model {model}"]
         words += [f"--global-batch-size {batch}"] * (batch != usual_batch)
         words += [f"--seq-length {tokens}"] * (tokens != usual_tokens)
-        lines = PERFORMANCE.split("## Comparing")[1].split("\n## ")[0].splitlines()
+        lines = PERFORMANCE.split("## Emulated comparison")[1].split("\n## ")[0].splitlines()
         assert any(all(word in line for word in words) for line in lines), (cluster, model)

@@ -144,7 +144,7 @@ def our_flags():
 
 def removed_flags():
     """Those that an error names the way now for."""
-    return {*pretrain_command._REMOVED, *(name.split()[-1] for name in command_group._REMOVED)}
+    return {*pretrain_command._REMOVED, *(name.split()[-1] for name in command_group.REMOVED)}
 
 
 def is_flag_of_others(flag):
