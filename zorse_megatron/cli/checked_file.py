@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,10 @@ def _is_among(key: str, names: Iterable[str]) -> bool:
     return bool(difflib.get_close_matches(key[:_MAX_KEY], list(names), n=1, cutoff=0.85))
 
 
+_MOST_SEEN = 100_000
+"""Bytes of a file that cannot be read in which keys are looked for."""
+
+
 def _top_level_keys(data: bytes) -> set[str]:
     try:
         value = json.loads(data)
@@ -139,7 +144,8 @@ def _top_level_keys(data: bytes) -> set[str]:
         try:
             value, _, _ = read_yaml(data, "file", CLUSTER_FILE)
         except ZorseError:
-            return set()
+            # Cut off, say: what is there of its keys, and of those inside them.
+            return {each.decode() for each in re.findall(rb'"(\w{1,64})"\s*:', data[:_MOST_SEEN])}
     return set(value) if isinstance(value, dict) else set()
 
 

@@ -142,8 +142,8 @@ def _conversion(value: Any, source: str, kind: FileKind, version: int) -> str:
     there = _keys_in(value)
     renamed = {old: new for old, new in kind.renamed.items() if old in there}
     names = ", ".join(f'"{old}" is now "{new}"' for old, new in renamed.items())
-    changes = [f's/"schema_version": 1,/"schema_version": {version},/']
-    changes += [f's/"{old}":/"{new}":/' for old, new in renamed.items()]
+    changes = [rf's/"schema_version" *: *1\b/"schema_version": {version}/']
+    changes += [f's/"{old}" *:/"{new}":/g' for old, new in renamed.items()]
     command = f"sed -i {shlex.quote('; '.join(changes))} {shlex.quote(source)}"
     return f"{f'In it {names}. ' if names else ''}Plan again, or run: {command}"
 

@@ -128,7 +128,7 @@ class UplinkEntry:
     to: Name | None = None
     """The switch above; left out: the core of the region, which never limits."""
     latency: Seconds | None = None
-    """What the hop adds."""
+    """What the link adds."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

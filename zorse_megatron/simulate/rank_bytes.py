@@ -81,7 +81,7 @@ class RankSizes:
         self.costs = costs
         self.framework = framework
         self.memory = costs.memory
-        self.tp_costs = _set_costs(plan, costs)
+        self.tp_costs = _costs_of_tp_groups(plan, costs)
         """Costs of the plan's tensor-parallel groups; None: it has none."""
         self._parts: dict[int, TpShard] = {}
         self.group_and_replica: dict[int, tuple[int, int]] = {}
@@ -449,7 +449,7 @@ class RankSizes:
         return (*(one == next_ for one, next_ in pairwise(groups)), False)
 
 
-def _set_costs(plan: Plan, costs: JobCosts) -> TpCosts | None:
+def _costs_of_tp_groups(plan: Plan, costs: JobCosts) -> TpCosts | None:
     """Those of the plan's tensor-parallel groups; None: it has none."""
     if not list(tp_groups_of(plan)):
         return None

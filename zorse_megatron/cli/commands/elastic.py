@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zorse_megatron.cli.command_group import training_flags
+from zorse_megatron.cli.command_group import REMOVED, training_flags
 from zorse_megatron.cli.console import refusal, refuse, reported_errors
 from zorse_megatron.cli.options import ClusterFile, PlanFile, with_bundles
 from zorse_megatron.errors import Problem
@@ -111,6 +111,13 @@ class ElasticOptions:
                     found=f"{name} in it",
                     expected="options that say how to search",
                     remedy="Leave it out: files and training command are given where the job is.",
+                )
+            if f"plan {name}" in REMOVED:
+                yield Problem(
+                    where=where,
+                    found=f"{name} in it, an option of zorse plan that was removed",
+                    expected="options that it has",
+                    remedy=REMOVED[f"plan {name}"],
                 )
 
     def refuse_without_save(self, training: TrainingCommand) -> None:
