@@ -134,7 +134,8 @@ def with_every_renamed_key():
     plan = good()
     plan["groups"][0] |= {"split_backward": True, "delayed_wgrad_samples": 3}
     plan["groups"][1] |= {"grad_reduce_dtype": "bf16"}
-    plan["groups"][2]["replicas"][0]["tp_shards"] = {}
+    for group in plan["groups"]:
+        group["replicas"][0]["tp_shards"] = {}
     plan["chunks"][0]["transfer"] = {"latency": 0.1, "load": 0.5}
     return load(plan)
 

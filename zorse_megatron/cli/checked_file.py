@@ -48,6 +48,8 @@ _PARSERS: dict[str, Callable[..., Content]] = {
 }
 # Below this a correction is the rounding of a fall between two points.
 _SMALL_CHANGE = 0.005
+_MOST_SEEN = 100_000
+"""Bytes of a file that cannot be read in which keys are looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +133,6 @@ def _keys_of(kind: FileKind) -> Iterable[str]:
 def _is_among(key: str, names: Iterable[str]) -> bool:
     """Whether a key is one of the names, or a slip of the keyboard away from one."""
     return bool(difflib.get_close_matches(key[:_MAX_KEY], list(names), n=1, cutoff=0.85))
-
-
-_MOST_SEEN = 100_000
-"""Bytes of a file that cannot be read in which keys are looked for."""
 
 
 def _top_level_keys(data: bytes) -> set[str]:

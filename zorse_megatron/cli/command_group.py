@@ -1,5 +1,6 @@
 """What all commands share: conventions, flags after `--`, usage errors as JSON."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -113,6 +114,17 @@ def _refuse_removed(ctx: Any, word: str) -> None:
     )
     with reported_errors(as_json=ctx.meta.get(_WANTS_JSON, False), status=USAGE):
         raise CommandError("the command cannot be run", [problem])
+
+
+def not_understood(command: Any, name: str, words: Sequence[str]) -> tuple[str, str] | None:
+    """What a command cannot read in its words, and what to do; None: it reads all of them."""
+    try:
+        command.make_context(name, list(words))
+    except _UsageError as error:
+        said: str = error.format_message()  # type: ignore[attr-defined]
+        option = getattr(error, "option_name", "")
+        return said, REMOVED.get(f"{name} {option}", f"Run: zorse {name} --help.")
+    return None
 
 
 def _problem(error: Any) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zorse_megatron.cli.command_group import REMOVED, training_flags
+from zorse_megatron.cli.command_group import not_understood, training_flags
 from zorse_megatron.cli.console import refusal, refuse, reported_errors
 from zorse_megatron.cli.options import ClusterFile, PlanFile, with_bundles
 from zorse_megatron.errors import Problem
@@ -47,6 +47,8 @@ _NOT_AGAIN = (
     "--html",
     "--from-status",
     "--without",
+    "--help",
+    "-h",
     "--",
 )
 _ARRIVE_S = 180.0
@@ -104,21 +106,16 @@ class ElasticOptions:
                 remedy="Check the quotes.",
             )
             return
-        for name in (word.partition("=")[0] for word in words):
-            if name in _NOT_AGAIN:
-                yield Problem(
-                    where=where,
-                    found=f"{name} in it",
-                    expected="options that say how to search",
-                    remedy="Leave it out: files and training command are given where the job is.",
-                )
-            if f"plan {name}" in REMOVED:
-                yield Problem(
-                    where=where,
-                    found=f"{name} in it, an option of zorse plan that was removed",
-                    expected="options that it has",
-                    remedy=REMOVED[f"plan {name}"],
-                )
+        given = [name for name in (word.partition("=")[0] for word in words) if name in _NOT_AGAIN]
+        for name in given:
+            yield Problem(
+                where=where,
+                found=f"{name} in it",
+                expected="options that say how to search",
+                remedy="Leave it out: files and training command are given where the job is.",
+            )
+        if not given:
+            yield from _not_of_plan(where, words)
 
     def refuse_without_save(self, training: TrainingCommand) -> None:
         """Raise CommandError for a command that has nothing to go on from."""
@@ -137,6 +134,17 @@ class ElasticOptions:
             *("--plans", str(self.plans), "--min-gpus", str(self.min_gpus), *more),
             *("--plan-limit", f"{self.plan_limit:g}"),
         ]
+
+
+def _not_of_plan(where: str, words: Sequence[str]) -> Iterator[Problem]:
+    """The first that `zorse plan` cannot read: it would fail when a node is lost."""
+    from zorse_megatron.cli.main import app  # it imports this module
+
+    plan = typer.main.get_command(app).commands["plan"]  # type: ignore[attr-defined]
+    found = not_understood(plan, "plan", [*words, "--cluster", "cluster.yaml"])
+    if found is not None:
+        said, remedy = found
+        yield Problem(where=where, found=said, expected="options of zorse plan", remedy=remedy)
 
 
 @with_bundles
