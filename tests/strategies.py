@@ -2,9 +2,10 @@
 
 `plans()` draws what the rules allow and people rarely write by hand: groups whose ranks are not in
 order, groups that are not in model order, replicas of one group with different micro-batch sizes
-and counts, replicas without micro-batches, replicas without a shard, groups with more in flight
-than they need, groups that compute weight gradients apart, transfers that are fast, slow or not
-known. It shrinks towards one rank that holds all layers and runs the batch in one micro-batch.
+and counts, replicas without micro-batches, replicas without a shard, computations and transfers
+whose times are equal, unequal or not known, limits of what is in flight that are tight or wide,
+groups that compute weight gradients apart. It shrinks towards one rank that holds all layers and
+runs the batch in one micro-batch.
 Strategies for parts are made once: hypothesis checks each new one, which takes longer than to draw
 from it.
 """
@@ -30,7 +31,7 @@ from zorse_megatron.plan.plan import (
     Replica,
     Schedule,
     ScheduleName,
-    TransferCost,
+    TransferTime,
 )
 from zorse_megatron.plan.rules import SCHEDULE_PARAMETERS
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
@@ -51,9 +52,11 @@ _SHARD_WEIGHTS = st.one_of(
     st.sampled_from([1.0, 0.0, 2.0, 3.0]),
     st.floats(min_value=0.01, max_value=8.0, allow_subnormal=False),
 )
-_PARTS_OF_TIME = st.sampled_from([0.0, 0.25]) | st.floats(0, 0.9)
+_SECONDS = st.sampled_from([1.0, 2.0, 0.25]) | st.floats(0.01, 4)
+_MAY_BE_NONE_S = st.just(0.0) | _SECONDS
+_COMPUTE_TIMES = st.tuples(_SECONDS, _SECONDS, _MAY_BE_NONE_S)
 _TRANSFERS = st.none() | st.builds(
-    TransferCost, latency=_PARTS_OF_TIME, load=_PARTS_OF_TIME | st.floats(0.9, 3)
+    TransferTime, latency_s=_MAY_BE_NONE_S, s_per_sample=_MAY_BE_NONE_S
 )
 
 # Any text without controls: no separators of lines, nothing that turns the direction of writing.
@@ -102,18 +105,8 @@ def plans(
         schedule=_schedule(draw, schedule_names, with_schedule_parameters),
         **_plan_options(draw, with_options, world_size),
     )
-    split = (replace(group, split_backward=draw(_SPLITS)) for group in plan.groups)
-    delayed = _none_or_up_to(batch)
-    limited = (
-        replace(group, delayed_wgrad_samples=draw(delayed)) if group.split_backward else group
-        for group in split
-    )
-    plan = replace(plan, groups=tuple(limited))
-    if plan.schedule.name == "breadth_first":
-        return plan
-    extra = _none_or_up_to(batch)
-    more = tuple(replace(group, extra_in_flight=draw(extra)) for group in plan.groups)
-    return replace(plan, groups=more)
+    split = tuple(replace(group, split_backward=draw(_SPLITS)) for group in plan.groups)
+    return with_random_order(draw, replace(plan, groups=split))
 
 
 @st.composite
@@ -142,6 +135,32 @@ def lowerable_plans(
     may_offload_parameters = parameters_setting(plan) != RESIDENT
     groups = tuple(_with_moves(draw, group, may_offload_parameters) for group in plan.groups)
     return replace(plan, groups=groups)
+
+
+def with_random_order(draw: DrawFn, plan: Plan) -> Plan:
+    """The plan with what its order follows: times, and limits of all replicas or of none."""
+    has_times = draw(_FLAG)
+    has_limits = plan.schedule.name != "breadth_first" and draw(_FLAG)
+    groups = []
+    for number, group in enumerate(plan.groups):
+        chunks = [plan.chunks[chunk].layers for chunk in plan.chunks_of_group(number)]
+        layers = sum(stop - first for first, stop in chunks)
+        most = _none_or_up_to(2 * layers * plan.global_batch_size)
+        replicas = tuple(
+            replace(
+                replica,
+                compute_s=tuple(draw(_COMPUTE_TIMES) for _ in chunks) if has_times else None,
+                max_in_flight=(draw(most) or 1) if has_limits else None,
+                max_delayed_wgrad=draw(most) if group.split_backward else None,
+            )
+            for replica in group.replicas
+        )
+        groups.append(replace(group, replicas=replicas))
+    per_round = None
+    if plan.schedule.name != "breadth_first":
+        per_round = draw(_none_or_up_to(plan.global_batch_size))
+    schedule = replace(plan.schedule, samples_per_round=per_round)
+    return replace(plan, groups=tuple(groups), schedule=schedule)
 
 
 def _with_moves(draw: DrawFn, group: Group, may_offload_parameters: bool) -> Group:

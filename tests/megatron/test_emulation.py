@@ -26,7 +26,7 @@ from zorse_megatron.emulate.rank_jobs import RankJob
 from zorse_megatron.emulate.tiny_model import VOCABULARY, TinyShape, TinyTraining
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import MODELS
-from zorse_megatron.plan.plan import Offload, Recompute, Schedule, TpShards
+from zorse_megatron.plan.plan import Group, Offload, Recompute, Schedule, TpShards
 from zorse_megatron.planner.baselines.stock_layouts import Grid, Placement, plan_of_grid
 from zorse_megatron.planner.baselines.stock_search import framework_of
 from zorse_megatron.planner.inputs.search_inputs import make_inputs, on_ranks
@@ -69,6 +69,12 @@ def changed(plan, recompute=None, schedule=None, **offload):
     return dataclasses.replace(plan, groups=groups)
 
 
+def in_flight(group: Group, most: int) -> Group:
+    """Its replicas may keep so many samples times layers."""
+    replicas = tuple(dataclasses.replace(each, max_in_flight=most) for each in group.replicas)
+    return dataclasses.replace(group, replicas=replicas)
+
+
 FULL = Recompute(mode="full")
 _TWO_IN_FLIGHT = chunked_plan(
     [(replica(0, 1, 8),), (replica(1, 1, 8),), (replica(2, 2, 4),)],
@@ -77,9 +83,9 @@ _TWO_IN_FLIGHT = chunked_plan(
 ENDING_WITH_TWO = dataclasses.replace(
     changed(_TWO_IN_FLIGHT, schedule=Schedule(name="interleaved")),
     groups=(
-        *_TWO_IN_FLIGHT.groups[:2],
+        *(in_flight(group, 16) for group in _TWO_IN_FLIGHT.groups[:2]),
         dataclasses.replace(
-            _TWO_IN_FLIGHT.groups[2], extra_in_flight=1, offload=Offload(activations=True)
+            in_flight(_TWO_IN_FLIGHT.groups[2], 4), offload=Offload(activations=True)
         ),
     ),
 )

@@ -73,7 +73,7 @@ from tests.megatron.plans import (
 )
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.strategies import lowerable_plans, plans
-from zorse_megatron.plan.plan import Plan, Schedule, TpShards, TransferCost
+from zorse_megatron.plan.plan import Plan, Schedule, TpShards, TransferTime
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
@@ -114,17 +114,34 @@ BESIDE_A_RANK = chunked_plan([UNLIKE, (replica(3, 4, 2),)], [(0, 1), (1, 1), (0,
 ONE_SET = plan_of(((tp_replica((0, 1), 2, 4),), 4))
 
 
-SLOW_HOPS = replace(
-    LAYOUTS["2|1|2"],
-    chunks=tuple(
-        replace(chunk, transfer=transfer)
-        for chunk, transfer in zip(
-            LAYOUTS["2|1|2"].chunks,
-            (TransferCost(latency=0.2, load=0.5), TransferCost(latency=0.1, load=1.5), None),
-            strict=True,
+def with_times(plan: Plan) -> Plan:
+    """Of unequal GPUs far from one another, with limits that make them wait."""
+    groups = tuple(
+        replace(
+            group,
+            replicas=tuple(
+                replace(
+                    each,
+                    compute_s=((1.0 + number, 3.0 - index % 2, 1.0),)
+                    * len(plan.chunks_of_group(number)),
+                    max_in_flight=3 * each.micro_batch_size + number,
+                    max_delayed_wgrad=each.micro_batch_size if group.split_backward else None,
+                )
+                for index, each in enumerate(group.replicas)
+            ),
         )
-    ),
-)
+        for number, group in enumerate(plan.groups)
+    )
+    chunks = tuple(
+        chunk
+        if after is None or after.group == chunk.group
+        else replace(chunk, transfer=TransferTime(latency_s=0.5, s_per_sample=0.25))
+        for chunk, after in zip(plan.chunks, (*plan.chunks[1:], None), strict=True)
+    )
+    return replace(plan, groups=groups, chunks=chunks)
+
+
+SLOW_LINKS = with_times(LAYOUTS["2|1|2"])
 APART = in_regions(LAYOUTS["3|2"], "ewe", "we")
 SWIGLU = (
     *("--swiglu", "--ffn-hidden-size", "128", "--qk-layernorm"),
@@ -155,7 +172,7 @@ ROWS: dict[str, Row] = {
         flags=("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     ),
     "5, one idle, overlap": Row(plan=LAYOUTS["5, one idle"], flags=BUCKETS),
-    "slow messages": Row(plan=SLOW_HOPS),
+    "slow messages": Row(plan=SLOW_LINKS),
     "regions": Row(plan=APART),
     # Several chunks: gathered and released, recomputed, offloaded.
     "interleaved, each replica its own": Row(plan=each_its_own(INTERLEAVED)),
@@ -359,7 +376,7 @@ def test_follows_stock(name: str, corpus: Path) -> None:
 
 
 def test_slow_messages_and_regions_change_what_runs_when_and_where() -> None:
-    assert lower_plan(SLOW_HOPS) != lower_plan(LAYOUTS["2|1|2"])
+    assert lower_plan(SLOW_LINKS) != lower_plan(LAYOUTS["2|1|2"])
     assert micro_batches_of(APART) != micro_batches_of(LAYOUTS["3|2"])
 
 

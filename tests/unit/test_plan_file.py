@@ -123,20 +123,16 @@ def test_null_is_absent():
 
 
 OLD_KEYS = {
-    "transfer": "hop",
     "grad_reduce_dtype": "gradient_wire",
-    "delayed_wgrad_samples": "delayed_samples",
     "tp_shards": "parts",
 }
 
 
 def with_every_renamed_key():
     plan = good()
-    plan["groups"][0] |= {"split_backward": True, "delayed_wgrad_samples": 3}
     plan["groups"][1] |= {"grad_reduce_dtype": "bf16"}
     for group in plan["groups"]:
         group["replicas"][0]["tp_shards"] = {}
-    plan["chunks"][0]["transfer"] = {"latency": 0.1, "load": 0.5}
     return load(plan)
 
 
@@ -168,8 +164,8 @@ def test_a_plan_of_version_1_says_the_new_names_and_the_command_that_writes_them
 
 def test_a_key_of_version_1_in_version_2_says_its_new_name():
     plan = good()
-    plan["chunks"][0]["hop"] = {"latency": 0, "load": 0}
-    assert only_problem(plan).remedy == 'Its name is now "transfer".'
+    plan["groups"][0]["gradient_wire"] = "bf16"
+    assert only_problem(plan).remedy == 'Its name is now "grad_reduce_dtype".'
 
 
 def _classes(hint):

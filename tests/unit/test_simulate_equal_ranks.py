@@ -59,9 +59,6 @@ def schedules(draw, plan):
         owners = draw(st.permutations(owners))
     settings = [{}, {"parameters": "resident"}, {"parameters": "per_micro_batch"}]
     parameters = draw(st.sampled_from(settings)) if name == "breadth_first" else {}
-    if name == "breadth_first":
-        groups = tuple(dataclasses.replace(g, extra_in_flight=None) for g in plan.groups)
-        plan = dataclasses.replace(plan, groups=groups)
     plan = with_owners(plan, owners, name, **parameters)
     if name == "breadth_first" and parameters_setting(plan) != RESIDENT:
         group = dataclasses.replace(plan.groups[0], offload=Offload(parameters=True))
@@ -94,20 +91,26 @@ def with_one_more(draw, plan):
     return dataclasses.replace(plan, groups=tuple(groups))
 
 
-def with_extras(draw, plan):
-    """More in flight or delayed in some groups; often whole rounds, so that it merges."""
-    extras = st.one_of(st.none(), st.sampled_from([8, 16, 32]), st.integers(1, 32))
-    splits = [draw(st.booleans()) for _ in plan.groups]
-    groups = tuple(
-        dataclasses.replace(
-            group,
-            extra_in_flight=draw(extras),
-            split_backward=split,
-            delayed_wgrad_samples=draw(extras) if split else None,
-        )
-        for group, split in zip(plan.groups, splits, strict=True)
-    )
-    return dataclasses.replace(plan, groups=groups)
+def with_order(draw, plan):
+    """Times and limits of groups whose replicas are equal, so that it merges."""
+    has_limits = plan.schedule.name != "breadth_first" and draw(st.booleans())
+    has_times = draw(st.booleans())
+    seconds = st.sampled_from([0.5, 1.0, 1.5, 2.0])
+    groups = []
+    for number, group in enumerate(plan.groups):
+        split = draw(st.booleans())
+        own = {
+            "compute_s": tuple(
+                (draw(seconds), draw(seconds), draw(seconds)) for _ in plan.chunks_of_group(number)
+            )
+            if has_times
+            else None,
+            "max_in_flight": draw(st.integers(1, 64)) if has_limits else None,
+            "max_delayed_wgrad": draw(st.none() | st.integers(0, 32)) if split else None,
+        }
+        replicas = tuple(dataclasses.replace(each, **own) for each in group.replicas)
+        groups.append(dataclasses.replace(group, replicas=replicas, split_backward=split))
+    return dataclasses.replace(plan, groups=tuple(groups))
 
 
 def with_own_settings(draw, plan):
@@ -141,12 +144,12 @@ def equal_plans(draw):
     world = sum(count for count, _ in shapes)
     order = draw(st.one_of(st.just(list(range(world))), st.permutations(range(world))))
     weights = draw(st.sampled_from([[1.0], [1.0], [1.0, 2.0]]))
-    plan = with_extras(draw, with_one_more(draw, shaped(shapes, batch, order, weights)))
+    plan = with_one_more(draw, shaped(shapes, batch, order, weights))
     kinds = [""] * world
     for number, group in enumerate(plan.groups):
         for index, rank in enumerate(group.ranks):
             kinds[rank] = "xyz"[(number + index // mixed) % 3] if mixed else "xyz"[number]
-    plan = with_own_settings(draw, draw(schedules(plan)))
+    plan = with_order(draw, with_own_settings(draw, draw(schedules(plan))))
     return dataclasses.replace(plan, chunks=with_random_transfers(draw, plan.chunks)), kinds
 
 

@@ -20,11 +20,11 @@ from zorse_megatron.plan.plan import (
     Recompute,
     Schedule,
 )
-from zorse_megatron.schedule.action_sequence import forward_costs
+from zorse_megatron.schedule.action_sequence import Durations
 from zorse_megatron.schedule.actions import COMPUTE, Action, Kind, from_norm
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.micro_batch_order import Pipeline
-from zorse_megatron.schedule.pipeline_schedules import one_f_one_b
+from zorse_megatron.schedule.pipeline_schedules import policy_of
 from zorse_megatron.schedule.samples import Boundaries
 from zorse_megatron.simulate.assumptions import SimulationError
 from zorse_megatron.simulate.memory_ledger import Category
@@ -221,32 +221,40 @@ def test_random_plans_agree_with_a_second_implementation(case, forward_only):
                 assert span.end_s == pytest.approx(end_s, rel=1e-9, abs=1e-9)
 
 
-def without_transfers(plan):
-    """The plan, as if messages took no time."""
-    chunks = tuple(dataclasses.replace(chunk, transfer=None) for chunk in plan.chunks)
-    return dataclasses.replace(plan, chunks=chunks)
+def of_balanced_work(plan):
+    """The plan, of which no times are known."""
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            replicas=tuple(dataclasses.replace(each, compute_s=None) for each in group.replicas),
+        )
+        for group in plan.groups
+    )
+    return dataclasses.replace(plan, groups=groups)
 
 
 @pytest.mark.slow
-@given(plan=plans().map(without_transfers))
+@given(plan=plans().map(of_balanced_work))
 def test_times_are_those_of_the_simulation_that_made_the_order(plan):
     """It takes a replica's n micro-batches as 1/n each, a third of it forward.
 
     With these costs and free communication every computation starts when it did there; earlier at
     most where it got stuck at its limits.
     """
-    pipeline = Pipeline(plan, Boundaries(plan), one_f_one_b(plan), forward_only=False)
+    pipeline = Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=False)
     events = list(pipeline.simulate())
     stuck = pipeline.was_stuck
     factors, kinds = {}, [""] * plan.world_size
     unit = {}
-    for chunk, costs in enumerate(forward_costs(plan)):
-        first, stop = plan.chunks[chunk].layers
-        for replica, cost in costs.items():
-            rank = plan.groups[plan.chunks[chunk].group].replicas[replica].ranks[0]
-            kinds[rank] = str(rank)
-            factors[str(rank)] = cost / (stop - first)
-            unit[chunk, replica] = rank
+    durations = Durations(plan)
+    for chunk, each in enumerate(plan.chunks):
+        first, stop = each.layers
+        for number, replica in enumerate(plan.groups[each.group].replicas):
+            if replica.num_microbatches:
+                (rank,) = replica.ranks
+                kinds[rank] = str(rank)
+                factors[str(rank)] = durations.of(Kind.FORWARD, chunk, number) / (stop - first)
+                unit[chunk, number] = rank
     compute = FakeCompute(forward_s=1.0, backward_s=2.0, factors=factors, by_micro_batch=True)
     result = run(plan, compute=compute, kinds=kinds)
     starts = {

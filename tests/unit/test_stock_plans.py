@@ -18,7 +18,6 @@ from zorse_megatron.plan.plan import (
     Plan,
     Recompute,
     TpShards,
-    TransferCost,
 )
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.baselines.stock_layouts import Grid, plan_of_grid
@@ -90,7 +89,6 @@ def comparable(plan):
             offload=None,
             split_backward=None,
             hierarchical=None,
-            delayed_wgrad_samples=None,
             replicas=tuple(
                 dataclasses.replace(
                     each,
@@ -173,7 +171,6 @@ def exchanged(plan, one, other):
 
 
 NO_MORE = dataclasses.replace(PLAN.groups[1], replicas=PLAN.groups[1].replicas[:1])
-TRANSFER = dataclasses.replace(PLAN.chunks[0], transfer=TransferCost(latency=0.1, load=0.1))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +199,6 @@ TRANSFER = dataclasses.replace(PLAN.chunks[0], transfer=TransferCost(latency=0.1
             "everything on the GPU",
         ),
         (with_group(1, split_backward=True), "groups[1].split_backward", "in one piece"),
-        (with_group(1, extra_in_flight=1), "groups[1].extra_in_flight", "no more in flight"),
         (
             with_group(0, grad_reduce_dtype="bf16"),
             "groups[0].grad_reduce_dtype",
@@ -214,9 +210,9 @@ TRANSFER = dataclasses.replace(PLAN.chunks[0], transfer=TransferCost(latency=0.1
         (with_chunks(0, 1, 1, 0), "chunks", "groups 0, 1 in turn"),
         (with_chunks(0, 1, 0), "chunks", "groups 0, 1 in turn"),
         (
-            dataclasses.replace(PLAN, chunks=(TRANSFER, *PLAN.chunks[1:])),
-            "chunks[0].transfer",
-            "slow",
+            with_replica(1, 0, max_in_flight=9),
+            "groups[1].replicas[0].max_in_flight",
+            "as stock has",
         ),
         (
             dataclasses.replace(

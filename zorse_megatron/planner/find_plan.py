@@ -41,9 +41,9 @@ from zorse_megatron.planner.search.finish_plan import (
     with_best_levels,
     with_narrow_gradients,
     with_plans_of_shorter,
-    with_split_backwards,
 )
 from zorse_megatron.planner.search.local_moves import with_changes
+from zorse_megatron.planner.search.placements import with_best_order
 from zorse_megatron.planner.search.tensor_parallel_search import search_with_tp
 from zorse_megatron.planner.search.zorse_search import SearchResult
 from zorse_megatron.planner.shortage import no_plan
@@ -185,7 +185,7 @@ def _finished(search: _Searched, strategy: Strategy) -> Evaluation:
         ways.append([each for each in found if not _keeps_in_host(each.plan)])
     finished = []
     for some in filter(None, ways):
-        best = with_best_levels(evaluator, with_split_backwards(evaluator, some))
+        best = with_best_levels(evaluator, with_best_order(evaluator, some))
         best = with_narrow_gradients(evaluator, best)
         finished.append(with_changes(evaluator, best) if strategy == "zorse" else best)
     return min(finished, key=lambda each: each.iteration_s)

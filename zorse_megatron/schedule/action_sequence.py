@@ -21,11 +21,7 @@ from zorse_megatron.schedule.tensor_parallel_parts import SlicePair, slice_pairs
 
 # Events of a simulated schedule: computations of replicas, and actions of entire groups.
 #
-# Its time is exact, in integers without meaning outside it. It is the plan's own hypothesis
-# that the work is balanced: every group takes one unit for its part of the batch, each of its
-# chunks in proportion to its layers, and a replica with n micro-batches 1/n of that for each, one
-# third of it forward. Communication takes no time, but where the plan says how long (see
-# `micro_batch_order`).
+# Its time is exact, in integers, so that every rank finds the same order.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,17 +41,6 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arrival:
-    """Messages that arrive together, having been sent together between two groups."""
-
-    chunk: int
-    """Where they arrive."""
-    forward: bool
-    """Whether they are activations."""
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupEvent:
     """Actions that all ranks of a group take at one moment, those without micro-batches too."""
 
@@ -64,17 +49,58 @@ class GroupEvent:
     actions: tuple[Action, ...]
 
 
-BACKWARD_COST = 2
-"""A backward takes twice as long as a forward: it makes gradients of inputs and of weights."""
+NS_PER_S = 10**9
 
 
-def computation_cost(kind: Kind, *, splits: bool) -> int:
-    """In forwards. `splits`: whether gradients of weights are a computation of their own."""
-    return BACKWARD_COST if kind is Kind.BACKWARD and not splits else 1
+class Durations:
+    """How long computations and messages take while a schedule is simulated.
+
+    In nanoseconds, where the plan gives `compute_s`. Otherwise the work is taken to be balanced:
+    every group takes one unit for its part of the batch, each of its chunks in proportion to its
+    layers, and a replica with n micro-batches 1/n of that for each, a third of it forward, a third
+    for gradients of weights; messages take no time.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        is_known = any(each.compute_s for group in plan.groups for each in group.replicas)
+        self._chunks = _known(plan) if is_known else _balanced(plan)
+        self._messages = [
+            (round(NS_PER_S * each.latency_s), NS_PER_S * each.s_per_sample)
+            if is_known and each is not None
+            else (0, 0.0)
+            for each in (chunk.transfer for chunk in plan.chunks)
+        ]
+
+    def of(self, kind: Kind, chunk: int, replica: int) -> int:
+        """A forward, a backward or weight gradients of one micro-batch."""
+        return self._chunks[chunk][replica][_COLUMNS[kind]]
+
+    def of_message(self, chunk: int, samples: int) -> int:
+        """From `chunk` to the next one, or back."""
+        latency, per_sample = self._messages[chunk]
+        return latency + round(per_sample * samples)
 
 
-def forward_costs(plan: Plan) -> list[dict[int, int]]:
-    """Chunk -> replica -> time of one forward. Only replicas that have micro-batches."""
+_COLUMNS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.WEIGHT_GRADIENT: 2}
+_ByReplica = dict[int, tuple[int, int, int]]
+"""Replica with micro-batches -> forward, backward, weight gradients."""
+
+
+def _known(plan: Plan) -> list[_ByReplica]:
+    found: list[_ByReplica] = [{} for _ in plan.chunks]
+    for number, group in enumerate(plan.groups):
+        for replica, each in enumerate(group.replicas):
+            rows = zip(plan.chunks_of_group(number), each.compute_s or (), strict=False)
+            for chunk, seconds in rows:
+                # At least 1: what a group does follows what ended before, not what starts then.
+                forward, backward, weights = (
+                    max(1, round(NS_PER_S * each_s)) for each_s in seconds
+                )
+                found[chunk][replica] = forward, backward, weights
+    return found
+
+
+def _balanced(plan: Plan) -> list[_ByReplica]:
     layers = [stop - first for first, stop in (chunk.layers for chunk in plan.chunks)]
     of_group = [0] * len(plan.groups)
     for chunk, count in zip(plan.chunks, layers, strict=True):
@@ -90,13 +116,15 @@ def forward_costs(plan: Plan) -> list[dict[int, int]]:
     unit = math.lcm(
         *(whole * n for whole, ns in zip(of_group, counts, strict=True) for n in ns.values())
     )
-    return [
-        {
+    found = []
+    for chunk, count in zip(plan.chunks, layers, strict=True):
+        backward = 1 if plan.groups[chunk.group].split_backward else 2
+        forwards = {
             replica: count * (unit // (of_group[chunk.group] * n))
             for replica, n in counts[chunk.group].items()
         }
-        for chunk, count in zip(plan.chunks, layers, strict=True)
-    ]
+        found.append({replica: (f, backward * f, f) for replica, f in forwards.items()})
+    return found
 
 
 _TRANSFER, _ACT, _COMPUTE = range(3)

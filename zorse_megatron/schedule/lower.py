@@ -28,19 +28,16 @@ from zorse_megatron.schedule.action_sequence import (
     update_actions,
 )
 from zorse_megatron.schedule.actions import Action, ActionLists
-from zorse_megatron.schedule.micro_batch_order import pipeline_for
+from zorse_megatron.schedule.micro_batch_order import Pipeline
 from zorse_megatron.schedule.pipeline_schedules import (
     RESIDENT,
     Worker,
-    interleaved,
-    one_f_one_b,
     parameters_setting,
+    policy_of,
     simulate_breadth_first,
 )
 from zorse_megatron.schedule.samples import Boundaries
 from zorse_megatron.schedule.transfer_windows import with_gradient_offloads
-
-_POLICIES = {"1f1b": one_f_one_b, "interleaved": interleaved}
 
 
 def lower_plan(
@@ -53,16 +50,16 @@ def lower_plan(
     """Lower a plan to action lists, for a training step or (forward_only) an evaluation step.
 
     `tied`: whether the embedding and the output weight are one; None takes it from the plan's
-    model. `most_in_flight`: micro-batches that replicas may have in flight beside what the schedule
-    says, where it has limits. Raises PlanError with everything that cannot be lowered.
+    model. `most_in_flight`: what `in_flight_limits` may not exceed.
+
+    Raises PlanError with everything that cannot be lowered.
     """
     return _lowered(plan, forward_only=forward_only, tied=tied, most_in_flight=most_in_flight)[0]
 
 
 def in_flight_limits(plan: Plan) -> Mapping[Worker, int]:
-    """Most micro-batches in flight by the plan's schedule; none where that has no limits."""
-    policy = _POLICIES.get(plan.schedule.name)
-    return {} if policy is None else policy(plan).limits
+    """`Policy.limits` of the plan's schedule; empty where that has none."""
+    return {} if plan.schedule.name == "breadth_first" else policy_of(plan).limits
 
 
 def lower_unless_stuck(plan: Plan) -> ActionLists | None:
@@ -108,10 +105,10 @@ def _simulate(
     """All events, and whether the simulation got stuck on its own rules."""
     if plan.schedule.name == "breadth_first":
         return *simulate_breadth_first(plan, boundaries, forward_only=forward_only), False
-    policy = _POLICIES[plan.schedule.name](plan)
+    policy = policy_of(plan)
     limits = {key: min(limit, most.get(key, limit)) for key, limit in policy.limits.items()}
     policy = replace(policy, limits=limits)
-    pipeline = pipeline_for(plan, boundaries, policy, forward_only=forward_only)
+    pipeline = Pipeline(plan, boundaries, policy, forward_only=forward_only)
     events = list(pipeline.simulate())
     group_events = [] if forward_only else reductions(boundaries, events)
     return events, group_events, pipeline.was_stuck

@@ -1,39 +1,33 @@
 """The order of all replicas' micro-batches, found by simulating the pipeline once.
 
-List scheduling: each replica, whenever it is free, starts its next backward or its next forward, a
-forward only if it has fewer micro-batches in flight than its limit. Which of the two it prefers,
-in which order it goes through its chunks, and whether it waits for what it prefers, is the
-schedule's (`one_f_one_b`, `interleaved`); micro-batches of one chunk stay in order. Durations are
-those of `events`.
+List scheduling: each replica, whenever it is free, starts its next forward, if it has room for more
+activations (`Policy.limits`), or its next backward. Which of the two it prefers, in which order it
+goes through its chunks, and whether it waits for what it prefers, is the schedule's (see
+`pipeline_schedules`); micro-batches of one chunk stay in order. Durations are the plan's
+(`action_sequence.Durations`), those of messages too: with them a replica does other work while they
+are on their way.
 
 In a group with `split_backward` weight gradients are computed in the order of their backwards,
-where the replica would idle, or before all else if more of them wait than may (`weight_gradients`).
+where the replica would idle, or before all else if more of them wait than may.
 
 If no replica can go on, which limits and preferences of unequal groups can bring about, the first
 one in line goes on regardless of them. So the simulation always ends, and its order can be
 executed: see `validate`.
 """
 
-import heapq
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from heapq import heappush
+from heapq import heappop, heappush
 
 from zorse_megatron.plan.plan import Plan
-from zorse_megatron.schedule.action_sequence import (
-    BACKWARD_COST,
-    Arrival,
-    Event,
-    computation_cost,
-    forward_costs,
-)
+from zorse_megatron.schedule.action_sequence import NS_PER_S, Durations, Event
 from zorse_megatron.schedule.actions import Kind
-from zorse_megatron.schedule.pipeline_schedules import Policy, Worker, most_delayed
+from zorse_megatron.schedule.pipeline_schedules import Policy, Worker, policy_of
 from zorse_megatron.schedule.samples import Boundaries, MicroBatch, MicroBatchKey, Piece
 
-# How far a replica is, while a pipeline is simulated (`order`).
+_Input = tuple[int, bool, MicroBatchKey]
+"""(chunk where it is needed, activations?, micro-batch): what messages bring."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,99 +49,102 @@ class ReplicaProgress:
 
     key: Worker
     queue: Sequence[MicroBatch]
-    costs: Mapping[int, int]
-    """Chunk -> time of a forward."""
-    limit: int
-    most_delayed: int | None = None
-    """Most micro-batches whose weight gradients wait; None: backwards compute them."""
-    forwards: list[Computation] = field(default_factory=list)
-    """In the order of preference, as `backwards`."""
-    backwards: list[Computation] = field(default_factory=list)
-    at: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-    """Forward? -> how far the preferred order is done."""
-    done: dict[tuple[int, bool], int] = field(default_factory=dict)
-    """(chunk, forward?) -> number of micro-batches."""
+    chunks: Sequence[int]
+    weights: Mapping[int, int]
+    """Chunk -> what a micro-batch counts in flight."""
+    limit: int | None
+    """Most that is in flight may count; None: no backward follows."""
+    most_delayed: int | None
+    """Most that weight gradients that wait may count; None: backwards compute them."""
+    forwards_first: bool
+    done: dict[bool, dict[int, int]] = field(init=False)
+    """Forward? -> chunk -> number of micro-batches that were started."""
+    ended: set[tuple[int, int]] = field(default_factory=set)
+    """(chunk, index) of forwards."""
     in_flight: int = 0
     delayed: deque[Computation] = field(default_factory=deque)
     """Weight gradients that can be computed."""
+    delayed_weight: int = 0
     busy: bool = False
     forced: Computation | None = None
 
-    def preferred(self, *, forward: bool) -> Computation | None:
-        """The next one in the schedule's order."""
-        order, at = self.forwards if forward else self.backwards, self.at[forward]
-        while at < len(order) and self.is_done(order[at]):
-            at += 1
-        self.at[forward] = at
-        return order[at] if at < len(order) else None
+    def __post_init__(self) -> None:
+        self.done = {way: dict.fromkeys(self.chunks, 0) for way in (True, False)}
 
-    def heads(self) -> Iterator[Computation]:
-        """The next one of each chunk, in each direction."""
-        for (chunk, forward), count in self.done.items():
+    def heads(self, kind: Kind) -> Iterator[Computation]:
+        """The next one of each chunk."""
+        for chunk, count in self.done[kind is Kind.FORWARD].items():
             if count < len(self.queue):
-                kind = Kind.FORWARD if forward else Kind.BACKWARD
                 yield Computation(chunk=chunk, kind=kind, micro_batch=self.queue[count])
 
-    def next_delayed(self) -> Computation | None:
-        """The weight gradients that have waited longest."""
-        return self.delayed[0] if self.delayed else None
+    def has_room(self, chunk: int) -> bool:
+        """Whether activations of one more micro-batch may be kept; those of one always may."""
+        if self.limit is None or not self.in_flight:
+            return True
+        return self.in_flight + self.weights[chunk] <= self.limit
 
     @property
     def delays_too_many(self) -> bool:
         """Whether weight gradients come before all else, for the memory that they hold."""
-        return self.most_delayed is not None and len(self.delayed) > self.most_delayed
+        return self.most_delayed is not None and self.delayed_weight > self.most_delayed
 
-    def is_done(self, work: Computation) -> bool:
-        """Whether it has been started."""
-        return work.micro_batch.index < self.done[work.chunk, work.forward]
-
-    def start(self, work: Computation) -> int:
-        """Note that it was started; returns its duration."""
+    def start(self, work: Computation) -> None:
+        """Note that it was started."""
         self.busy = True
         self.forced = None
         if work.kind is Kind.WEIGHT_GRADIENT:
             self.delayed.popleft()
-        else:
-            self.done[work.chunk, work.forward] += 1
-            self.in_flight += 1 if work.forward else 0
-        splits = self.most_delayed is not None
-        return self.costs[work.chunk] * computation_cost(work.kind, splits=splits)
+            return
+        self.done[work.forward][work.chunk] += 1
+        self.in_flight += self.weights[work.chunk] if work.forward else 0
 
-    @property
-    def num_computations(self) -> int:
-        """What the whole step has it do."""
-        backwards = len(self.backwards)
-        return len(self.forwards) + (1 if self.most_delayed is None else 2) * backwards
+    def end(self, work: Computation) -> None:
+        """Note that it is done."""
+        self.busy = False
+        weight = self.weights[work.chunk]
+        if work.kind is Kind.WEIGHT_GRADIENT:
+            self.delayed_weight -= weight
+        elif work.forward:
+            self.ended.add((work.chunk, work.micro_batch.index))
+        else:
+            self.in_flight -= weight
+            if self.most_delayed is not None:
+                self.delayed_weight += weight
+                self.delayed.append(
+                    Computation(
+                        chunk=work.chunk, kind=Kind.WEIGHT_GRADIENT, micro_batch=work.micro_batch
+                    )
+                )
 
 
 class Pipeline:
     """A plan's chunks and replicas, simulated forward in time."""
-
-    resolution = 1
-    """By how much the unit of time is finer than that of `forward_costs`."""
 
     def __init__(
         self, plan: Plan, boundaries: Boundaries, policy: Policy, *, forward_only: bool
     ) -> None:
         self.boundaries = boundaries
         self.policy = policy
-        self.forward_only = forward_only
+        self.passes = (True,) if forward_only else (True, False)
         self.was_stuck = False
         """Whether limits and preferences had to be disregarded."""
-        costs = forward_costs(plan)
+        self.durations = Durations(plan)
+        layers = [stop - first for first, stop in (chunk.layers for chunk in plan.chunks)]
         self.workers: dict[Worker, ReplicaProgress] = {}
         for group, queues in enumerate(boundaries.queues):
             chunks = plan.chunks_of_group(group)
             for replica, queue in queues.items():
-                worker = ReplicaProgress(
-                    key=(group, replica),
+                key, size = (group, replica), queue[0].size
+                by_layer = policy.counts_layers
+                self.workers[key] = ReplicaProgress(
+                    key=key,
                     queue=queue,
-                    costs={chunk: self.resolution * costs[chunk][replica] for chunk in chunks},
-                    limit=policy.limits[group, replica],
-                    most_delayed=None if forward_only else most_delayed(plan, group, replica),
+                    chunks=chunks,
+                    weights={chunk: layers[chunk] * size if by_layer else 1 for chunk in chunks},
+                    limit=None if forward_only else policy.limits[key],
+                    most_delayed=None if forward_only else policy.most_delayed[key],
+                    forwards_first=group not in policy.backwards_first,
                 )
-                self._prepare(worker, policy.samples_per_round)
-                self.workers[worker.key] = worker
         self.turns = {
             (group, replica): (-max(plan.chunks_of_group(group)), replica)
             for group, replica in self.workers
@@ -155,126 +152,121 @@ class Pipeline:
         """Whose turn it is where several start at once: those nearest to the loss first."""
         self.changed = set(self.workers)
         """Workers that something happened to: only these can have become able to start."""
-        self.running: list[tuple[int, int, int, Event | Arrival]] = []
-        """What goes on, by when it ends."""
-        self.missing: list[dict[tuple[bool, MicroBatchKey], int]] = self._dependencies()
-        """Chunk -> (forward?, micro-batch) -> how many inputs have not been computed yet."""
+        self.running: list[tuple[int, int, int, Computation | _Input]] = []
+        """What goes on and what is on its way, by when it ends: at equal times messages first."""
+        self.missing = self._dependencies()
+        """How many parts of each input have not arrived yet."""
 
-    def _prepare(self, worker: ReplicaProgress, samples_per_round: int) -> None:
-        for kind, order in ((Kind.FORWARD, worker.forwards), (Kind.BACKWARD, worker.backwards)):
-            forward = kind is Kind.FORWARD
-            if not forward and self.forward_only:
-                continue
-            for chunk in worker.costs:
-                worker.done[chunk, forward] = 0
-                order += [Computation(chunk=chunk, kind=kind, micro_batch=m) for m in worker.queue]
-            way = 1 if forward else -1
-            order.sort(
-                key=lambda work: (work.micro_batch.turn // samples_per_round, way * work.chunk)
-            )
-
-    def _dependencies(self) -> list[dict[tuple[bool, MicroBatchKey], int]]:
-        missing: list[dict[tuple[bool, MicroBatchKey], int]] = [{} for _ in self.boundaries.groups]
+    def _dependencies(self) -> dict[_Input, int]:
+        missing: dict[_Input, int] = {}
         for chunk, boundary in enumerate(self.boundaries.after_chunk):
             for key, found in boundary.by_target.items():
-                missing[chunk + 1][True, key] = len(found)
+                missing[chunk + 1, True, key] = len(found)
             for key, found in boundary.by_source.items():
-                missing[chunk][False, key] = len(found)
+                missing[chunk, False, key] = len(found)
         return missing
 
+    @property
+    def _num_computations(self) -> int:
+        """What the whole step has all replicas do."""
+        return sum(
+            (len(self.passes) + (worker.most_delayed is not None))
+            * len(worker.queue)
+            * len(worker.chunks)
+            for worker in self.workers.values()
+        )
+
     def simulate(self) -> Iterator[Event]:
-        """Yield all events by start time. Complexity: O(events x log events)."""
-        running, now = self.running, 0
-        remaining = sum(worker.num_computations for worker in self.workers.values())
-        while remaining or running:
-            for event in self._startable(now):
+        """Yield all events by start time. Complexity: O(events x (chunks of a group + log))."""
+        now, remaining = 0, self._num_computations
+        while remaining or self.running:
+            for event in self._started(now):
                 remaining -= 1
-                heapq.heappush(running, (event.end, event.chunk, event.micro_batch.replica, event))
                 yield event
-            if not running:
+            if not self.running:
                 self._force()
                 continue
-            now = running[0][0]
-            while running and running[0][0] == now:
-                self._finish(heapq.heappop(running)[3])
+            now = self.running[0][0]
+            while self.running and self.running[0][0] == now:
+                self._end(now, heappop(self.running)[3])
 
-    def _startable(self, now: int) -> Iterator[Event]:
+    def _started(self, now: int) -> Iterator[Event]:
         candidates = sorted(self.changed, key=self.turns.__getitem__)
         self.changed.clear()
         for key in candidates:
             worker = self.workers[key]
             work = None if worker.busy else self._choose(worker)
-            if work is not None:
-                yield Event(
-                    time=now,
-                    end=now + worker.start(work),
-                    chunk=work.chunk,
-                    kind=work.kind,
-                    micro_batch=work.micro_batch,
-                )
+            if work is None:
+                continue
+            worker.start(work)
+            end = now + self.durations.of(work.kind, work.chunk, key[1])
+            heappush(self.running, (end, 1 + work.chunk, key[1], work))
+            yield Event(
+                time=now, end=end, chunk=work.chunk, kind=work.kind, micro_batch=work.micro_batch
+            )
 
     def _choose(self, worker: ReplicaProgress) -> Computation | None:
         """What the replica starts now, if anything: weight gradients where it would idle."""
         if worker.forced:
             return worker.forced
+        delayed = worker.delayed[0] if worker.delayed else None
         if worker.delays_too_many:
-            return worker.next_delayed()
-        return self._choose_pass(worker) or worker.next_delayed()
+            return delayed
+        return self._choose_pass(worker) or delayed
 
     def _choose_pass(self, worker: ReplicaProgress) -> Computation | None:
         """The forward or backward that it starts, if any."""
-        has_room = self.forward_only or worker.in_flight < worker.limit
-        first = self.policy.fill_first
-        for forward in (first, not first):
-            work = worker.preferred(forward=forward)
-            if work is None or (forward and not has_room):
-                continue
-            if self._is_ready(worker, work):
-                return work
-            if self.policy.strict:
-                return None
-        ready = [
-            work
-            for work in worker.heads()
-            if (has_room or not work.forward) and self._is_ready(worker, work)
-        ]
-        return min(ready, key=lambda w: (w.forward, w.micro_batch.turn, -w.chunk), default=None)
+        ways = self.passes if worker.forwards_first else self.passes[::-1]
+        for forward in ways:
+            heads: Iterator[Computation] = worker.heads(Kind.FORWARD if forward else Kind.BACKWARD)
+            if forward:
+                heads = (work for work in heads if worker.has_room(work.chunk))
+            if not self.policy.strict:
+                heads = (work for work in heads if self._is_ready(worker, work))
+            best = min(heads, key=self._preference, default=None)
+            if best is not None:
+                is_ready = not self.policy.strict or self._is_ready(worker, best)
+                return best if is_ready else None
+        return None
+
+    def _preference(self, work: Computation) -> tuple[int, int]:
+        """Through all chunks with one round of samples, then with the next."""
+        turn = work.micro_batch.turn // self.policy.samples_per_round
+        return turn, work.chunk if work.forward else -work.chunk
 
     def _is_ready(self, worker: ReplicaProgress, work: Computation) -> bool:
-        if not work.forward and worker.done[work.chunk, True] <= work.micro_batch.index:
+        if not work.forward and (work.chunk, work.micro_batch.index) not in worker.ended:
             return False
-        return not self.missing[work.chunk].get((work.forward, work.micro_batch.key), 0)
+        return not self.missing.get((work.chunk, work.forward, work.micro_batch.key), 0)
 
-    def _finish(self, event: Event | Arrival) -> None:
-        assert isinstance(event, Event), "without timed transfers nothing is on its way"
-        group = self.boundaries.groups[event.chunk]
-        worker = self.workers[group, event.micro_batch.replica]
-        worker.busy = False
+    def _end(self, now: int, happened: Computation | _Input) -> None:
+        """Pass on what was computed, or note what has arrived."""
+        if not isinstance(happened, Computation):
+            self._arrive(happened)
+            return
+        chunk, forward, micro_batch = happened.chunk, happened.forward, happened.micro_batch
+        worker = self.workers[self.boundaries.groups[chunk], micro_batch.replica]
+        worker.end(happened)
         self.changed.add(worker.key)
-        if event.kind is Kind.WEIGHT_GRADIENT:
-            return
-        key = event.micro_batch.key
-        if event.forward:
-            if event.chunk < self.boundaries.last:
-                for piece in self.boundaries.after_chunk[event.chunk].by_source[key]:
-                    self._pass_on(event.chunk + 1, piece, forward=True)
-            return
-        worker.in_flight -= 1
-        if worker.most_delayed is not None:
-            worker.delayed.append(
-                Computation(
-                    chunk=event.chunk, kind=Kind.WEIGHT_GRADIENT, micro_batch=event.micro_batch
-                )
-            )
-        if event.chunk > 0:
-            for piece in self.boundaries.after_chunk[event.chunk - 1].by_target[key]:
-                self._pass_on(event.chunk - 1, piece, forward=False)
+        after = self.boundaries.after_chunk
+        pieces: Sequence[Piece] = ()
+        if forward and chunk < self.boundaries.last:
+            pieces = after[chunk].by_source[micro_batch.key]
+        elif happened.kind is Kind.BACKWARD and chunk > 0:
+            pieces = after[chunk - 1].by_target[micro_batch.key]
+        lower, to = (chunk, chunk + 1) if forward else (chunk - 1, chunk - 1)
+        for piece in pieces:
+            key = (piece.target if forward else piece.source).key
+            on_its_way = self.durations.of_message(lower, piece.stop - piece.start)
+            if on_its_way:
+                heappush(self.running, (now + on_its_way, 0, len(self.running), (to, forward, key)))
+            else:
+                self._arrive((to, forward, key))
 
-    def _pass_on(self, chunk: int, piece: Piece, *, forward: bool) -> None:
-        """Give a chunk what another one computed for it."""
-        micro_batch = piece.target if forward else piece.source
-        self.missing[chunk][forward, micro_batch.key] -= 1
-        self.changed.add((self.boundaries.groups[chunk], micro_batch.replica))
+    def _arrive(self, arrived: _Input) -> None:
+        chunk, _, (replica, _) = arrived
+        self.missing[arrived] -= 1
+        self.changed.add((self.boundaries.groups[chunk], replica))
 
     def _force(self) -> None:
         """Let a replica go on that can, whatever it should do; there always is one.
@@ -282,97 +274,23 @@ class Pipeline:
         A backward if possible, because it gives memory back; otherwise the earliest samples.
         """
         self.was_stuck = True
+        kinds = (Kind.FORWARD, Kind.BACKWARD)[: len(self.passes)]
         ready = [
             (work.forward, work.micro_batch.turn, -work.chunk, key, work)
             for key, worker in self.workers.items()
-            for work in worker.heads()
+            for kind in kinds
+            for work in worker.heads(kind)
             if self._is_ready(worker, work)
         ]
         _, _, _, key, work = min(ready, key=lambda entry: entry[:4])
-        worker = self.workers[key]
-        if work.forward:
-            worker.limit = max(worker.limit, worker.in_flight + 1)
-        worker.forced = work
+        self.workers[key].forced = work
         self.changed.add(key)
 
 
-# Schedule a plan that gives the cost of its inter-stage transfers (`transfer` of its chunks).
-#
-# An order that is found without them lets a group start what has not arrived yet, and makes it
-# wait for that while other work is there.
-#
-# What is sent at one moment queues behind what was sent before, in each direction, for as long as
-# its samples occupy the links; then it is on its way for their latency, and arrives all at once, as
-# where flows share a link in equal parts. So the simulation treats equal replicas alike, and a part
-# of them with their part of the batch finds the same order (see `simulate.equal_ranks`).
+def pipeline_s(plan: Plan) -> float:
+    """From the first computation to the end of the last one, by the plan's own times (`compute_s`).
 
-
-_Way = tuple[int, bool]
-"""(chunk where messages arrive, forward?): one direction of a transfer."""
-
-
-def pipeline_for(
-    plan: Plan, boundaries: Boundaries, policy: Policy, *, forward_only: bool
-) -> Pipeline:
-    """The pipeline to simulate: the plain one, which is faster, where no transfer has a cost."""
-    has_costs = any(chunk.transfer is not None for chunk in plan.chunks)
-    pipeline = PipelineWithTransfers if has_costs else Pipeline
-    return pipeline(plan, boundaries, policy, forward_only=forward_only)
-
-
-class PipelineWithTransfers(Pipeline):
-    """As `Pipeline`, with messages that take time."""
-
-    resolution = 10**9  # so that rounding to whole units of time changes nothing that counts
-
-    def __init__(
-        self, plan: Plan, boundaries: Boundaries, policy: Policy, *, forward_only: bool
-    ) -> None:
-        super().__init__(plan, boundaries, policy, forward_only=forward_only)
-        worker = next(iter(self.workers.values()))
-        whole = (1 + BACKWARD_COST) * len(worker.queue) * sum(worker.costs.values())
-        self.latency: dict[_Way, int] = {}
-        self.per_sample: dict[_Way, tuple[int, int]] = {}
-        """Time as numerator and denominator."""
-        for chunk, transfer in enumerate(chunk.transfer for chunk in plan.chunks):
-            if transfer is not None:
-                per_sample = whole * Fraction(transfer.load) / plan.global_batch_size
-                for way in ((chunk + 1, True), (chunk, False)):
-                    self.latency[way] = round(whole * Fraction(transfer.latency))
-                    self.per_sample[way] = per_sample.as_integer_ratio()
-        self.free: dict[_Way, int] = defaultdict(int)
-        """When all that was given to a direction is sent."""
-        self.leaving: dict[_Way, list[Piece]] = defaultdict(list)
-        """What is sent at this moment."""
-        self.num_sent = 0
-
-    def _startable(self, now: int) -> Iterator[Event]:
-        for way, pieces in self.leaving.items():
-            self._send(now, way, pieces)
-        self.leaving.clear()
-        yield from super()._startable(now)
-
-    def _send(self, now: int, way: _Way, pieces: list[Piece]) -> None:
-        samples = sum(piece.stop - piece.start for piece in pieces)
-        above, below = self.per_sample[way]
-        self.free[way] = max(now, self.free[way]) + samples * above // below
-        arrival = Arrival(chunk=way[0], forward=way[1], pieces=tuple(pieces))
-        time = self.free[way] + self.latency[way]
-        if time == now:
-            self._finish(arrival)
-            return
-        self.num_sent += 1
-        heappush(self.running, (time, -1, self.num_sent, arrival))  # before computations that end
-
-    def _pass_on(self, chunk: int, piece: Piece, *, forward: bool) -> None:
-        if (chunk, forward) in self.latency:
-            self.leaving[chunk, forward].append(piece)
-        else:
-            super()._pass_on(chunk, piece, forward=forward)
-
-    def _finish(self, event: Event | Arrival) -> None:
-        if isinstance(event, Event):
-            super()._finish(event)
-            return
-        for piece in event.pieces:
-            super()._pass_on(event.chunk, piece, forward=event.forward)
+    Of 1f1b and interleaved. Complexity: as `Pipeline.simulate`.
+    """
+    pipeline = Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=False)
+    return max(event.end for event in pipeline.simulate()) / NS_PER_S

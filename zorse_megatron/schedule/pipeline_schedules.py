@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
 from zorse_megatron.plan.plan import Group, Plan
 from zorse_megatron.schedule.action_sequence import (
+    Durations,
     Event,
     GroupEvent,
     Unit,
     between_units,
-    computation_cost,
-    forward_costs,
 )
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.samples import Boundaries, MicroBatch, MicroBatchKey
@@ -26,13 +25,53 @@ class Policy:
     """What a schedule asks of each replica."""
 
     limits: Mapping[Worker, int]
-    """Most micro-batches in flight, counted once for each chunk."""
-    fill_first: bool
-    """Whether a replica below its limit prefers forwards to backwards."""
+    """Most that is in flight: micro-batches, counted once for each chunk, or `counts_layers`."""
+    most_delayed: Mapping[Worker, int | None]
+    """Most whose weight gradients wait, counted likewise; None: backwards compute them."""
     samples_per_round: int
     """Samples that a replica takes through all of its chunks before those after them."""
+    counts_layers: bool = False
+    """Whether a micro-batch counts its samples times the layers of the chunk."""
+    backwards_first: frozenset[int] = frozenset()
+    """Groups that prefer backwards to forwards; the others fill up first."""
     strict: bool = False
     """Whether a replica waits for what it prefers, although it could start something else."""
+
+
+def policy_of(plan: Plan) -> Policy:
+    """That of 1f1b or interleaved: with the plan's own limits, or with those of Megatron's rule."""
+    replicas = [replica for group in plan.groups for replica in group.replicas]
+    if any(replica.max_in_flight for replica in replicas):
+        return _of_own_limits(plan)
+    return one_f_one_b(plan) if plan.schedule.name == "1f1b" else interleaved(plan)
+
+
+# Limits that the plan gives, as far as memory goes: samples times layers of each replica.
+#
+# A replica needs as many samples in flight as its group gets through in the time in which one goes
+# from there to the loss and back (Little's law); with more, delays of others reach it later. The
+# last group has nobody to wait for, so it runs a backward as soon as it can.
+
+
+def _of_own_limits(plan: Plan) -> Policy:
+    limits, delayed = {}, {}
+    for number, group in enumerate(plan.groups):
+        for index, replica in enumerate(group.replicas):
+            if replica.max_in_flight is not None:
+                limits[number, index] = replica.max_in_flight
+                most = replica.max_delayed_wgrad or 0
+                delayed[number, index] = most if group.split_backward else None
+    return Policy(
+        limits=limits,
+        most_delayed=delayed,
+        counts_layers=True,
+        samples_per_round=_samples_per_round(plan),
+        backwards_first=frozenset({plan.chunks[-1].group}),
+    )
+
+
+def _samples_per_round(plan: Plan) -> int:
+    return plan.schedule.samples_per_round or sum(map(round_of, plan.groups))
 
 
 # 1F1B over unequal groups: each replica's in-flight limit.
@@ -40,10 +79,6 @@ class Policy:
 # Megatron's 1F1B lets stage s of S hold S - s micro-batches: one for itself and one for each stage
 # after it. In samples: what one round of micro-batches of this group and of every later group
 # holds. A replica gets its part of those samples, by its part of the global batch, rounded up.
-#
-# With that many, a group waits for whatever time messages take on the way to the groups after it
-# and back. So a plan may say how many samples more a group has in flight, to have something to do
-# meanwhile.
 
 
 def one_f_one_b(plan: Plan) -> Policy:
@@ -55,12 +90,16 @@ def one_f_one_b(plan: Plan) -> Policy:
     rounds = [round_of(plan.groups[chunk.group]) for chunk in plan.chunks]
     limits: dict[Worker, int] = {}
     for position, chunk in enumerate(plan.chunks):
-        extra = plan.groups[chunk.group].extra_in_flight or 0
-        shares = share_out(plan, chunk.group, sum(rounds[position:]) + extra)
-        if position == len(rounds) - 1 and not extra:
+        shares = share_out(plan, chunk.group, sum(rounds[position:]))
+        if position == len(rounds) - 1:
             shares = dict.fromkeys(shares, 1)  # a backward can always follow its forward
         limits |= shares
-    return Policy(limits=limits, fill_first=True, samples_per_round=plan.global_batch_size)
+    return Policy(
+        limits=limits,
+        most_delayed=_most_delayed(plan),
+        samples_per_round=plan.global_batch_size,
+        strict=_is_megatrons(plan),
+    )
 
 
 def round_of(group: Group) -> int:
@@ -100,11 +139,22 @@ def interleaved(plan: Plan) -> Policy:
         chunks = plan.chunks_of_group(number)
         after = sum(rounds[chunk.group] for chunk in plan.chunks[chunks[-1] + 1 :])
         samples = (len(chunks) - 1) * sum(rounds) + 2 * after + rounds[number]
-        samples += plan.groups[number].extra_in_flight or 0
         limits |= share_out(plan, number, samples)
     return Policy(
-        limits=limits, fill_first=True, samples_per_round=sum(rounds), strict=_is_megatrons(plan)
+        limits=limits,
+        most_delayed=_most_delayed(plan),
+        samples_per_round=_samples_per_round(plan),
+        strict=_is_megatrons(plan),
     )
+
+
+def _most_delayed(plan: Plan) -> dict[Worker, int | None]:
+    return {
+        (number, index): most_delayed(plan, number, index)
+        for number, group in enumerate(plan.groups)
+        for index, replica in enumerate(group.replicas)
+        if replica.num_microbatches
+    }
 
 
 def _is_megatrons(plan: Plan) -> bool:
@@ -219,7 +269,7 @@ class _BreadthFirst:
     def __init__(self, plan: Plan, boundaries: Boundaries, order: list[Visit]) -> None:
         self.boundaries = boundaries
         self.order = order
-        self.costs = forward_costs(plan)
+        self.durations = Durations(plan)
         self.groups = [_Group(replicas=queues) for queues in boundaries.queues]
         self.most_delayed = {
             (number, replica): most_delayed(plan, number, replica)
@@ -289,7 +339,7 @@ class _BreadthFirst:
         )  # rounded up
         now, chunk = group.free[replica], visit.chunk
         most = self.most_delayed[self.boundaries.groups[chunk], replica]
-        weights = self.costs[chunk][replica]
+        weights = self.durations.of(Kind.WEIGHT_GRADIENT, chunk, replica)
         delayed: deque[MicroBatch] = deque()
         for micro_batch in queue[first:stop]:
             for forward in visit.passes:
@@ -307,9 +357,7 @@ class _BreadthFirst:
 
     def _compute(self, start: int, chunk: int, kind: Kind, micro_batch: MicroBatch) -> int:
         """Let a replica compute; returns when it is done."""
-        replica = micro_batch.replica
-        splits = self.most_delayed[self.boundaries.groups[chunk], replica] is not None
-        end = start + self.costs[chunk][replica] * computation_cost(kind, splits=splits)
+        end = start + self.durations.of(kind, chunk, micro_batch.replica)
         self.events.append(
             Event(time=start, end=end, chunk=chunk, kind=kind, micro_batch=micro_batch)
         )
@@ -333,7 +381,7 @@ class _BreadthFirst:
 # and backward, and s more between backward and weight gradients, so that all stages keep as many.
 # Then gradients of inputs reach the first stage sooner, and the others compute weight gradients
 # while the pipeline drains. The counterpart of `one_f_one_b` in samples: what one round of
-# micro-batches of every earlier group holds. A plan may say fewer, as what waits takes memory.
+# micro-batches of every earlier group holds. A plan may say how much waits, as it takes memory.
 
 
 def most_delayed(plan: Plan, number: int, replica: int) -> int | None:
@@ -347,5 +395,10 @@ def most_delayed(plan: Plan, number: int, replica: int) -> int | None:
     first = plan.chunks_of_group(number)[0]
     earlier = {chunk.group for chunk in plan.chunks[:first]}
     samples = sum(round_of(plan.groups[other]) for other in earlier)
-    samples = min(samples, group.delayed_wgrad_samples or samples)
-    return -(-samples * group.replicas[replica].num_microbatches // plan.global_batch_size)
+    own = group.replicas[replica]
+    most = -(-samples * own.num_microbatches // plan.global_batch_size)
+    if own.max_delayed_wgrad is None:
+        return most
+    chunks = (plan.chunks[chunk].layers for chunk in plan.chunks_of_group(number))
+    layers = max(stop - first for first, stop in chunks)
+    return min(most, own.max_delayed_wgrad // (own.micro_batch_size * max(1, layers)))

@@ -270,7 +270,16 @@ def _is_even(group: Group, offloads: Sequence[frozenset[int]]) -> bool:
         (len(replica.ranks), *(replica.ranks[0] in ranks for ranks in offloads))
         for replica in group.replicas
     }
-    work = {(replica.num_microbatches, replica.micro_batch_size) for replica in group.replicas}
+    work = {
+        (
+            replica.num_microbatches,
+            replica.micro_batch_size,
+            replica.compute_s,
+            replica.max_in_flight,
+            replica.max_delayed_wgrad,
+        )
+        for replica in group.replicas
+    }
     classes = _classes(group)
     return (
         len(of_group) == 1
@@ -327,12 +336,8 @@ class Copies:
             for numbers in _classes(group).values():
                 sizes.append(group.replicas[numbers[0]].micro_batch_size)
                 rounds.append(len(numbers) * sizes[-1])
-        more = [
-            each or 0
-            for group in plan.groups
-            for each in (group.extra_in_flight, group.delayed_wgrad_samples)
-        ]
-        period, block = math.gcd(*rounds, *more), math.lcm(*sizes)
+        per_round = plan.schedule.samples_per_round or 0
+        period, block = math.gcd(*rounds, per_round), math.lcm(*sizes)
         cut = cls(plan=plan, period=period, block=block if period % block == 0 else period)
         if all(cut._is_alike(number) for number in range(len(plan.groups))):
             return cut
@@ -366,21 +371,21 @@ class Copies:
             )
             # Recomputation does not change the lists; of offloading that of parameters and
             # gradients does, which all replicas have or none.
-            extra = (group.extra_in_flight or 0) // self.count or None
             groups.append(
                 Group(
                     replicas=replicas,
                     offload=group.offload,
-                    extra_in_flight=extra,
                     split_backward=group.split_backward,
-                    delayed_wgrad_samples=(group.delayed_wgrad_samples or 0) // self.count or None,
                 )
             )
             first += len(replicas)
+        schedule = self.plan.schedule
+        per_round = (schedule.samples_per_round or 0) // self.count or None
         return dataclasses.replace(
             self.plan,
             global_batch_size=self.plan.global_batch_size // self.count,
             groups=tuple(groups),
+            schedule=dataclasses.replace(schedule, samples_per_round=per_round),
             cluster=None,
             predictions=None,
         )

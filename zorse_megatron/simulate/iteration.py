@@ -74,36 +74,51 @@ def simulate(
     )
 
 
-# How long each rank computes for one micro-batch: what a run's own times are compared with.
+# How long each replica computes for one micro-batch: what orders follow, and what a run's own times
+# are compared with.
+
+
+ReplicaTimes = dict[tuple[int, int], tuple[tuple[float, float, float], ...]]
+"""(group, replica) -> for each chunk of the group seconds of a micro-batch: forward, backward,
+weight gradients where they are apart."""
+
+
+def replica_times(plan: Plan, costs: JobCosts) -> ReplicaTimes:
+    """Ranks of a TP group wait for one another, so all take as long as the slowest, collectives
+    included."""
+    of_actions = ActionCosts(RankSizes(plan, costs), NetworkLoads(costs.comm))
+    return {
+        (number, index): tuple(
+            _chunk_s(of_actions, replica.ranks, chunk, bool(group.split_backward))
+            for chunk in plan.chunks_of_group(number)
+        )
+        for number, group in enumerate(plan.groups)
+        for index, replica in enumerate(group.replicas)
+    }
 
 
 def micro_batch_times(plan: Plan, costs: JobCosts) -> tuple[float, ...]:
     """Rank -> seconds of a micro-batch through all of its chunks, forward and backward.
 
-    Ranks of a TP group wait for one another, so all take as long as the slowest, collectives
-    included. 0 where a rank runs none.
+    0 where a rank runs none.
     """
-    of_actions = ActionCosts(RankSizes(plan, costs), NetworkLoads(costs.comm))
     found = [0.0] * plan.world_size
-    for number, group in enumerate(plan.groups):
-        for replica in group.replicas:
-            if replica.num_microbatches:
-                seconds = sum(
-                    _chunk_s(of_actions, replica.ranks, chunk, bool(group.split_backward))
-                    for chunk in plan.chunks_of_group(number)
-                )
-                for rank in replica.ranks:
-                    found[rank] = seconds
+    for (number, index), chunks in replica_times(plan, costs).items():
+        replica = plan.groups[number].replicas[index]
+        for rank in replica.ranks if replica.num_microbatches else ():
+            found[rank] = sum(map(sum, chunks))
     return tuple(found)
 
 
-def _chunk_s(costs: ActionCosts, ranks: tuple[int, ...], chunk: int, splits: bool) -> float:
-    kinds = [Kind.FORWARD, Kind.BACKWARD, *([Kind.WEIGHT_GRADIENT] if splits else [])]
-    total_s = 0.0
-    for kind in kinds:
+def _chunk_s(
+    costs: ActionCosts, ranks: tuple[int, ...], chunk: int, splits: bool
+) -> tuple[float, float, float]:
+    def seconds(kind: Kind) -> float:
         phases = [costs.seconds(rank, chunk, kind, splits=splits) for rank in ranks]
-        total_s += sum(map(max, zip(*phases, strict=True)))
-    if len(ranks) == 1:
-        return total_s
-    inside = costs.tp_collectives(ranks, chunk, gathers=False)
-    return total_s + (inside.forward_s + inside.backward_s)
+        return sum(map(max, zip(*phases, strict=True)))
+
+    forward_s, backward_s = seconds(Kind.FORWARD), seconds(Kind.BACKWARD)
+    if len(ranks) > 1:
+        inside = costs.tp_collectives(ranks, chunk, gathers=False)
+        forward_s, backward_s = forward_s + inside.forward_s, backward_s + inside.backward_s
+    return forward_s, backward_s, seconds(Kind.WEIGHT_GRADIENT) if splits else 0.0

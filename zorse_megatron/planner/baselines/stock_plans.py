@@ -89,11 +89,6 @@ def _schedule_problems(plan: Plan, stages: tuple[int, ...]) -> Iterator[Problem]
         yield _problem(
             "schedule.name", f'"{plan.schedule.name}"', f'"{wanted}", stock\'s for {each} a group'
         )
-    for number, chunk in enumerate(plan.chunks):
-        if chunk.transfer is not None:
-            yield _problem(
-                f"chunks[{number}].transfer", "it", "no micro-batches in flight for slow transfers"
-            )
     rounds = plan.groups[0].replicas[0].num_microbatches
     if virtual > 1 and rounds % count:
         yield _problem(
@@ -125,7 +120,6 @@ def _group_problems(plan: Plan) -> Iterator[Problem]:
 
 
 _OF_OUR_RUNTIME = {
-    "extra_in_flight": "no more in flight than stock's schedule has",
     "split_backward": "each backward in one piece",
     "grad_reduce_dtype": "gradients sent as they are kept",
     "hierarchical": "sums over all ranks at once",
@@ -160,6 +154,12 @@ def _unlike(replica: Replica, first: Replica, of_group: Replica) -> Iterator[tup
         yield "tp_shards", "uneven TP shards", "equal ones in each TP group"
     if replica.ranks != tuple(sorted(replica.ranks)):
         yield "ranks", f"{list(replica.ranks)}", "them in order"
+    if replica.max_in_flight is not None:
+        yield (
+            "max_in_flight",
+            f"{replica.max_in_flight}",
+            "as much in flight as stock has",
+        )
     if replica.region is not None:
         yield "region", f'"{replica.region}"', "samples to go to any region"
 

@@ -40,7 +40,6 @@ from zorse_megatron.planner.closed_form.device_groups import (
 )
 from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.schedule.action_sequence import BACKWARD_COST
 
 # How much is in flight in each group of a candidate, and where that puts the groups.
 
@@ -49,6 +48,8 @@ from zorse_megatron.schedule.action_sequence import BACKWARD_COST
 # and 1 give iterations that differ by less than one in a thousand; with fewer of them the
 # simulation is faster.
 _COUNTS_FROM = 0.25
+_FORWARDS = 3
+"""What a forward and its backward take, in forwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ class InFlight:
             here, after = sized_groups[at], sized_groups[(at + 1) % number]
             path = self.communication.path(here.device_group, after.device_group)
             samples = min(here.round_samples, after.round_samples)
-            forward_s = samples * per_sample_s / (1 + BACKWARD_COST)
+            forward_s = samples * per_sample_s / _FORWARDS
             found[at] = self.message_s(here, after, path) > _COUNTS_FROM * forward_s
         return found
 

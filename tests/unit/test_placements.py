@@ -1,0 +1,104 @@
+"""Orders and placements: what Little's law asks for, near placements, and how close to the best."""
+
+import dataclasses
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.made_plans import even_plan
+from tests.unit.planner_cases import random_case
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.evaluate import Evaluator
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace
+from zorse_megatron.planner.orders import littles_law
+from zorse_megatron.planner.search.placements import (
+    WHOLE,
+    near,
+    ordered,
+    with_best_order,
+    with_placement,
+)
+from zorse_megatron.planner.search.zorse_search import search
+
+
+def timed(plan, forward_s=1.0, backward_s=2.0):
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            replicas=tuple(
+                dataclasses.replace(each, compute_s=((forward_s, backward_s, 0.0),))
+                for each in group.replicas
+            ),
+        )
+        for group in plan.groups
+    )
+    return dataclasses.replace(plan, groups=groups)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_equal_stages_need_one_micro_batch_for_each_later_stage_and_two(stages):
+    """One passes through each stage from there on; one more is computed meanwhile."""
+    plan = timed(even_plan(stages, 1, 12))
+    limits = littles_law(plan, 1.0)
+    assert [limits[stage, 0] for stage in range(stages)] == [
+        stages - stage + 1 for stage in range(stages)
+    ]
+    assert littles_law(plan, 2.0) == {key: 2 * limit for key, limit in limits.items()}
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=6).map(
+    lambda rows: tuple(dict.fromkeys(rows))
+)
+
+
+@given(rows=ROWS)
+def test_near_placements_have_all_layers_and_groups(rows):
+    num_groups = 1 + max(group for group, _ in rows)
+    for found in near(rows, num_groups):
+        assert sum(layers for _, layers in found) == sum(layers for _, layers in rows)
+        assert {group for group, _ in found} == set(range(num_groups))
+        assert all(layers > 0 for _, layers in found)
+        assert all(one[0] != other[0] for one, other in pairwise(found))
+
+
+def all_placements(num_groups, num_layers, most_chunks):
+    """Every assignment of layers to groups with no more runs than that."""
+    for owners in product(range(num_groups), repeat=num_layers):
+        rows = []
+        for owner in owners:
+            if rows and rows[-1][0] == owner:
+                rows[-1] = (owner, rows[-1][1] + 1)
+            else:
+                rows.append((owner, 1))
+        if len(rows) <= most_chunks and len({group for group, _ in rows}) == num_groups:
+            yield tuple(rows)
+
+
+SPACE = SearchSpace(
+    schedules=("1f1b", "interleaved"), recompute=("none",), offload=False, max_micro_batch_size=4
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_climbing_ends_near_the_best_placement_of_all(seed):
+    """From the fastest pipeline of the search, against every placement of as many chunks."""
+    inputs = random_case(seed, most_gpus=3, most_layers=6)
+    plenty = (10**9,) * inputs.world_size
+    inputs = dataclasses.replace(inputs, capacities_bytes=plenty, space=SPACE)
+    found = search(inputs, lambda progress: None).evaluations
+    start = next((each for each in found if len(each.plan.groups) > 1), None)
+    if start is None:
+        return  # one group is fastest, and its layers have one place
+    evaluator = Evaluator(inputs, Estimator(inputs))
+    climbed = with_best_order(evaluator, [start])
+    assert climbed.fits and climbed.iteration_s <= start.iteration_s
+    tried = [
+        ordered(evaluator, with_placement(start.plan, rows), order)
+        for rows in all_placements(len(start.plan.groups), inputs.num_layers, 4)
+        for order in WHOLE
+    ]
+    best_s = min(each.iteration_s for each in tried if each is not None)
+    assert climbed.iteration_s <= 1.03 * best_s

@@ -1,0 +1,179 @@
+"""What a plan's orders follow: times of computations and messages, and how much is in flight.
+
+The schedule's order is made of the plan alone (`schedule.micro_batch_order`), so that the run time
+makes the same lists; what is written here comes from the costs that the simulator has.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from zorse_megatron.plan.plan import Chunk, Group, Plan, Replica, TransferTime
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.schedule.pipeline_schedules import Policy, Worker, round_of
+from zorse_megatron.simulate.iteration import replica_times
+
+
+def with_times(inputs: Inputs, plan: Plan) -> Plan:
+    """The plan with the seconds of all computations and messages. `inputs`: of its ranks."""
+    times = replica_times(plan, inputs.costs)
+    groups = tuple(
+        replace(
+            group,
+            replicas=tuple(
+                replace(replica, compute_s=tuple(map(_short, times[number, index])))
+                for index, replica in enumerate(group.replicas)
+            ),
+        )
+        for number, group in enumerate(plan.groups)
+    )
+    return replace(plan, groups=groups, chunks=tuple(_with_transfers(inputs, plan)))
+
+
+def _short(seconds: Iterable[float]) -> tuple[float, float, float]:
+    """Few digits, for people who read the file: they are estimates."""
+    forward_s, backward_s, weights_s = (float(f"{each:.4g}") for each in seconds)
+    return forward_s, backward_s, weights_s
+
+
+def _with_transfers(inputs: Inputs, plan: Plan) -> Iterable[Chunk]:
+    found: dict[tuple[int, int], TransferTime | None] = {}
+    for at, chunk in enumerate(plan.chunks):
+        if at + 1 == len(plan.chunks) or plan.chunks[at + 1].group == chunk.group:
+            yield replace(chunk, transfer=None)
+            continue
+        pair = chunk.group, plan.chunks[at + 1].group
+        if pair not in found:
+            found[pair] = _transfer(inputs, *(plan.groups[number] for number in pair))
+        yield replace(chunk, transfer=found[pair])
+
+
+def _transfer(inputs: Inputs, source: Group, target: Group) -> TransferTime:
+    """Of the slowest pair of ranks, alone on its links."""
+    size = min(_largest(source), _largest(target))
+    pairs = [(one, other) for one in _far(inputs, source) for other in _far(inputs, target)]
+    first_s, second_s = (
+        max(
+            inputs.costs.comm.transfer_s(*pair, count * inputs.memory.boundary_bytes(1))
+            for pair in pairs
+        )
+        for count in (1, 1 + size)
+    )
+    per_sample_s = (second_s - first_s) / size
+    return TransferTime(
+        latency_s=float(f"{max(0.0, first_s - per_sample_s):.4g}"),
+        s_per_sample=float(f"{per_sample_s:.4g}"),
+    )
+
+
+def _largest(group: Group) -> int:
+    return max(replica.micro_batch_size for replica in group.replicas)
+
+
+def _far(inputs: Inputs, group: Group) -> list[int]:
+    """A rank of each node."""
+    found: dict[int, int] = {}
+    for rank in group.ranks:
+        found.setdefault(inputs.spec.node_of(rank), rank)
+    return list(found.values())
+
+
+# How much is in flight.
+
+
+def with_limits(plan: Plan, policy: Policy, extras: Iterable[int]) -> Plan:
+    """The plan with the limits of a schedule's rule, and with so many samples of each group more.
+
+    `policy`: counts micro-batches. Each counts as many layers as its group's largest chunk has.
+    """
+    limits: dict[Worker, int] = {}
+    for number, (group, extra) in enumerate(zip(plan.groups, extras, strict=True)):
+        layers = _most_layers(plan, number)
+        for index, replica in enumerate(group.replicas):
+            if replica.num_microbatches:
+                more = -(-extra * replica.num_microbatches // plan.global_batch_size)
+                count = policy.limits[number, index] + more
+                limits[number, index] = count * replica.micro_batch_size * layers
+    return with_in_flight(plan, limits)
+
+
+def with_in_flight(plan: Plan, limits: dict[Worker, int], delayed: float = 0.0) -> Plan:
+    """The plan with these limits; `delayed`: parts of them in which weight gradients may wait."""
+
+    def limited(number: int, index: int, replica: Replica) -> Replica:
+        limit = limits.get((number, index))
+        splits = plan.groups[number].split_backward and limit is not None
+        most = int(delayed * limit) if splits and limit is not None else None
+        return replace(replica, max_in_flight=limit, max_delayed_wgrad=most)
+
+    groups = tuple(
+        replace(
+            group,
+            replicas=tuple(limited(number, at, each) for at, each in enumerate(group.replicas)),
+        )
+        for number, group in enumerate(plan.groups)
+    )
+    return replace(plan, groups=groups)
+
+
+def littles_law(plan: Plan, factor: float) -> dict[Worker, int]:
+    """What each replica has in flight to be never without work, times `factor`.
+
+    A group needs as many samples of a chunk in flight as the slowest group computes in the time in
+    which one goes from there to the loss and back, links included, and those of one round, which it
+    runs at once. A replica has its part of them by its part of the batch, and never less than one
+    micro-batch. `plan`: `with_times`. In samples times layers.
+    """
+    needed = _samples_needed(plan)
+    found: dict[Worker, int] = {}
+    for number, group in enumerate(plan.groups):
+        chunks = plan.chunks_of_group(number)
+        layers = {chunk: _layers(plan.chunks[chunk]) for chunk in chunks}
+        whole = sum(needed[chunk] * layers[chunk] for chunk in chunks)
+        for index, replica in enumerate(group.replicas):
+            if replica.num_microbatches:
+                part = factor * whole * replica.num_samples / plan.global_batch_size
+                found[number, index] = max(math.ceil(part), least_in_flight(plan, number, index))
+    return found
+
+
+def least_in_flight(plan: Plan, number: int, index: int) -> int:
+    """One micro-batch of a replica in its largest chunk."""
+    size = plan.groups[number].replicas[index].micro_batch_size
+    return max(1, size * _most_layers(plan, number))
+
+
+def busiest_s(plan: Plan) -> float:
+    """How long the replica computes that computes longest. `plan`: `with_times`."""
+    return max(
+        replica.num_microbatches * sum(map(sum, replica.compute_s or ()))
+        for group in plan.groups
+        for replica in group.replicas
+    )
+
+
+def _samples_needed(plan: Plan) -> list[float]:
+    """Of each chunk."""
+    working = [
+        [replica for replica in group.replicas if replica.num_microbatches] for group in plan.groups
+    ]
+    per_sample_s = busiest_s(plan) / plan.global_batch_size
+    found, to_loss_and_back_s = [0.0] * len(plan.chunks), 0.0
+    for chunk in reversed(range(len(plan.chunks))):
+        number = plan.chunks[chunk].group
+        place = plan.chunks_of_group(number).index(chunk)
+        to_loss_and_back_s += max(sum((each.compute_s or ())[place]) for each in working[number])
+        transfer = plan.chunks[chunk].transfer
+        if transfer is not None:
+            size = max(replica.micro_batch_size for replica in working[number])
+            to_loss_and_back_s += 2 * (transfer.latency_s + size * transfer.s_per_sample)
+        found[chunk] = to_loss_and_back_s / per_sample_s + round_of(plan.groups[number])
+    return found
+
+
+def _layers(chunk: Chunk) -> int:
+    return chunk.layers[1] - chunk.layers[0]
+
+
+def _most_layers(plan: Plan, number: int) -> int:
+    return max(_layers(plan.chunks[chunk]) for chunk in plan.chunks_of_group(number))
