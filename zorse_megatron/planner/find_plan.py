@@ -37,13 +37,13 @@ from zorse_megatron.planner.outcome import (
     SearchStats,
     Strategy,
 )
+from zorse_megatron.planner.search.climb import with_best_order
 from zorse_megatron.planner.search.finish_plan import (
     with_best_levels,
     with_narrow_gradients,
     with_plans_of_shorter,
 )
 from zorse_megatron.planner.search.local_moves import with_changes
-from zorse_megatron.planner.search.placements import with_best_order
 from zorse_megatron.planner.search.tensor_parallel_search import search_with_tp
 from zorse_megatron.planner.search.zorse_search import SearchResult
 from zorse_megatron.planner.shortage import no_plan

@@ -4,9 +4,8 @@ The schedule's order is made of the plan alone (`schedule.micro_batch_order`), s
 makes the same lists; what is written here comes from the costs that the simulator has.
 """
 
-import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Replica, TransferTime
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -86,25 +85,48 @@ def with_limits(plan: Plan, policy: Policy, extras: Iterable[int]) -> Plan:
 
     `policy`: counts micro-batches. Each counts as many layers as its group's largest chunk has.
     """
-    limits: dict[Worker, int] = {}
+    limits: dict[Worker, InFlight] = {}
     for number, (group, extra) in enumerate(zip(plan.groups, extras, strict=True)):
         layers = _most_layers(plan, number)
         for index, replica in enumerate(group.replicas):
             if replica.num_microbatches:
                 more = -(-extra * replica.num_microbatches // plan.global_batch_size)
                 count = policy.limits[number, index] + more
-                limits[number, index] = count * replica.micro_batch_size * layers
+                most = count * replica.micro_batch_size * layers
+                limits[number, index] = InFlight(most=most)
     return with_in_flight(plan, limits)
 
 
-def with_in_flight(plan: Plan, limits: dict[Worker, int], delayed: float = 0.0) -> Plan:
-    """The plan with these limits; `delayed`: parts of them in which weight gradients may wait."""
+@dataclass(frozen=True, kw_only=True)
+class GroupOrder:
+    """How much a group has in flight."""
+
+    splits: bool
+    """Whether weight gradients are apart from backwards."""
+    factor: float
+    """Times what Little's law has in flight: more absorbs delays, and takes memory."""
+    delayed: float
+    """In which part of that, and beyond it, weight gradients may wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """What a replica has in flight at most, in samples times layers."""
+
+    most: int
+    delayed: int | None = None
+    """Beyond that, what weight gradients wait for; None: as little as possible."""
+
+
+def with_in_flight(plan: Plan, limits: Mapping[Worker, InFlight]) -> Plan:
+    """The plan with these limits; a replica without one follows the schedule's rule."""
 
     def limited(number: int, index: int, replica: Replica) -> Replica:
         limit = limits.get((number, index))
-        splits = plan.groups[number].split_backward and limit is not None
-        most = int(delayed * limit) if splits and limit is not None else None
-        return replace(replica, max_in_flight=limit, max_delayed_wgrad=most)
+        if limit is None:
+            return replace(replica, max_in_flight=None, max_delayed_wgrad=None)
+        delayed = limit.delayed if plan.groups[number].split_backward else None
+        return replace(replica, max_in_flight=limit.most, max_delayed_wgrad=delayed)
 
     groups = tuple(
         replace(
@@ -116,24 +138,22 @@ def with_in_flight(plan: Plan, limits: dict[Worker, int], delayed: float = 0.0) 
     return replace(plan, groups=groups)
 
 
-def littles_law(plan: Plan, factor: float) -> dict[Worker, int]:
-    """What each replica has in flight to be never without work, times `factor`.
+def littles_law(plan: Plan) -> dict[Worker, float]:
+    """What each replica has in flight to be never without work, in samples times layers.
 
     A group needs as many samples of a chunk in flight as the slowest group computes in the time in
     which one goes from there to the loss and back, links included, and those of one round, which it
-    runs at once. A replica has its part of them by its part of the batch, and never less than one
-    micro-batch. `plan`: `with_times`. In samples times layers.
+    runs at once. A replica has its part of them by its part of the batch. `plan`: `with_times`.
     """
     needed = _samples_needed(plan)
-    found: dict[Worker, int] = {}
+    found: dict[Worker, float] = {}
     for number, group in enumerate(plan.groups):
-        chunks = plan.chunks_of_group(number)
-        layers = {chunk: _layers(plan.chunks[chunk]) for chunk in chunks}
-        whole = sum(needed[chunk] * layers[chunk] for chunk in chunks)
+        whole = sum(
+            needed[chunk] * _layers(plan.chunks[chunk]) for chunk in plan.chunks_of_group(number)
+        )
         for index, replica in enumerate(group.replicas):
             if replica.num_microbatches:
-                part = factor * whole * replica.num_samples / plan.global_batch_size
-                found[number, index] = max(math.ceil(part), least_in_flight(plan, number, index))
+                found[number, index] = whole * replica.num_samples / plan.global_batch_size
     return found
 
 

@@ -57,6 +57,8 @@ class ReplicaProgress:
     most_delayed: int | None
     """Most that weight gradients that wait may count; None: backwards compute them."""
     forwards_first: bool
+    reserved: Mapping[int, int]
+    """Chunk -> what of the limit is kept for it, but for the first one."""
     done: dict[bool, dict[int, int]] = field(init=False)
     """Forward? -> chunk -> number of micro-batches that were started."""
     ended: set[tuple[int, int]] = field(default_factory=set)
@@ -65,6 +67,8 @@ class ReplicaProgress:
     delayed: deque[Computation] = field(default_factory=deque)
     """Weight gradients that can be computed."""
     delayed_weight: int = 0
+    most_held: int = 0
+    """Of both together."""
     busy: bool = False
     forced: Computation | None = None
 
@@ -81,7 +85,19 @@ class ReplicaProgress:
         """Whether activations of one more micro-batch may be kept; those of one always may."""
         if self.limit is None or not self.in_flight:
             return True
-        return self.in_flight + self.weights[chunk] <= self.limit
+        free = self.limit - self.in_flight - self.weights[chunk]
+        return free >= self._kept_for_later(chunk)
+
+    def _kept_for_later(self, chunk: int) -> int:
+        """What later chunks may still use of the room that is theirs."""
+        kept = 0
+        for later, most in self.reserved.items():
+            if later > chunk:
+                started, weight = self.done[True][later], self.weights[later]
+                used = (started - self.done[False][later]) * weight
+                left = (len(self.queue) - started) * weight
+                kept += max(0, min(most - used, left))
+        return kept
 
     @property
     def delays_too_many(self) -> bool:
@@ -96,7 +112,9 @@ class ReplicaProgress:
             self.delayed.popleft()
             return
         self.done[work.forward][work.chunk] += 1
-        self.in_flight += self.weights[work.chunk] if work.forward else 0
+        if work.forward:
+            self.in_flight += self.weights[work.chunk]
+            self.most_held = max(self.most_held, self.in_flight + self.delayed_weight)
 
     def end(self, work: Computation) -> None:
         """Note that it is done."""
@@ -136,14 +154,17 @@ class Pipeline:
             for replica, queue in queues.items():
                 key, size = (group, replica), queue[0].size
                 by_layer = policy.counts_layers
+                weights = {chunk: layers[chunk] * size if by_layer else 1 for chunk in chunks}
+                limit = None if forward_only else policy.limits[key]
                 self.workers[key] = ReplicaProgress(
                     key=key,
                     queue=queue,
                     chunks=chunks,
-                    weights={chunk: layers[chunk] * size if by_layer else 1 for chunk in chunks},
-                    limit=None if forward_only else policy.limits[key],
+                    weights=weights,
+                    limit=limit,
                     most_delayed=None if forward_only else policy.most_delayed[key],
                     forwards_first=group not in policy.backwards_first,
+                    reserved=_reserved(policy.reserved * (limit or 0), weights),
                 )
         self.turns = {
             (group, replica): (-max(plan.chunks_of_group(group)), replica)
@@ -287,10 +308,33 @@ class Pipeline:
         self.changed.add(key)
 
 
-def pipeline_s(plan: Plan) -> float:
-    """From the first computation to the end of the last one, by the plan's own times (`compute_s`).
+def _reserved(whole: float, weights: Mapping[int, int]) -> dict[int, int]:
+    """What is kept of it for each chunk but the first one."""
+    first, total = min(weights), sum(weights.values())
+    kept = {chunk: int(whole * each / total) for chunk, each in weights.items() if chunk != first}
+    return kept if whole else {}
+
+
+def pipeline_spans_s(plan: Plan) -> dict[int, tuple[float, float]]:
+    """Group -> start of its first and end of its last computation, by the plan's `compute_s`.
 
     Of 1f1b and interleaved. Complexity: as `Pipeline.simulate`.
     """
+    boundaries = Boundaries(plan)
+    pipeline = Pipeline(plan, boundaries, policy_of(plan), forward_only=False)
+    found: dict[int, tuple[int, int]] = {}
+    for event in pipeline.simulate():
+        group = boundaries.groups[event.chunk]
+        start, end = found.get(group, (event.time, event.end))
+        found[group] = start, max(end, event.end)
+    return {group: (start / NS_PER_S, end / NS_PER_S) for group, (start, end) in found.items()}
+
+
+def most_held(plan: Plan) -> dict[Worker, int]:
+    """The most samples times layers that each replica keeps activations of at one time.
+
+    Those whose weight gradients wait count, too. As `pipeline_spans_s`.
+    """
     pipeline = Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=False)
-    return max(event.end for event in pipeline.simulate()) / NS_PER_S
+    deque(pipeline.simulate(), maxlen=0)
+    return {key: worker.most_held for key, worker in pipeline.workers.items()}

@@ -32,6 +32,8 @@ class Policy:
     """Samples that a replica takes through all of its chunks before those after them."""
     counts_layers: bool = False
     """Whether a micro-batch counts its samples times the layers of the chunk."""
+    reserved: float = 0.0
+    """Part of a limit that is kept for a replica's later chunks, for each by its layers."""
     backwards_first: frozenset[int] = frozenset()
     """Groups that prefer backwards to forwards; the others fill up first."""
     strict: bool = False
@@ -50,7 +52,10 @@ def policy_of(plan: Plan) -> Policy:
 #
 # A replica needs as many samples in flight as its group gets through in the time in which one goes
 # from there to the loss and back (Little's law); with more, delays of others reach it later. The
-# last group has nobody to wait for, so it runs a backward as soon as it can.
+# last group has nobody to wait for, so it runs a backward as soon as it can. Forwards of the first
+# chunks of a replica may not take all room: samples come back to it only through its later ones.
+
+_RESERVED = 0.5
 
 
 def _of_own_limits(plan: Plan) -> Policy:
@@ -65,6 +70,7 @@ def _of_own_limits(plan: Plan) -> Policy:
         limits=limits,
         most_delayed=delayed,
         counts_layers=True,
+        reserved=_RESERVED,
         samples_per_round=_samples_per_round(plan),
         backwards_first=frozenset({plan.chunks[-1].group}),
     )

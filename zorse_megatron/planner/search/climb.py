@@ -1,0 +1,199 @@
+"""Where the search ends: what makes its fastest plans faster still, by hill climbing in the plan.
+
+The closed form knows orders and placements only where chunks are dealt out in turn. From a plan the
+climb goes to the first near one that is faster by `_LEAST_GAIN`. Near are plans with more or less
+in flight in one group, with weight gradients apart or not, with other placements, and those that
+`PlanMoves` finds. Which are worth a simulation is found by ordering them (`Forecast`), which takes
+a fifth as long and ranks them alike, within the memory that the last simulation found (`Room`).
+
+Equal inputs find equal plans: computations are limited, not seconds.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.rules import problems_of
+from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations
+from zorse_megatron.planner.orders import GroupOrder, busiest_s, with_times
+from zorse_megatron.planner.search.forecast import Forecast
+from zorse_megatron.planner.search.orders_in_memory import Ordered, in_order, uniform, within
+from zorse_megatron.planner.search.placements import near, rows_of, v_shaped, with_placement
+from zorse_megatron.planner.search.plan_moves import Near, PlanMoves
+
+_FINALISTS = 4
+"""Plans of the search that are ordered, of unlike groups."""
+_CLIMBED = 2
+"""Of these so many are climbed from."""
+_MOST_BEHIND = 1.2
+"""A plan that is slower by more than that is not tried: it hardly ever gains so much."""
+_HOPEFUL = 1.1
+"""Other orders of a plan are tried if its first one is not slower than the best by that."""
+_LEAST_GAIN = 0.9995
+"""What a step must bring, in parts of the iteration."""
+_ORDERED = 60
+"""Near plans that are ordered, those first whose busiest replica computes least."""
+_SIMULATED = 4
+"""Of these so many are simulated, those first whose iteration is foretold to be shortest."""
+_REGROUPED = 12
+"""The same of plans that differ in more than order and placement, whose memory is foretold less."""
+_TOLERANCE = 1.01
+"""They are simulated even if they are foretold to be slower by that."""
+_ORDERED_COMPUTATIONS = 400_000
+"""Forwards and backwards of all plans that are ordered."""
+_FACTORS = (1.0, 1.5, 2.0, 3.0)
+_DELAYED = (0.15, 0.3, 0.6)
+
+
+def with_best_order(evaluator: Evaluator, found: Sequence[Evaluation]) -> Evaluation:
+    """The fastest plan that climbing finds from the first plans of the search, or the first one.
+
+    `found`: fastest first. Plans whose time was extrapolated stay as they are: they would have to
+    be simulated in full.
+    """
+    climb = Climb(evaluator)
+    starts: dict[object, Ordered] = {}
+    best_s = found[0].iteration_s
+    for one in climb.unlike(found, _MOST_BEHIND * best_s):
+        for plan in climb.placed(one.plan):
+            for start in climb.started(plan, _HOPEFUL * best_s):
+                kinds = climb.kinds(start.plan)
+                if kinds not in starts or start.iteration_s < starts[kinds].iteration_s:
+                    starts[kinds] = start
+                best_s = min(best_s, start.iteration_s)
+    first = sorted(starts.values(), key=lambda each: each.iteration_s)[:_CLIMBED]
+    ends = [climb.climbed(start).evaluation for start in first]
+    return min([found[0], *ends], key=lambda each: each.iteration_s)
+
+
+class Climb:
+    """Climbs from plans, until the computations that may be ordered are spent."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        self.space = evaluator.inputs.space
+        self.inputs = evaluator.inputs.members.base
+        """Of ranks: those of the search may be tensor-parallel groups."""
+        self.forecast = Forecast(self.inputs)
+        self.moves = PlanMoves(evaluator)
+        self.left = _ORDERED_COMPUTATIONS
+
+    # Where it starts: the fastest plans of unlike groups, each in the best of a few orders.
+
+    def unlike(self, found: Sequence[Evaluation], limit_s: float) -> list[Evaluation]:
+        """The fastest pipeline of each grouping and order of groups, of the first few of these."""
+        by_kinds: dict[object, Evaluation] = {}
+        for one in found:
+            is_pipeline = one.plan.schedule.name != "breadth_first" and len(one.plan.groups) > 1
+            if is_pipeline and one.iteration_s <= limit_s and not one.is_extrapolated:
+                by_kinds.setdefault(self.kinds(one.plan), one)
+        return list(by_kinds.values())[:_FINALISTS]
+
+    def kinds(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
+        """Which GPUs each group has, but for exchanges of equal ones."""
+        kinds = self.inputs.kinds
+        return tuple(tuple(sorted(kinds[rank] for rank in group.ranks)) for group in plan.groups)
+
+    def placed(self, plan: Plan) -> list[Plan]:
+        """As it is, and as a V, in which samples come back through all groups but the last."""
+        if "interleaved" not in self.space.schedules:
+            return [plan]
+        v_like = v_shaped(rows_of(plan), len(plan.groups))
+        return [plan, with_placement(plan, v_like)] if v_like != rows_of(plan) else [plan]
+
+    def started(self, plan: Plan, limit_s: float) -> Iterator[Ordered]:
+        """The plan with and without weight gradients apart, where it fits.
+
+        In other orders only where the first one takes less than `limit_s`.
+        """
+        for splits in (False, True) if self.space.split_backward else (False,):
+            first = in_order(self.evaluator, plan, uniform(plan, splits, 1.5, 0.3), {})
+            if first is None or first.iteration_s > limit_s:
+                continue
+            tries = (
+                Near(plan=plan, orders=uniform(plan, splits, factor, delayed))
+                for factor in _FACTORS
+                for delayed in (_DELAYED if splits else (0.0,))
+            )
+            found = self._simulated(first, tries, math.inf, _SIMULATED)
+            yield min([first, *found], key=lambda each: each.iteration_s)
+
+    # How it goes on.
+
+    def climbed(self, start: Ordered) -> Ordered:
+        """By orders as long as they are faster, then by one other step, and so on."""
+        best = start
+        while self.left > 0:
+            better = self._first_faster(best, self._orders(best), _LEAST_GAIN, _SIMULATED)
+            if better is None and "interleaved" in self.space.schedules:
+                near_plans = self._least_busy(best, self._placements(best))
+                better = self._first_faster(best, near_plans, _LEAST_GAIN, _SIMULATED)
+            if better is None:
+                near_plans = self._least_busy(best, self.moves.around(best.plan, best.orders))
+                better = self._first_faster(best, near_plans, _TOLERANCE, _REGROUPED)
+            if better is None:
+                break
+            best = better
+        return best
+
+    def _first_faster(
+        self, best: Ordered, plans: Iterable[Near], tolerance: float, most: int
+    ) -> Ordered | None:
+        foretold_s = self.forecast.iteration_s(best.plan)
+        found = self._simulated(best, plans, tolerance * foretold_s, most)
+        limit_s = _LEAST_GAIN * best.iteration_s
+        return next((each for each in found if each.iteration_s < limit_s), None)
+
+    def _simulated(
+        self, here: Ordered, plans: Iterable[Near], limit_s: float, most: int
+    ) -> Iterator[Ordered]:
+        """Of these plans the fastest as foretold, simulated, where they fit."""
+        rated = []
+        for at, one in enumerate(plans):
+            rooms = {ranks: room for ranks, room in here.rooms.items() if ranks not in one.changed}
+            limited = within(self.inputs, one.plan, one.orders, rooms)
+            if limited is None or limited.groups == here.plan.groups:
+                continue
+            if self.left <= 0:
+                break
+            self.left -= computations(limited)
+            seconds = self.forecast.iteration_s(limited)
+            if seconds < limit_s:
+                rated.append((seconds, len(one.plan.chunks), at, one, rooms))
+        for *_, one, rooms in sorted(rated, key=lambda each: each[:3])[:most]:
+            found = in_order(self.evaluator, one.plan, one.orders, rooms)
+            if found is not None:
+                yield found
+
+    def _orders(self, best: Ordered) -> Iterator[Near]:
+        """One group with more or less in flight, with more or fewer weight gradients that wait."""
+        for number, order in enumerate(best.orders):
+            others = [replace(order, factor=times * order.factor) for times in (0.8, 1.25)]
+            if order.splits:
+                others += [replace(order, delayed=times * order.delayed) for times in (0.5, 2.0)]
+            if self.space.split_backward:
+                others.append(replace(order, splits=not order.splits, delayed=order.delayed or 0.3))
+            for other in others:
+                orders: tuple[GroupOrder, ...] = (
+                    *best.orders[:number],
+                    other,
+                    *best.orders[number + 1 :],
+                )
+                yield Near(plan=best.plan, orders=orders)
+
+    def _placements(self, best: Ordered) -> Iterator[Near]:
+        for rows in sorted(near(rows_of(best.plan), len(best.plan.groups))):
+            yield Near(plan=with_placement(best.plan, rows), orders=best.orders)
+
+    def _least_busy(self, best: Ordered, plans: Iterable[Near]) -> Iterator[Near]:
+        """Those whose busiest replica computes least."""
+        rated = []
+        for at, one in enumerate(plans):
+            if problems_of(one.plan):
+                continue
+            busy_s = busiest_s(with_times(self.inputs, one.plan))
+            if busy_s < best.iteration_s:
+                rated.append((busy_s, len(one.plan.chunks), at, one))
+        for *_, one in sorted(rated, key=lambda each: each[:3])[:_ORDERED]:
+            yield one

@@ -1,0 +1,141 @@
+"""Plans in an order that fits their memory, which simulations measure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.planner.evaluate import Evaluation, Evaluator
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.orders import (
+    GroupOrder,
+    InFlight,
+    least_in_flight,
+    littles_law,
+    with_in_flight,
+    with_times,
+)
+from zorse_megatron.schedule.micro_batch_order import most_held
+from zorse_megatron.schedule.pipeline_schedules import Worker
+from zorse_megatron.simulate.memory_ledger import Category
+from zorse_megatron.simulate.result import SimulationResult
+
+_MOST_TRIES = 4
+"""Simulations until a plan's limits fit its memory."""
+_SAFE = 0.97
+"""Of the memory that seems to be free: less with each simulation that was too full."""
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """A replica's memory, as a simulation found it."""
+
+    free_bytes: float
+    """Beside all but activations."""
+    unit_bytes: float
+    """Activations of one sample in one layer."""
+    layer_bytes: float
+    """All else, of one layer."""
+    layers: int
+
+    def units(self, layers: int) -> float:
+        """Samples times layers that there is room for, with so many layers."""
+        return (self.free_bytes - (layers - self.layers) * self.layer_bytes) / self.unit_bytes
+
+
+Rooms = Mapping[Ranks, Room]
+"""Of replicas, by their ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ordered:
+    """A plan that fits, in an order."""
+
+    evaluation: Evaluation
+    orders: tuple[GroupOrder, ...]
+    rooms: Rooms
+
+    @property
+    def iteration_s(self) -> float:
+        return self.evaluation.iteration_s
+
+    @property
+    def plan(self) -> Plan:
+        return self.evaluation.plan
+
+
+def uniform(plan: Plan, splits: bool, factor: float, delayed: float) -> tuple[GroupOrder, ...]:
+    """The same order for all groups."""
+    return (GroupOrder(splits=splits, factor=factor, delayed=delayed),) * len(plan.groups)
+
+
+def in_order(
+    evaluator: Evaluator, plan: Plan, orders: tuple[GroupOrder, ...], rooms: Rooms
+) -> Ordered | None:
+    """The plan in this order, with no more in flight than memory allows; None: it does not fit."""
+    inputs = evaluator.inputs.members.base
+    safe = 1.0
+    for _ in range(_MOST_TRIES):
+        limited = within(inputs, plan, orders, rooms, safe)
+        found = None if limited is None else evaluator.evaluate_plan(limited)
+        if found is None:
+            return None
+        result = found.result or evaluator.simulated(found.plan)
+        assert result is not None, "the plan has been simulated before"
+        rooms = _rooms(inputs, found.plan, result)
+        if found.fits:
+            return Ordered(evaluation=found, orders=orders, rooms=rooms)
+        safe *= _SAFE
+    return None
+
+
+def within(
+    inputs: Inputs, plan: Plan, orders: Sequence[GroupOrder], rooms: Rooms, safe: float = 1.0
+) -> Plan | None:
+    """The plan with its times and limits; None: a replica has no room for one micro-batch."""
+    groups = tuple(
+        replace(group, split_backward=True if order.splits else None)
+        for group, order in zip(plan.groups, orders, strict=True)
+    )
+    plan = with_times(inputs, with_in_flight(replace(plan, groups=groups), {}))
+    limits: dict[Worker, InFlight] = {}
+    for (number, index), needed in littles_law(plan).items():
+        order, least = orders[number], least_in_flight(plan, number, index)
+        most = max(least, int(order.factor * needed))
+        delayed = int(order.delayed * most)
+        room = rooms.get(plan.groups[number].replicas[index].ranks)
+        if room is not None:
+            units = int(safe * room.units(_layers(plan, number)))
+            if units < least:
+                return None
+            most = min(most, units)
+            delayed = min(delayed, units - most)
+        limits[number, index] = InFlight(most=most, delayed=delayed)
+    return with_in_flight(plan, limits)
+
+
+def _layers(plan: Plan, number: int) -> int:
+    return sum(chunk.layers[1] - chunk.layers[0] for chunk in plan.chunks if chunk.group == number)
+
+
+def _rooms(inputs: Inputs, plan: Plan, result: SimulationResult) -> dict[Ranks, Room]:
+    """Of all replicas that keep activations, by their fullest ranks."""
+    found = {}
+    for (number, index), held in most_held(plan).items():
+        layers = _layers(plan, number)
+        ranks = plan.groups[number].replicas[index].ranks
+        peaks = [result.memory[rank] for rank in ranks]
+        unit_bytes = max(peak.by_category[Category.ACTIVATIONS].num_bytes for peak in peaks) / held
+        others = [peak.total_bytes - peak.at_peak_bytes[Category.ACTIVATIONS] for peak in peaks]
+        if unit_bytes:
+            found[ranks] = Room(
+                free_bytes=min(
+                    inputs.capacities_bytes[rank] - other
+                    for rank, other in zip(ranks, others, strict=True)
+                ),
+                unit_bytes=unit_bytes,
+                layer_bytes=max(others) / layers,
+                layers=layers,
+            )
+    return found
