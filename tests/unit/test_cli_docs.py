@@ -5,7 +5,6 @@ After a change of what is printed: `python -m tests.unit.test_cli_docs` writes t
 
 import re
 import shlex
-import shutil
 from contextlib import chdir, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +25,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "cli.md"
 BLOCK = re.compile(r"^( *)```\n\1(zorse [^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+CLUSTER = re.compile(r"^```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # What a clock measured differs from run to run.
 CLOCK = re.compile(r"\bin [\d.]+ s:")
 
@@ -47,7 +47,8 @@ def outputs():
     """Run all commands, in the order of the document and in one directory: (command, output)."""
     text = DOCUMENT.read_text(encoding="utf-8")
     with TemporaryDirectory() as directory, chdir(directory), each_search_once():
-        shutil.copy(ROOT / "examples" / "two-node-lab.yaml", "cluster.yaml")
+        tutorial = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+        Path("cluster.yaml").write_text(CLUSTER.search(tutorial)[1])
         for match in BLOCK.finditer(text):
             with nullcontext() if match[3] else searching_little():
                 result = CliRunner().invoke(app, shlex.split(match[2])[1:])
