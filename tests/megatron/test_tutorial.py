@@ -2,7 +2,9 @@
 
 Its shell blocks are run by bash, with the real torchrun and the real sbatch of a Slurm whose nodes
 are this machine (`tests/slurm`); where there can be none, lines with sbatch are left out. Only what
-the page tells its reader to edit is edited: settings.sh.
+the page tells its reader to edit is edited: settings.sh. Of what takes long and is proved elsewhere
+there is less: searches are short, and of the ranks of a job the first one alone is started as the
+reader's is, the others are forked (`tests/slurm/forked_ranks`).
 """
 
 import json
@@ -19,6 +21,7 @@ import pytest
 
 from tests.megatron.launch import REPOSITORY
 from tests.megatron.stock_log import iterations
+from tests.slurm import forked_ranks
 from tests.slurm.local_slurm import LocalSlurm, local_slurm, why_not
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.plan.plan_file import load_plan
@@ -43,6 +46,12 @@ case ${{SLURMD_NODENAME-}} in
     new) export ZORSE_GPU_KIND=A6000 ;;
     old) export ZORSE_GPU_KIND=V100-16 ;;
 esac
+if [[ "$*" == "-m zorse_megatron plan "* ]]; then
+    exec {sys.executable} -m tests.megatron.short_search_entry "${{@:3}}"
+fi
+if [[ "$*" == *"-m zorse_megatron"* && ${{RANK:-${{SLURM_PROCID:-0}}}} != 0 ]]; then
+    exec {sys.executable} -S -E {forked_ranks.__file__} "$@"
+fi
 exec {sys.executable} "$@"
 """
 
@@ -62,8 +71,10 @@ def slurm_or_none(directory: Path) -> Iterator[LocalSlurm | None]:
 
 
 def write_programs(directory: Path) -> None:
-    """`python`, `zorse` and `torchrun` of this tree and this environment."""
+    """`python`, with which torchrun starts ranks, too, `zorse` and `torchrun`."""
     directory.mkdir()
+    customized = f"import sys\nsys.executable = {str(directory / 'python')!r}\n"
+    (directory / "sitecustomize.py").write_text(customized)
     module = {"zorse": "zorse_megatron", "torchrun": "torch.distributed.run"}
     texts = {name: f'#!/bin/bash\nexec python -m {m} "$@"\n' for name, m in module.items()}
     for name, text in {"python": PYTHON, **texts}.items():
@@ -75,7 +86,7 @@ def environment_of(slurm: LocalSlurm | None, programs: Path) -> dict[str, str]:
     environment = dict(os.environ if slurm is None else slurm.environment)
     return environment | {
         "PATH": os.pathsep.join((str(programs), environment["PATH"])),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join((str(programs), *filter(None, sys.path))),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",  # where all nodes are
     }
@@ -124,8 +135,8 @@ def test_the_tutorial_runs_as_printed(tmp_path: Path) -> None:
     write_programs(programs := tmp_path / "bin")
     files = iter(FILES)
     variables, submitted = "", 0
-    with slurm_or_none(tmp_path) as slurm:
-        environment = environment_of(slurm, programs)
+    with slurm_or_none(tmp_path) as slurm, forked_ranks.forking_server() as forks:
+        environment = environment_of(slurm, programs) | forks
         for kind, text in blocks():
             if kind:
                 (tmp_path / next(files)).write_text(text)
