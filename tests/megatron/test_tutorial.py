@@ -7,6 +7,7 @@ there is less: searches are short, and of the ranks of a job the first one alone
 reader's is, the others are forked (`tests/slurm/forked_ranks`).
 """
 
+import contextlib
 import json
 import os
 import re
@@ -28,6 +29,9 @@ from zorse_megatron.plan.plan_file import load_plan
 
 BLOCK = re.compile(r"^```(yaml)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SBATCH = re.compile(r"^(\w+=\$\()?sbatch .*\n", re.MULTILINE)
+# What Megatron and this package say, once each, however many ranks there are.
+SAID_ONCE = re.compile(r"^.*/megatron/.*UserWarning: .*not installed.*$|^zorse: .*$", re.MULTILINE)
+MARK = "ZORSE_TEST_JOB"
 ASSIGNMENT = re.compile(r'^[A-Z]+=".*"$', re.MULTILINE)
 FILES = ("cluster.yaml", "workstation.yaml")
 PARTITIONS = {"new": {"new": 2}, "old": {"old": 2}}
@@ -93,16 +97,18 @@ def environment_of(slurm: LocalSlurm | None, programs: Path) -> dict[str, str]:
 
 
 def run_block(text: str, directory: Path, environment: Mapping[str, str]) -> None:
+    """Run it to its end, of which it must leave no process."""
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=directory,
-        env=environment,
+        env={**environment, MARK: str(directory)},
         check=False,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
+    assert "sbatch" in text or not left_over(str(directory))
     (directory / "said.txt").write_text(done.stdout + done.stderr)
 
 
@@ -126,6 +132,22 @@ def assert_trained(said: str, checkpoints: Path) -> None:
     assert {path.name for path in checkpoints.glob("iter_*")} == {"iter_0000005", "iter_0000010"}
     # Of several ranks one says so.
     assert said.count("zorse: no GPU found: Megatron runs on CPU over gloo") == 1
+
+
+def assert_says_each_thing_once(said: str) -> None:
+    lines = SAID_ONCE.findall(said)
+    assert len(lines) > 5
+    assert sorted(set(lines)) == sorted(lines)
+
+
+def left_over(job: str) -> list[int]:
+    """The processes that are still there of what was started with this mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={job}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found
 
 
 @pytest.mark.timeout(1200)
@@ -167,4 +189,6 @@ def test_the_tutorial_runs_as_printed(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "profile.json").read_text())
         (log,) = (path for path in tmp_path.glob("zorse-[0-9]*.txt"))
         assert_trained(log.read_text(), tmp_path / "tiny")
-    assert_trained((tmp_path / "said.txt").read_text(), tmp_path / "trained-here")
+    said = (tmp_path / "said.txt").read_text()
+    assert_trained(said, tmp_path / "trained-here")
+    assert_says_each_thing_once(said)
