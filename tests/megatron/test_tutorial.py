@@ -75,10 +75,8 @@ def slurm_or_none(directory: Path) -> Iterator[LocalSlurm | None]:
 
 
 def write_programs(directory: Path) -> None:
-    """`python`, with which torchrun starts ranks, too, `zorse` and `torchrun`."""
+    """`python`, `zorse` and `torchrun` of this tree and this environment."""
     directory.mkdir()
-    customized = f"import sys\nsys.executable = {str(directory / 'python')!r}\n"
-    (directory / "sitecustomize.py").write_text(customized)
     module = {"zorse": "zorse_megatron", "torchrun": "torch.distributed.run"}
     texts = {name: f'#!/bin/bash\nexec python -m {m} "$@"\n' for name, m in module.items()}
     for name, text in {"python": PYTHON, **texts}.items():
@@ -90,7 +88,8 @@ def environment_of(slurm: LocalSlurm | None, programs: Path) -> dict[str, str]:
     environment = dict(os.environ if slurm is None else slurm.environment)
     return environment | {
         "PATH": os.pathsep.join((str(programs), environment["PATH"])),
-        "PYTHONPATH": os.pathsep.join((str(programs), *filter(None, sys.path))),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHON_EXEC": str(programs / "python"),  # with which torchrun starts ranks
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",  # where all nodes are
     }
