@@ -161,17 +161,8 @@ ROWS: dict[str, Row] = {
     "1|1|1|1, untied, overlap": Row(plan=LAYOUTS["1|1|1|1"], flags=(*UNTIED, *BUCKETS)),
     # The last rank, which prints, is not one that knows the loss.
     "1|3|1, ends inside, evaluated": Row(plan=LAYOUTS["1|3|1, ends inside"], flags=EVALUATED),
-    "2|3, idle at the end": Row(plan=LAYOUTS["2|3, idle at the end"]),
-    "llama, cyclic, recompute, no clip": Row(
-        plan=LAYOUTS["2|1|2"],
-        flags=(
-            *(*LLAMA, *NO_CLIP, "--dataloader-type", "cyclic"),
-            *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-            *("--recompute-num-layers", "1"),
-        ),
-    ),
-    "3|2, distributed optimizer, overlap": Row(
-        plan=LAYOUTS["3|2"],
+    "2|3, idle at the end, distributed optimizer, overlap": Row(
+        plan=LAYOUTS["2|3, idle at the end"],
         flags=("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     ),
     "slow messages between regions, other recomputation in each group and replica": Row(
@@ -218,8 +209,13 @@ ROWS: dict[str, Row] = {
     ),
     "two levels, three regions": Row(plan=hierarchical(TRIO, "abc")),
     # Tensor-parallel groups.
-    "1|2+1, llama, sequence parallel": Row(
-        plan=plan_of(((replica(3, 4, 2),), 2), (UNLIKE, 2)), flags=(*LLAMA, *SEQUENCE_PARALLEL)
+    "1|2+1, llama, cyclic, recompute, no clip, sequence parallel": Row(
+        plan=plan_of(((replica(3, 4, 2),), 2), (UNLIKE, 2)),
+        flags=(
+            *(*LLAMA, *NO_CLIP, *SEQUENCE_PARALLEL, "--dataloader-type", "cyclic"),
+            *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+            *("--recompute-num-layers", "1"),
+        ),
     ),
     "2+2, overlap, sequence parallel, one TP group recomputes attention": Row(
         plan=plan_of(
@@ -401,7 +397,9 @@ CHANGES_NO_BIT: dict[str, tuple[str, Row]] = {
     "weight gradients, 1f1b": split_in("1|1|1|1, untied, overlap"),
     "weight gradients, in the host": split_in("in the host, evaluated"),
     "weight gradients, Transformer Engine's": split_in("layers as Transformer Engine's, fp16"),
-    "weight gradients, sets": split_in("1|2+1, llama, sequence parallel"),
+    "weight gradients, sets": split_in(
+        "1|2+1, llama, cyclic, recompute, no clip, sequence parallel"
+    ),
     "weight gradients, a TP group in the host": split_in("2+1 1, chunks in turn, in the host"),
     "equal parts by name": changed(
         "a TP group of two",
