@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.unit.conftest import FewLayouts
 from zorse_megatron.cli.main import app
 from zorse_megatron.planner import find_plan as search_module
 from zorse_megatron.planner import gpu_selection
@@ -22,6 +23,8 @@ from zorse_megatron.planner import other_searches as replan_module
 from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.baselines.stock_search import StockSearch
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.search import tensor_parallel_search
+from zorse_megatron.planner.search.effort import Effort
 
 
 def workload(inputs: Inputs, *more: object) -> tuple[object, ...]:
@@ -44,10 +47,14 @@ def once(search: Callable[..., Any], more: Callable[..., object]) -> Callable[..
     return searched
 
 
-def stock_search(inputs: Inputs, share: float = 1.0) -> StockSearch:
-    """Stock's, whose own answer is kept."""
-    made = StockSearch(inputs, share)
-    made.run = functools.cache(made.run)  # type: ignore[method-assign]
+def keeping(search: type[StockSearch]) -> Callable[..., StockSearch]:
+    """Stock's search, whose own answer is kept."""
+
+    def made(inputs: Inputs, share: float = 1.0) -> StockSearch:
+        each = search(inputs, share)
+        each.run = functools.cache(each.run)  # type: ignore[method-assign]
+        return each
+
     return made
 
 
@@ -60,8 +67,22 @@ def each_search_once() -> Iterator[None]:
             patch.setattr(module, "find_plan", find_plan)
         in_short = once(gpu_selection.search, lambda _progress, effort: effort)
         patch.setattr(gpu_selection, "search", in_short)
-        patch.setattr(stock_best, "StockSearch", once(stock_search, lambda share=1.0: share))
+        of_stock = keeping(stock_best.StockSearch)
+        patch.setattr(stock_best, "StockSearch", once(of_stock, lambda share=1.0: share))
         patch.setattr(stock_best, "stock_in_short", once(stock_best.stock_in_short, lambda: None))
+        yield
+
+
+@contextmanager
+def searching_little() -> Iterator[None]:
+    """For a plan that is not shown."""
+    effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Effort, "of", lambda inputs: effort)
+        patch.setattr(tensor_parallel_search, "tp_layouts_of", lambda inputs: [])
+        patch.setattr(stock_best, "StockSearch", FewLayouts)
+        patch.setattr(stock_best, "_IN_SHORT", 1)
+        patch.setattr(gpu_selection, "fewer", lambda *_: ())
         yield
 
 

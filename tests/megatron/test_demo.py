@@ -1,4 +1,4 @@
-"""The demo from end to end, on a smaller cluster and with fewer iterations."""
+"""The demo from end to end, on a smaller cluster, with smaller batches and fewer iterations."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from zorse_megatron.plan.plan_file import load_plan
 
 ITERATIONS = 4
 # Each process trains in turns with the others on few cores.
-CLUSTER = "nodes: [{gpus: [1 x A100-40, 1 x T4]}]\n"
+CLUSTER = "nodes: [{gpus: [1 x A10G, 1 x T4]}]\n"
 
 
 def test_the_demo_runs(tmp_path: Path, megatron_server: MegatronServer) -> None:
@@ -19,7 +19,7 @@ def test_the_demo_runs(tmp_path: Path, megatron_server: MegatronServer) -> None:
     words = ["--cluster", "mixed.yaml", "--output", "out", "--iterations", str(ITERATIONS)]
     said = (
         megatron_server.run_ranks(
-            words, 1, entry="zorse_megatron.demo", timeout_s=400, directory=tmp_path
+            words, 1, entry="tests.megatron.demo_entry", timeout_s=400, directory=tmp_path
         )
         .check()
         .outputs[0]
@@ -27,7 +27,7 @@ def test_the_demo_runs(tmp_path: Path, megatron_server: MegatronServer) -> None:
     assert "  zorse plan --cluster mixed.yaml --model llama-1b " in said
     assert "Stock Megatron" in said and "(simulated" in said
     plan = load_plan(tmp_path / "out" / "plan.json")
-    assert plan.cluster is not None and plan.cluster.gpu_kinds == ("A100-40", "T4")
+    assert plan.cluster is not None and plan.cluster.gpu_kinds == ("A10G", "T4")
     for rank, kind in enumerate(plan.cluster.gpu_kinds):
         assert f"│ {rank}    │ {kind:<10} │" in said
     assert f"The two runs are the same. {ITERATIONS} iterations: losses differ" in said

@@ -142,53 +142,58 @@ def with_times(plan: Plan) -> Plan:
 
 
 SLOW_LINKS = with_times(LAYOUTS["2|1|2"])
-APART = in_regions(LAYOUTS["3|2"], "ewe", "we")
+SLOW_AND_APART = in_regions(SLOW_LINKS, "ew", "e", "we")
 SWIGLU = (
     *("--swiglu", "--ffn-hidden-size", "128", "--qk-layernorm"),
     *("--position-embedding-type", "rope"),
 )
-FOUR_GROUPS_OVER_THREE = "four KV groups over three ranks, SwiGLU"
+FOUR_GROUPS_OVER_THREE = Row(
+    plan=with_settings(
+        plan_of(
+            (
+                (
+                    tp_replica(
+                        *((0, 1, 2), 2, 4, 1.0),
+                        TpShards(
+                            kv_groups=(0, 3, 1),
+                            mlp_columns=(0, 61, 67),
+                            vocabulary_rows=(0, 156, 100),
+                        ),
+                    ),
+                ),
+                4,
+            )
+        ),
+        SELECTIVE,
+    ),
+    flags=(*SWIGLU, *DEGREE),
+)
+"""A TP group of three ranks, of which one has no KV groups; the command says two."""
 
 # A tied embedding is the harder one, whose gradients and copies two groups have: it is tied unless
 # the flags say otherwise. Flags that do not touch one another come together.
 ROWS: dict[str, Row] = {
     # Unequal micro-batches, shards, layers and token counts.
     "2|1, many steps": Row(plan=LAYOUTS["2|1"], steps=MANY_STEPS),
-    "1|1|1|1, overlap": Row(plan=LAYOUTS["1|1|1|1"], flags=BUCKETS),
+    "1|1|1|1, untied, overlap": Row(plan=LAYOUTS["1|1|1|1"], flags=(*UNTIED, *BUCKETS)),
     # The last rank, which prints, is not one that knows the loss.
     "1|3|1, ends inside, evaluated": Row(plan=LAYOUTS["1|3|1, ends inside"], flags=EVALUATED),
-    "2|3, idle at the end": Row(plan=LAYOUTS["2|3, idle at the end"]),
-    "1|2, untied": Row(plan=LAYOUTS["1|2"], flags=UNTIED),
-    "llama, cyclic, recompute, no clip": Row(
-        plan=LAYOUTS["2|1|2"],
-        flags=(
-            *(*LLAMA, *NO_CLIP, "--dataloader-type", "cyclic"),
-            *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-            *("--recompute-num-layers", "1"),
-        ),
-    ),
-    "3|2, distributed optimizer, overlap": Row(
-        plan=LAYOUTS["3|2"],
+    "2|3, idle at the end, distributed optimizer, overlap": Row(
+        plan=LAYOUTS["2|3, idle at the end"],
         flags=("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     ),
-    "5, one idle, overlap": Row(plan=LAYOUTS["5, one idle"], flags=BUCKETS),
-    "slow messages": Row(plan=SLOW_LINKS),
-    "regions": Row(plan=APART),
-    # Several chunks: gathered and released, recomputed, offloaded.
-    "interleaved, each replica its own": Row(plan=each_its_own(INTERLEAVED)),
-    "neighbouring chunks": Row(plan=NEIGHBOURS),
-    "per micro-batch": Row(
-        plan=with_settings(BOTH_ENDS, schedule=breadth_first(parameters="per_micro_batch"))
-    ),
-    "in the host": Row(plan=in_the_host(BOTH_ENDS)),
-    "in the host, untied, evaluated": Row(plan=in_the_host(BOTH_ENDS), flags=(*UNTIED, *EVALUATED)),
-    "in the host, layered": Row(plan=in_the_host(LAYERED), flags=CLIPPED, env=PIECES),
-    "1f1b, other recomputation in each group and replica": Row(
+    "slow messages between regions, other recomputation in each group and replica": Row(
         plan=each_its_own(
-            with_settings(LAYOUTS["2|1|2"], FIRST_LAYER, SELECTIVE, NONE, optimizer_state=True)
+            with_settings(SLOW_AND_APART, FIRST_LAYER, SELECTIVE, NONE, optimizer_state=True)
         )
     ),
-    "full recomputation, untied": Row(plan=with_settings(TWO_BY_TWO, FULL), flags=UNTIED),
+    # Several chunks: gathered and released, recomputed, offloaded.
+    "interleaved, each replica its own": Row(plan=each_its_own(INTERLEAVED)),
+    "in the host, evaluated": Row(plan=in_the_host(BOTH_ENDS), flags=EVALUATED),
+    "in the host, layered": Row(plan=in_the_host(LAYERED), flags=CLIPPED, env=PIECES),
+    "neighbouring chunks by their times, full recomputation": Row(
+        plan=with_times(with_settings(NEIGHBOURS, FULL))
+    ),
     "resident, no clip": Row(
         plan=with_settings(TWO_BY_TWO, schedule=breadth_first(parameters="resident")),
         flags=(*UNTIED, *NO_CLIP),
@@ -223,12 +228,13 @@ ROWS: dict[str, Row] = {
     ),
     "two levels, three regions": Row(plan=hierarchical(TRIO, "abc")),
     # Tensor-parallel groups.
-    "a TP group of 4, the command says 2": Row(
-        plan=plan_of(((tp_replica((0, 1, 2, 3), 2, 4),), 4)), flags=DEGREE
-    ),
-    "2+1|1": Row(plan=plan_of((UNLIKE, 2), ((replica(3, 4, 2),), 2))),
-    "1|2+1, llama, sequence parallel": Row(
-        plan=plan_of(((replica(3, 4, 2),), 2), (UNLIKE, 2)), flags=(*LLAMA, *SEQUENCE_PARALLEL)
+    "1|2+1, llama, cyclic, recompute, no clip, sequence parallel": Row(
+        plan=plan_of(((replica(3, 4, 2),), 2), (UNLIKE, 2)),
+        flags=(
+            *(*LLAMA, *NO_CLIP, *SEQUENCE_PARALLEL, "--dataloader-type", "cyclic"),
+            *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+            *("--recompute-num-layers", "1"),
+        ),
     ),
     "2+2, overlap, sequence parallel, one TP group recomputes attention": Row(
         plan=plan_of(
@@ -295,27 +301,6 @@ ROWS: dict[str, Row] = {
         ),
         flags=SEQUENCE_PARALLEL,
     ),
-    FOUR_GROUPS_OVER_THREE: Row(
-        plan=with_settings(
-            plan_of(
-                (
-                    (
-                        tp_replica(
-                            *((0, 1, 2), 2, 4, 1.0),
-                            TpShards(
-                                kv_groups=(0, 3, 1),
-                                mlp_columns=(0, 61, 67),
-                                vocabulary_rows=(0, 156, 100),
-                            ),
-                        ),
-                    ),
-                    4,
-                )
-            ),
-            SELECTIVE,
-        ),
-        flags=SWIGLU,
-    ),
     # Not compared with a single process: with stock's own TP groups, or by what changes no bit.
     "a TP group of two": Row(plan=ONE_SET, flags=DEGREE),
     "layered, gradients in 16 bits": Row(
@@ -329,15 +314,13 @@ ROWS: dict[str, Row] = {
         flags=(*UNTIED, *NO_CLIP, *OVERFLOWING),
         steps=6,
     ),
-    "1|2, fp16": Row(
-        plan=plan_of(((replica(0, 2, 4),), 2), ((replica(1, 2, 2, 3.0), replica(2, 1, 4)), 2)),
-        flags=("--fp16",),
+    "layers as Transformer Engine's, fp16": Row(
+        plan=INTERLEAVED, flags=("--fp16",), entry="engine_like_entry"
     ),
-    "layers as Transformer Engine's": Row(plan=INTERLEAVED, entry="engine_like_entry"),
 }
 BASES_ALONE = (
-    *("layered, gradients in 16 bits", "fp16 and bf16, resident", "1|2, fp16"),
-    *("layers as Transformer Engine's", "a TP group of two"),
+    *("layered, gradients in 16 bits", "fp16 and bf16, resident"),
+    *("layers as Transformer Engine's, fp16", "a TP group of two"),
 )
 
 
@@ -377,7 +360,7 @@ def test_follows_stock(name: str, corpus: Path) -> None:
 
 def test_slow_messages_and_regions_change_what_runs_when_and_where() -> None:
     assert lower_plan(SLOW_LINKS) != lower_plan(LAYOUTS["2|1|2"])
-    assert micro_batches_of(APART) != micro_batches_of(LAYOUTS["3|2"])
+    assert micro_batches_of(SLOW_AND_APART) != micro_batches_of(SLOW_LINKS)
 
 
 def micro_batches_of(plan: Plan) -> set[tuple[int, int, int]]:
@@ -430,12 +413,12 @@ CHANGES_NO_BIT: dict[str, tuple[str, Row]] = {
     "gradients in 16 bits, the state in the host": changed(
         "layered, gradients in 16 bits", with_settings(LAYERED, optimizer_state=True)
     ),
-    "weight gradients, 1f1b": split_in("1|1|1|1, overlap"),
-    "weight gradients, fp16": split_in("1|2, fp16"),
-    "weight gradients, recomputed": split_in("full recomputation, untied"),
-    "weight gradients, in the host": split_in("in the host"),
-    "weight gradients, Transformer Engine's": split_in("layers as Transformer Engine's"),
-    "weight gradients, sets": split_in("1|2+1, llama, sequence parallel"),
+    "weight gradients, 1f1b": split_in("1|1|1|1, untied, overlap"),
+    "weight gradients, in the host": split_in("in the host, evaluated"),
+    "weight gradients, Transformer Engine's": split_in("layers as Transformer Engine's, fp16"),
+    "weight gradients, sets": split_in(
+        "1|2+1, llama, cyclic, recompute, no clip, sequence parallel"
+    ),
     "weight gradients, a TP group in the host": split_in("2+1 1, chunks in turn, in the host"),
     "equal parts by name": changed(
         "a TP group of two",
@@ -551,6 +534,7 @@ def test_a_planted_mistake_is_seen(plant: str, corpus: Path) -> None:
     row = Row(
         plan=ONE_SET,
         flags=SEQUENCE_PARALLEL,
+        steps=1,
         entry="planted_entry",
         env={"ZORSE_TEST_PLANT": plant},
     )
@@ -559,11 +543,12 @@ def test_a_planted_mistake_is_seen(plant: str, corpus: Path) -> None:
         assert_follows(run, stock_of(row.command(corpus)))
 
 
-def test_a_set_s_checkpoint_is_that_of_stock(corpus: Path, tmp_path: Path) -> None:
+def test_follows_stock_into_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
     """Of a gated MLP in uneven TP shards: parameters and optimizer."""
-    row, every = ROWS[FOUR_GROUPS_OVER_THREE], ("--save-interval", str(STEPS))
-    started(row, corpus, "--save", str(tmp_path / "plan"), *every)
-    stock_of((*row.command(corpus), "--save", str(tmp_path / "stock"), *every))
+    row, every = FOUR_GROUPS_OVER_THREE, ("--save-interval", str(STEPS))
+    run = started(row, corpus, "--save", str(tmp_path / "plan"), *every)
+    stock = stock_of((*row.command(corpus), "--save", str(tmp_path / "stock"), *every))
+    assert_follows(run, stock)
     (unlike,) = run_megatron_ranks(1, unlike_tensors, tmp_path / "plan", tmp_path / "stock")
     assert unlike == []
 

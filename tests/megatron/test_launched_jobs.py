@@ -1,20 +1,15 @@
 """What `zorse launch` writes runs to its end with Megatron's defaults: evaluations, data loader
-workers, and the handler of signals that comes with --save. `tests/slurm` does it under Slurm.
+workers, and the handler of signals that comes with --save. `test_tutorial` does it by the real
+torchrun, `tests/slurm` under Slurm.
 """
 
-import contextlib
-import os
-import re
 import shlex
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.launch import REPOSITORY, MegatronServer
-from tests.printed import run_zorse
+from tests.megatron.launch import MegatronServer
+from tests.printed import run_zorse, searching_little
 from zorse_megatron.live.checkpoint_files import read_tracker
 from zorse_megatron.processes import free_port
 
@@ -26,9 +21,6 @@ FLAGS = (
     # Megatron has no default for the first of these.
     *("--eval-interval", "1000", "--log-interval", "1", "--lr", "1e-3", "--bf16"),
 )
-EVALUATED = ("validation loss at iteration 3 on validation set", "iteration 3 on test set")
-MARK = "ZORSE_TEST_JOB"
-TIMEOUT_S = 240
 
 
 @pytest.fixture
@@ -37,7 +29,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     plan = ["zorse", "plan", "--use-all", "--cluster", "cluster.yaml", "--out", "plan.json", "--"]
-    run_zorse([*plan, *FLAGS, "--train-iters", "3"])
+    with searching_little():
+        run_zorse([*plan, *FLAGS, "--train-iters", "3"])
     return tmp_path
 
 
@@ -57,63 +50,29 @@ def words_for_ranks(command: str) -> list[str]:
     return words[words.index("-m") + 2 :]
 
 
-def left_over(job: str) -> list[int]:
-    """The processes of a job."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{MARK}={job}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
-    return found
-
-
-def run_by_torchrun(command: str, directory: Path) -> str:
-    """Run it to its end, of which it must leave nothing, and return what it prints."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {"PATH": path, "PYTHONPATH": str(REPOSITORY), MARK: str(directory)}
-    output = directory / "output.txt"
-    with output.open("w") as file:
-        job = subprocess.Popen(
-            ["bash", "-c", command], env=os.environ | variables, stdout=file, stderr=file
-        )
-    try:
-        assert job.wait(timeout=TIMEOUT_S) == 0, output.read_text()
-        assert not left_over(str(directory))
-    finally:
-        for process in left_over(str(directory)):
-            os.kill(process, signal.SIGKILL)
-    return output.read_text()
-
-
-def test_torchrun_ends(directory: Path) -> None:
-    """With 100 iterations of each evaluation, and says each thing once."""
-    command = launched("--train-iters", "3", "--save-interval", "3")
-    words_for_ranks(command)
-    said = run_by_torchrun(command, directory)
-    assert all(line in said for line in EVALUATED), said
-    assert read_tracker(directory / "saved").text == "3"
-    lines = re.findall(
-        r"^.*/megatron/.*UserWarning: .*not installed.*$|^zorse: .*$", said, re.MULTILINE
-    )
-    assert len(lines) > 5
-    assert sorted(set(lines)) == sorted(lines)
-
-
 def test_every_way_to_end(directory: Path, megatron_server: MegatronServer) -> None:
-    """Stopped in an evaluation, at an interval, at the last iteration, with nothing left to do."""
-    saved, short = directory / "saved", ("--save-interval", "6", "--eval-iters", "2")
+    """Stopped in an evaluation, at an interval, at the last iteration, with nothing left to do.
+
+    Where the last iteration is reached, evaluations have Megatron's hundred iterations.
+    """
+    saved, few = directory / "saved", ("--eval-iters", "2")
     for more, entry, reached, said in (
-        (("--eval-interval", "2"), "tests.megatron.stopped_entry", "2", "after receiving SIGTERM"),
         (
-            ("--exit-interval", "4"),
+            ("--eval-interval", "2", *few),
+            "tests.megatron.stopped_entry",
+            "2",
+            "after receiving SIGTERM",
+        ),
+        (
+            ("--exit-interval", "4", *few),
             "zorse_megatron.pretrain",
             "4",
             "exiting program at iteration 4",
         ),
         ((), "zorse_megatron.pretrain", "6", "iteration 6 on test set"),
-        ((), "zorse_megatron.pretrain", "6", "iteration 6 on test set"),
+        (few, "zorse_megatron.pretrain", "6", "iteration 6 on test set"),
     ):
-        words = words_for_ranks(launched("--train-iters", "6", *short, *more))
+        words = words_for_ranks(launched("--train-iters", "6", "--save-interval", "6", *more))
         ended = megatron_server.run_ranks(
             words, 2, entry=entry, directory=directory, timeout_s=120
         ).check()

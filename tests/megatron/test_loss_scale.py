@@ -66,7 +66,7 @@ def test_skips_the_steps_that_stock_skips(
 
 
 def test_a_constant_scale_trains_from_the_first_step(corpus_prefix: Path) -> None:
-    command = flags(corpus_prefix, *CONSTANT, steps=4)
+    command = flags(corpus_prefix, *CONSTANT, steps=2)
     run = plan_run(PLANS["interleaved"], command)
     assert_follows(run, stock_run(command), FP16_ROUNDING)
     assert not any(step["skipped"] for step in run.steps)
@@ -76,9 +76,9 @@ def test_groups_of_several_types_with_the_scale_of_fp16(corpus_prefix: Path) -> 
     """At 4,096 gradients of sums over 256 tokens would overflow in the groups that send fp16."""
     plan = computing_in(LAYOUTS["2|1|2"], "bf16", "fp16", "fp32")
     plan = sending_in(plan, "fp16", None, "bf16")
-    run = plan_run(plan, flags(corpus_prefix, "--bf16", "--loss-scale", "4096", steps=4))
+    run = plan_run(plan, flags(corpus_prefix, "--bf16", "--loss-scale", "4096", steps=2))
     assert not any(step["skipped"] for step in run.steps)
-    stock = stock_run(flags(corpus_prefix, "--bf16", steps=4))
+    stock = stock_run(flags(corpus_prefix, "--bf16", steps=2))
     assert run.losses == pytest.approx(stock.losses, rel=BF16_ROUNDING)
 
 

@@ -48,7 +48,7 @@ def zorse(*words: str, death: str = "", grace_s: float = 30) -> RunResult:
 
 
 def discover(work: Path, *, death: str = "") -> RunResult:
-    output = ("--out", str(work / "cluster.yaml"), "--largest-mb", "0.1", "--json")
+    output = ("--out", str(work / "cluster.yaml"), "--largest-mb", "0.01", "--json")
     return zorse("discover", *output, death=death)
 
 

@@ -5,6 +5,7 @@ The last checkpoint stays: training resumes from it.
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,33 @@ def assert_said(result: RunResult, culprit: int, *words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def without_fault(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """The run with all in the host."""
+def needed_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """What the plan asks of the host, as the error says."""
+    result = run_with_fault(
+        IN_HOST, tmp_path_factory.mktemp("host"), "--zorse-host-memory-limit", "1e-4"
+    )
+    assert set(result.returncodes) == {BAD_INPUT}
+    (found,) = re.findall(r"found ([\d,]+) bytes to offload to its memory", result.outputs[0])
+    assert "expected at most 100,000 bytes, --zorse-host-memory-limit" in result.outputs[0]
+    return int(found.replace(",", ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A run that nothing stops, and where it has written what ranks hold."""
+
+    run: Recorded
+    directory: Path
+
+
+@pytest.fixture(scope="module")
+def whole(needed_bytes: int, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """With all in the host, which has no more memory than is asked for."""
     work = tmp_path_factory.mktemp("whole")
     save_plan(IN_HOST, work / "plan.json")
-    return run_recorded(flags(work), IN_HOST.world_size, timeout_s=90)
+    limit = ("--zorse-host-memory-limit", str(needed_bytes / 1e9))
+    words = [*flags(work), *limit, "--zorse-memory", str(work)]
+    return Whole(run=run_recorded(words, IN_HOST.world_size, timeout_s=90), directory=work)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +110,7 @@ def test_no_memory_left_in_a_step(fault: str, plan: Plan, place: str, tmp_path: 
     assert_latest(tmp_path / "checkpoints", 2)
 
 
-def test_no_host_memory_left_in_a_step(without_fault: Recorded, tmp_path: Path) -> None:
+def test_no_host_memory_left_in_a_step(whole: Whole, tmp_path: Path) -> None:
     result = run_with_fault(IN_HOST, tmp_path, fault="host:0:3")
     words = ("rank 0 at 0F0 (chunk 0)", "more for activations", "turn offload.activations off")
     assert_said(result, 0, *words)
@@ -95,9 +118,9 @@ def test_no_host_memory_left_in_a_step(without_fault: Recorded, tmp_path: Path) 
     # From the checkpoint of the second step to the weights of a run that nothing has stopped.
     load = ("--load", str(tmp_path / "checkpoints"))
     resumed = run_recorded([*flags(tmp_path), *load], IN_HOST.world_size, timeout_s=90)
-    assert resumed.steps == without_fault.steps[2:]
+    assert resumed.steps == whole.run.steps[2:]
     for name, copies in resumed.final.items():
-        assert torch.equal(copies[0], without_fault.final[name][0]), name
+        assert torch.equal(copies[0], whole.run.final[name][0]), name
 
 
 def test_a_shard_that_starves_its_rank(tmp_path: Path) -> None:
@@ -125,18 +148,6 @@ def test_a_chunk_that_is_larger_than_the_device(tmp_path: Path) -> None:
     assert "(chunk 0)" in said
 
 
-@pytest.fixture(scope="module")
-def needed_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """What the plan asks of the host, as the error says."""
-    result = run_with_fault(
-        IN_HOST, tmp_path_factory.mktemp("host"), "--zorse-host-memory-limit", "1e-4"
-    )
-    assert set(result.returncodes) == {BAD_INPUT}
-    (found,) = re.findall(r"found ([\d,]+) bytes to offload to its memory", result.outputs[0])
-    assert "expected at most 100,000 bytes, --zorse-host-memory-limit" in result.outputs[0]
-    return int(found.replace(",", ""))
-
-
 def test_too_little_host_memory_is_found_before_the_start(needed_bytes: int) -> None:
     """All parameters and moments once, each layer's input of what waits for its backward, and
     gradients of the last chunk, which is not the last of its group to be reduced.
@@ -153,11 +164,10 @@ def test_too_little_host_memory_is_found_before_the_start(needed_bytes: int) -> 
     assert expected <= needed_bytes <= 1.01 * expected
 
 
-def test_host_memory_that_suffices_is_enough(needed_bytes: int, tmp_path: Path) -> None:
-    limit = ("--zorse-host-memory-limit", str(needed_bytes / 1e9))
-    run_with_fault(IN_HOST, tmp_path, *limit, "--zorse-memory", str(tmp_path)).check()
+def test_host_memory_that_suffices_is_enough(needed_bytes: int, whole: Whole) -> None:
     peaks = [
-        json.loads((tmp_path / f"memory-rank{rank}.json").read_text())["peaks"] for rank in range(4)
+        json.loads((whole.directory / f"memory-rank{rank}.json").read_text())["peaks"]
+        for rank in range(IN_HOST.world_size)
     ]
     categories = ("parameters", "optimizer state", "gradients", "activations")
     held = [

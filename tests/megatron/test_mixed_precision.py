@@ -18,7 +18,7 @@ from tests.megatron.plans import LAYOUTS, plan_of, replica, tp_replica
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.plan.plan import TpShards
 
-STEPS = 6
+STEPS = 4
 FP16_ROUNDING, BF16_ROUNDING = 2**-11, 2**-8
 BF16 = ("--bf16",)
 # From this loss scale the first steps overflow and must be skipped by all groups.

@@ -16,12 +16,14 @@ from tests.megatron.checkpoint_jobs import read_checkpoint
 from tests.megatron.comparison import Recorded, plan_run
 from tests.megatron.plans import TWO_BY_TWO, chunked_plan, in_the_host, plan_of, replica, tp_replica
 from tests.megatron.preloaded import run_megatron_ranks
-from tests.megatron.test_checkpoints import FP16, OTHER_SCALE, Saved
+from tests.megatron.test_checkpoints import Saved
 from zorse_megatron.live.move import REQUEST_NAME
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import save_plan
 
 MOVED, STEPS = 6, 8
+FP16 = ("--fp16", "--initial-loss-scale", "64")  # nothing overflows
+OTHER_SCALE = ("--initial-loss-scale", "16")
 STATE_BYTES = 3 * 4
 """Of an element: main parameter and two moments."""
 # Chunks of which a rank keeps shards, with all that may be in the host; then with a TP group of

@@ -11,7 +11,7 @@ import pytest
 from scripts.launch_order.launches import launches_of
 from tests.megatron.comparison import flags_for
 from tests.megatron.launch import run_ranks
-from tests.megatron.plans import BOTH_ENDS, LAYOUTS, TRIO, hierarchical, in_the_host, with_settings
+from tests.megatron.plans import BOTH_ENDS, TRIO, hierarchical, in_the_host, with_settings
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.plan.plan import Schedule
 from zorse_megatron.plan.plan_file import save_plan
@@ -19,7 +19,6 @@ from zorse_megatron.schedule.lower import lower_plan
 
 STEPS = 2
 PLANS = {
-    "2|1|2": LAYOUTS["2|1|2"],
     "interleaved, offloaded, one rank idle and one without a shard": with_settings(
         in_the_host(BOTH_ENDS), schedule=Schedule(name="interleaved")
     ),

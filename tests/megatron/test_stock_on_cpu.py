@@ -13,6 +13,7 @@ from tests.megatron.launch import MegatronServer, default_server
 from tests.megatron.small_run import small_run_flags, stock
 from tests.megatron.stock_log import iterations
 from zorse_megatron.errors import RankFailure
+from zorse_megatron.flags.table import WITHOUT_EVALUATION
 
 SAVED, STEPS = 2, 4
 DROPOUT = ("--hidden-dropout", "0.1")
@@ -30,7 +31,11 @@ def losses_of(
     corpus_prefix: Path, flags: tuple[str, ...], world_size: int, train_iters: int = STEPS
 ) -> list[float]:
     """Those of a run, made once."""
-    command = [*small_run_flags(corpus_prefix, train_iters=train_iters), *flags]
+    command = [
+        *small_run_flags(corpus_prefix, train_iters=train_iters),
+        *flags,
+        *WITHOUT_EVALUATION,
+    ]
     run = stock(default_server(), command, world_size)
     return losses(run.outputs[-1])
 

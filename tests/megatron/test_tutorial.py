@@ -2,9 +2,12 @@
 
 Its shell blocks are run by bash, with the real torchrun and the real sbatch of a Slurm whose nodes
 are this machine (`tests/slurm`); where there can be none, lines with sbatch are left out. Only what
-the page tells its reader to edit is edited: settings.sh.
+the page tells its reader to edit is edited: settings.sh. Of what takes long and is proved elsewhere
+there is less: searches are short, and of the ranks of a job the first one alone is started as the
+reader's is, the others are forked (`tests/slurm/forked_ranks`).
 """
 
+import contextlib
 import json
 import os
 import re
@@ -19,12 +22,16 @@ import pytest
 
 from tests.megatron.launch import REPOSITORY
 from tests.megatron.stock_log import iterations
+from tests.slurm import forked_ranks
 from tests.slurm.local_slurm import LocalSlurm, local_slurm, why_not
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.plan.plan_file import load_plan
 
 BLOCK = re.compile(r"^```(yaml)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SBATCH = re.compile(r"^(\w+=\$\()?sbatch .*\n", re.MULTILINE)
+# What Megatron and this package say, once each, however many ranks there are.
+SAID_ONCE = re.compile(r"^.*/megatron/.*UserWarning: .*not installed.*$|^zorse: .*$", re.MULTILINE)
+MARK = "ZORSE_TEST_JOB"
 ASSIGNMENT = re.compile(r'^[A-Z]+=".*"$', re.MULTILINE)
 FILES = ("cluster.yaml", "workstation.yaml")
 PARTITIONS = {"new": {"new": 2}, "old": {"old": 2}}
@@ -43,6 +50,12 @@ case ${{SLURMD_NODENAME-}} in
     new) export ZORSE_GPU_KIND=A6000 ;;
     old) export ZORSE_GPU_KIND=V100-16 ;;
 esac
+if [[ "$*" == "-m zorse_megatron plan "* ]]; then
+    exec {sys.executable} -m tests.megatron.short_search_entry "${{@:3}}"
+fi
+if [[ "$*" == *"-m zorse_megatron"* && ${{RANK:-${{SLURM_PROCID:-0}}}} != 0 ]]; then
+    exec {sys.executable} -S -E {forked_ranks.__file__} "$@"
+fi
 exec {sys.executable} "$@"
 """
 
@@ -76,22 +89,25 @@ def environment_of(slurm: LocalSlurm | None, programs: Path) -> dict[str, str]:
     return environment | {
         "PATH": os.pathsep.join((str(programs), environment["PATH"])),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHON_EXEC": str(programs / "python"),  # with which torchrun starts ranks
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",  # where all nodes are
     }
 
 
 def run_block(text: str, directory: Path, environment: Mapping[str, str]) -> None:
+    """Run it to its end, of which it must leave no process."""
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=directory,
-        env=environment,
+        env={**environment, MARK: str(directory)},
         check=False,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
+    assert "sbatch" in text or not left_over(str(directory))
     (directory / "said.txt").write_text(done.stdout + done.stderr)
 
 
@@ -117,6 +133,22 @@ def assert_trained(said: str, checkpoints: Path) -> None:
     assert said.count("zorse: no GPU found: Megatron runs on CPU over gloo") == 1
 
 
+def assert_says_each_thing_once(said: str) -> None:
+    lines = SAID_ONCE.findall(said)
+    assert len(lines) > 5
+    assert sorted(set(lines)) == sorted(lines)
+
+
+def left_over(job: str) -> list[int]:
+    """The processes that are still there of what was started with this mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={job}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found
+
+
 @pytest.mark.timeout(1200)
 def test_the_tutorial_runs_as_printed(tmp_path: Path) -> None:
     for job in (REPOSITORY / "scripts" / "slurm").iterdir():
@@ -124,8 +156,8 @@ def test_the_tutorial_runs_as_printed(tmp_path: Path) -> None:
     write_programs(programs := tmp_path / "bin")
     files = iter(FILES)
     variables, submitted = "", 0
-    with slurm_or_none(tmp_path) as slurm:
-        environment = environment_of(slurm, programs)
+    with slurm_or_none(tmp_path) as slurm, forked_ranks.forking_server() as forks:
+        environment = environment_of(slurm, programs) | forks
         for kind, text in blocks():
             if kind:
                 (tmp_path / next(files)).write_text(text)
@@ -156,4 +188,6 @@ def test_the_tutorial_runs_as_printed(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "profile.json").read_text())
         (log,) = (path for path in tmp_path.glob("zorse-[0-9]*.txt"))
         assert_trained(log.read_text(), tmp_path / "tiny")
-    assert_trained((tmp_path / "said.txt").read_text(), tmp_path / "trained-here")
+    said = (tmp_path / "said.txt").read_text()
+    assert_trained(said, tmp_path / "trained-here")
+    assert_says_each_thing_once(said)

@@ -6,6 +6,8 @@ import os
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -40,23 +42,27 @@ def torchrun_words() -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("deaths", "named", "status"),
-    [
-        ("1:kill others:lose", "rank 1 was killed by signal 9 (SIGKILL) in iteration 5", -9),
-        # Here torchrun sees the death first, and ends the other rank of the node by SIGTERM.
-        ("1:kill-watcher", "rank 1 is gone, and so is the process that watched it", -9),
-    ],
-)
-def test_names_a_dead_rank_of_two_nodes(
-    deaths: str, named: str, status: int, tmp_path: Path
-) -> None:
-    """With torchrun's own grace; nodes have unequal numbers of GPUs, rank 0 is on the other one."""
+DEATHS = [
+    ("1:kill others:lose", "rank 1 was killed by signal 9 (SIGKILL) in iteration 5", -9),
+    # Here torchrun sees the death first, and ends the other rank of the node by SIGTERM.
+    ("1:kill-watcher", "rank 1 is gone, and so is the process that watched it", -9),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a job's torchruns have ended, by node."""
+
+    statuses: list[int]
+    outputs: list[str]
+
+
+def run(deaths: str, work: Path) -> Ended:
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words],
             env=os.environ
-            | watched_environment(deaths, tmp_path)
+            | watched_environment(deaths, work)
             | {"ZORSE_NODE_NAME": node.name, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -65,7 +71,25 @@ def test_names_a_dead_rank_of_two_nodes(
         for node, words in zip(CLUSTER.nodes, torchrun_words(), strict=True)
     ]
     outputs = [process.communicate(timeout=60)[0] for process in started]
-    assert all(process.returncode for process in started)
+    return Ended(statuses=[process.returncode for process in started], outputs=outputs)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Both jobs, at a time, as they mostly wait."""
+    words = [deaths for deaths, _, _ in DEATHS]
+    with ThreadPoolExecutor() as pool:
+        works = [tmp_path_factory.mktemp("job") for _ in words]
+        return dict(zip(words, pool.map(run, words, works), strict=True))
+
+
+@pytest.mark.parametrize(("deaths", "named", "status"), DEATHS)
+def test_names_a_dead_rank_of_two_nodes(
+    deaths: str, named: str, status: int, ended: dict[str, Ended]
+) -> None:
+    """With torchrun's own grace; nodes have unequal numbers of GPUs, rank 0 is on the other one."""
+    outputs = ended[deaths].outputs
+    assert all(ended[deaths].statuses)
     lines = [line for output in outputs for line in output.splitlines()]
     assert sorted(line.split()[2:] for line in lines if line.startswith("this is ")) == sorted(
         [node.name, str(local), str(node.first_rank + local), str(CLUSTER.world_size)]

@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from zorse_megatron.live.root_cause import Timeouts
-from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK, SharedState, WatchedRank
+from zorse_megatron.live.watched_rank import LOST_RANK, SharedState, WatchedRank
 from zorse_megatron.processes import free_port
 
 WORLD_SIZE = 3
@@ -90,16 +90,33 @@ DEATHS = [
     ("2:kill others:abort", "rank 2 was killed by signal 9 (SIGKILL) in iteration 5", -9),
     ("0:kill-watcher", "rank 0 is gone, and so is the process that watched it", -9),
 ]
+# The entry raises what it refuses.
+IN_ONE_WAY = {"others:exit": 7, "others:refuse": 1, "others:term": -15}
+# Jobs in which a limit has to pass, which is shortened.
+LIMITED = {
+    "0:stop": Timeouts(stopped_s=2),
+    "0:stop-watcher": Timeouts(silence_s=3),
+    "1:stop-watcher": Timeouts(silence_s=3),
+    "1:lose": Timeouts(silence_s=2),
+    "1:hold 0:wait-4 2:hold": Timeouts(silence_s=1.5),
+}
+ABSENT = ""
+"""The job of which the last rank never starts."""
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """All of these jobs, several at a time, as they mostly wait."""
+    """All jobs by what happens in them, several at a time, as they mostly wait."""
+
+    def begin(deaths: str, *timeouts: Timeouts, num_started: int = WORLD_SIZE) -> Future[Ended]:
+        work = tmp_path_factory.mktemp("job")
+        return pool.submit(run, deaths, work, *timeouts, num_started=num_started)
+
     with ThreadPoolExecutor(max_workers=4) as pool:
-        jobs = {
-            deaths: pool.submit(run, deaths, tmp_path_factory.mktemp("job"))
-            for deaths, _, _ in DEATHS
-        }
+        jobs = {deaths: begin(deaths, timeouts) for deaths, timeouts in LIMITED.items()}
+        jobs[ABSENT] = begin("", Timeouts(meeting_s=3), num_started=WORLD_SIZE - 1)
+        for deaths in (*(deaths for deaths, _, _ in DEATHS), *IN_ONE_WAY):
+            jobs[deaths] = begin(deaths)
         return {deaths: job.result() for deaths, job in jobs.items()}
 
 
@@ -121,56 +138,52 @@ def test_names_the_dead_once_and_last_within_seconds(
     assert job.output.count("Traceback") == ("raise" in deaths)
 
 
-def test_names_a_stopped_rank(tmp_path: Path) -> None:
-    ended = run("0:stop", tmp_path, Timeouts(stopped_s=2))
-    (line,) = ended.errors
+def test_names_a_stopped_rank(ended: dict[str, Ended]) -> None:
+    job = ended["0:stop"]
+    (line,) = job.errors
     assert "rank 0 has been stopped (SIGSTOP) for 2 s in iteration 5" in line
-    assert all(ended.statuses)
-    assert ended.wall_s < STARTED_S + 7
+    assert all(job.statuses)
+    assert job.wall_s < STARTED_S + 7
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_names_a_node_that_is_silent(dead: int, tmp_path: Path) -> None:
+def test_names_a_node_that_is_silent(dead: int, ended: dict[str, Ended]) -> None:
     """A stopped watcher says no more than a node that has lost its network."""
-    ended = run(f"{dead}:stop-watcher", tmp_path, Timeouts(silence_s=3))
-    (line,) = ended.errors
+    job = ended[f"{dead}:stop-watcher"]
+    (line,) = job.errors
     assert f"rank {dead} has been silent for 3 s" in line
-    assert ended.statuses[1 - dead] == ended.statuses[2] == LOST_RANK
+    assert job.statuses[1 - dead] == job.statuses[2] == LOST_RANK
 
 
-def test_ranks_that_lose_contact_though_all_live_say_so(tmp_path: Path) -> None:
-    ended = run("1:lose", tmp_path, Timeouts(silence_s=2))
-    (line,) = ended.errors
+def test_ranks_that_lose_contact_though_all_live_say_so(ended: dict[str, Ended]) -> None:
+    job = ended["1:lose"]
+    (line,) = job.errors
     assert "rank 1 lost contact to another rank, though every process is alive" in line
     assert "(RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed by peer" in line
-    assert ended.statuses == [LOST_RANK, 1, LOST_RANK]
-    assert ended.output.count("Traceback") == 1
+    assert job.statuses == [LOST_RANK, 1, LOST_RANK]
+    assert job.output.count("Traceback") == 1
 
 
-def test_a_long_call_that_holds_pythons_lock_is_no_death(tmp_path: Path) -> None:
-    ended = run("1:hold 0:wait-4 2:hold", tmp_path, Timeouts(silence_s=1.5))
-    assert ended.statuses == [0, 0, 0] and not ended.errors
+def test_a_long_call_that_holds_pythons_lock_is_no_death(ended: dict[str, Ended]) -> None:
+    job = ended["1:hold 0:wait-4 2:hold"]
+    assert job.statuses == [0, 0, 0] and not job.errors
 
 
-def test_ranks_that_end_in_one_way_say_it_themselves(tmp_path: Path) -> None:
-    for number, (deaths, status) in enumerate(
-        {"others:exit": 7, "others:refuse": BAD_INPUT, "others:term": -15}.items()
-    ):
-        work = tmp_path / str(number)
-        work.mkdir()
-        ended = run(deaths, work)
-        assert not ended.errors
-        assert set(ended.statuses) == {status if "refuse" not in deaths else 1}
-        assert ended.wall_s < STARTED_S + 3
+@pytest.mark.parametrize("deaths", IN_ONE_WAY)
+def test_ranks_that_end_in_one_way_say_it_themselves(deaths: str, ended: dict[str, Ended]) -> None:
+    job = ended[deaths]
+    assert not job.errors
+    assert set(job.statuses) == {IN_ONE_WAY[deaths]}
+    assert job.wall_s < STARTED_S + 3
 
 
-def test_a_rank_that_does_not_come_to_meet_the_others_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_to_meet_the_others_is_named(ended: dict[str, Ended]) -> None:
     """As where its node is lost between the rendezvous of an elastic job and its start."""
-    ended = run("", tmp_path, Timeouts(meeting_s=3), num_started=WORLD_SIZE - 1)
-    (line,) = ended.errors
+    job = ended[ABSENT]
+    (line,) = job.errors
     assert "rank 2 has not come to meet the others in 3 s" in line
-    assert ended.statuses == [LOST_RANK] * (WORLD_SIZE - 1)
-    assert ended.wall_s < STARTED_S + 3 + 5
+    assert job.statuses == [LOST_RANK] * (WORLD_SIZE - 1)
+    assert job.wall_s < STARTED_S + 3 + 5
 
 
 def test_ranks_do_not_wait_for_long_where_rank_0_does_not_come(

@@ -30,12 +30,13 @@ nodes:
   - {name: new1, gpus: 1 x L4, nics: 10 Gb/s}
   - {name: old0, gpus: 1 x T4, nics: 10 Gb/s}
 """
+TWO_NODES = CLUSTER.replace("  - {name: new1, gpus: 1 x L4, nics: 10 Gb/s}\n", "")
 AGENT = b"torch.distributed.run"
 
 
-def launch(training: tuple[str, ...]) -> None:
+def launch(training: tuple[str, ...], cluster: str = CLUSTER) -> None:
     """Write `job.sh` here, for a plan of all nodes."""
-    Path("cluster.yaml").write_text(CLUSTER)
+    Path("cluster.yaml").write_text(cluster)
     plan = ("zorse", "plan", "--cluster", "cluster.yaml", "--out", "plan.json", "--use-all")
     run_zorse([*plan, "--", *training])
     files = ("plan.json", "--cluster", "cluster.yaml", "--slurm", "job.sh", "--elastic")
@@ -86,7 +87,7 @@ def test_bad_input_ends_the_job_for_good(
     slurm: LocalSlurm, training: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Neither torchrun nor Slurm starts it again and again."""
-    launch(training)
+    launch(training, TWO_NODES)
     script = tmp_path / "job.sh"
     script.write_text(script.read_text().replace("--lr-warmup-iters 2", "--lr-warmup-itres 2"))
     job = slurm.submit(script, **THIS_MACHINE)

@@ -1,4 +1,4 @@
-"""Absurd but valid clusters and models, with the real search: a plan that holds, or a clear no.
+"""Absurd but valid clusters and models, with a short search: a plan that holds, or a clear no.
 
 Tensor-parallel groups are searched where GPUs or layers are few; `test_planner_tensor_parallel` is
 about them.
@@ -11,7 +11,7 @@ import pytest
 from tests.unit.cli_samples import MODEL, runner_in
 from zorse_megatron.plan.plan_file import load_plan
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_effort", "few_layouts")]
 
 LAYER = MODEL | {
     "num_hidden_layers": 1,
@@ -124,7 +124,6 @@ def test_a_gpu_too_small_for_a_layer_gets_state_or_nothing_or_is_named(run):
     assert all(r.num_microbatches == 0 for r in replicas if set(r.ranks) & {2, 3})
 
 
-@pytest.mark.usefixtures("little_effort")
 def test_the_same_input_gives_the_same_file(run, tmp_path):
     texts = []
     for _ in range(2):

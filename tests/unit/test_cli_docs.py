@@ -5,49 +5,32 @@ After a change of what is printed: `python -m tests.unit.test_cli_docs` writes t
 
 import re
 import shlex
-import shutil
-from contextlib import chdir, contextmanager, nullcontext
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.printed import each_search_once
-from tests.unit.conftest import FewLayouts
+from tests.printed import each_search_once, searching_little
 from zorse_megatron.cli.main import app
-from zorse_megatron.planner import gpu_selection
-from zorse_megatron.planner.baselines import stock_best
-from zorse_megatron.planner.search import tensor_parallel_search
-from zorse_megatron.planner.search.effort import Effort
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "cli.md"
 BLOCK = re.compile(r"^( *)```\n\1(zorse [^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+CLUSTER = re.compile(r"^```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # What a clock measured differs from run to run.
 CLOCK = re.compile(r"\bin [\d.]+ s:")
-
-
-@contextmanager
-def searching_little():
-    """For a plan that is not shown."""
-    effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Effort, "of", lambda inputs: effort)
-        patch.setattr(tensor_parallel_search, "tp_layouts_of", lambda inputs: [])
-        patch.setattr(stock_best, "StockSearch", FewLayouts)
-        patch.setattr(stock_best, "_IN_SHORT", 1)
-        patch.setattr(gpu_selection, "fewer", lambda *_: ())
-        yield
 
 
 def outputs():
     """Run all commands, in the order of the document and in one directory: (command, output)."""
     text = DOCUMENT.read_text(encoding="utf-8")
     with TemporaryDirectory() as directory, chdir(directory), each_search_once():
-        shutil.copy(ROOT / "examples" / "two-node-lab.yaml", "cluster.yaml")
+        tutorial = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+        Path("cluster.yaml").write_text(CLUSTER.search(tutorial)[1])
         for match in BLOCK.finditer(text):
             with nullcontext() if match[3] else searching_little():
                 result = CliRunner().invoke(app, shlex.split(match[2])[1:])

@@ -83,7 +83,7 @@ def test_what_stock_can_do_is_found_even_if_nothing_else_is(make, monkeypatch):
     monkeypatch.setattr(find_plan_module, "search_with_tp", found_nothing)
     monkeypatch.setattr(find_plan_module, "no_plan", no_plan)
     num_fewer = num_reordered = 0
-    for seed in range(8):
+    for seed in range(4):
         inputs = make(seed)
         searches = StockSearches(inputs)
         best = searches.at_best().best.fitting
@@ -189,6 +189,7 @@ def test_each_set_of_gpus_is_searched_once(run, few_layouts, little_effort):
 
 
 @pytest.mark.slow
+@each_search_once()
 def test_the_answer_of_the_strategy_stock(run):
     """Unmodified Megatron's time first, its flags, what starts it on the GPUs it is best on."""
     told = run(*STOCK, "--out", "stock.json").stdout
@@ -229,6 +230,7 @@ def test_a_model_that_fits_in_no_layout(more, run, few_layouts, monkeypatch):
 
 
 @pytest.mark.slow
+@each_search_once()
 def test_stock_beside_the_plan(run, few_layouts, little_effort, tmp_path):
     """Its own cluster file where it leaves GPUs out; both go where they are of another plan."""
     stock, cluster = tmp_path / "plan.stock.json", tmp_path / "plan.stock.cluster.yaml"
@@ -288,6 +290,7 @@ def test_stock_is_recommended_where_a_plan_is_hardly_faster(run, monkeypatch):
 
 
 @pytest.mark.slow
+@each_search_once()
 def test_stock_on_many_gpus_is_not_computed(run, few_layouts, little_effort, monkeypatch):
     """The answer says so, and the search for plans starts without it."""
     monkeypatch.setattr(stock_best, "MOST_GPUS", 3)

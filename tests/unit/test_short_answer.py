@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.printed import each_search_once
 from tests.unit.cli_samples import EXAMPLES, FLAGS, WORKLOAD, runner_in
 from zorse_megatron.cli.gpu_selection import Found, spares
 from zorse_megatron.cli.main import app
@@ -39,8 +40,8 @@ def example(name: str) -> str:
 
 CLUSTERS = {
     "lab": (example("two-node-lab"), "llama-3b", 16, ()),
-    "mini-b": (example("mini-b"), "llama-3b", 128, ("--seq-length", "1024", *PROFILE)),
-    "two-sites": (example("two-sites"), "llama-3b", 128, ("--dtype", "auto")),
+    "mini-b": (example("mini-b"), "llama-3b", 128, ("--seq-length", "1024", "--use-all", *PROFILE)),
+    "two-sites": (example("two-sites"), "llama-3b", 32, ("--dtype", "auto", "--use-all")),
     "laptop": (LAPTOP, "llama-1b", 60, ()),
     "one": (ONE, "llama-1b", 16, ()),
     "equal": (EQUAL_64, "llama-7b", 256, ()),
@@ -94,7 +95,7 @@ def test_the_answer_has_what_one_wants_to_know_on_twelve_lines(name, run, tmp_pa
 
 
 def test_without_a_file_the_next_command_writes_one(run):
-    plan = ("plan", "--cluster", "cluster.yaml", "--strategy", "cephalo")
+    plan = ("plan", "--cluster", "cluster.yaml", "--strategy", "cephalo", "--use-all")
     told = run(*plan, "--", "pretrain_gpt.py", *FLAGS).stdout.splitlines()
     assert len(told) <= MOST_LINES and max(map(len, told)) <= WIDTH
     words = command_in(told)
@@ -116,7 +117,8 @@ def parsed(words: list[str]) -> typer.Context:
 def test_a_long_training_command_stays_on_one_line(run):
     flags = [*FLAGS, "--data-path", *(f"/data/shard-{number:04d}" for number in range(90))]
     told = run(
-        *("plan", "--cluster", "cluster.yaml", "--strategy", "cephalo", "--out", "new.json"),
+        *("plan", "--cluster", "cluster.yaml", "--strategy", "cephalo", "--use-all"),
+        *("--out", "new.json"),
         *("--", "pretrain_gpt.py", *flags),
     )
     lines = told.stdout.splitlines()
@@ -147,8 +149,9 @@ def test_what_is_to_be_done_is_in_the_short_answer(run, tmp_path):
     assert "V100-16 and P100 and T4 cannot run what --attention-backend asks for" in told
 
 
+@each_search_once()
 def test_details_follow_the_answer(run):
-    plan = ("plan", *WORKLOAD, "--strategy", "cephalo")
+    plan = ("plan", *WORKLOAD, "--strategy", "cephalo", "--use-all")
     short = run(*plan).stdout.splitlines()
     long = run(*plan, "--verbose").stdout.splitlines()
     assert not any(line.startswith(("note: ", "rejected: ", "No plan can")) for line in short)

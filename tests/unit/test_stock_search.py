@@ -41,7 +41,7 @@ SPEEDS = {"fast": 0.01, "middle": 0.017, "slow": 0.04}
 KINDS = ("none", "full")
 
 
-def cluster_of(*nodes, layers=8, batch=8, room=3.0, nic=2e5, fixed_s=0.002, most=2):
+def cluster_of(*nodes, layers=6, batch=8, room=3.0, nic=2e5, fixed_s=0.002, most=2):
     """Small numbers: layers of 640 parameters, GPUs with `room` times their part of the model."""
     kinds = tuple(itertools.chain(*nodes))
     made = [
@@ -203,7 +203,7 @@ F, M, S = "fast", "middle", "slow"
 CASES = {
     "two nodes": cluster_of((F, F), (S, S)),
     "memory is short": cluster_of((F, F), (M, M), room=1.6),
-    "one node of two kinds": cluster_of((F, M, M, S)),
+    "one node of two kinds": cluster_of((F, M, M, S), layers=8),
     "slow network": cluster_of((F, F), (M, M), nic=4e4),
     "five GPUs": cluster_of((F, F, F), (M, M), batch=12),
     "three nodes": cluster_of((F, F), (M,), (S,), batch=12),
@@ -225,9 +225,9 @@ TEN_GB = "nics: 10 Gb/s"
 NEVER_SLOWER = {
     "two kinds in one PC": (
         "nodes: [{name: pc, gpus: [1 x RTX4090, 1 x RTX3090]}]",
-        ("gpt-1.3b", 64),
+        ("gpt-1.3b", 16),
     ),
-    "eight equal GPUs": ("nodes: [{name: a, gpus: 8 x A100-80}]", ("llama-7b", 64)),
+    "four equal GPUs": ("nodes: [{name: a, gpus: 4 x A100-80}]", ("llama-7b", 16)),
     "one fast and three slow": (
         f"nodes:\n  - {{name: a, gpus: 1 x H100-80, {TEN_GB}}}\n"
         f"  - {{name: b, gpus: 3 x L4, {TEN_GB}}}",
@@ -248,7 +248,8 @@ def inputs_named(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two kinds in one PC", "eight equal GPUs"])
+@pytest.mark.usefixtures("little_effort")
+@pytest.mark.parametrize("name", ["two kinds in one PC", "four equal GPUs"])
 def test_ours_is_never_slower_than_stock_on_the_same_gpus(name):
     stock = stock_at_best(inputs_named(name)).best.fitting
     assert find_plan(stock.inputs).iteration_s <= stock.iteration_s * (1 + 1e-9)
@@ -267,6 +268,9 @@ def test_the_best_layout_is_no_slower_than_even_ones():
 # Even layouts.
 
 TWO_NODES = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
+FOUR_GPUS = parse_cluster(
+    b"nodes: [{gpus: 2 x A6000, nics: 100 Gb/s}, {gpus: 2 x V100-16, nics: 100 Gb/s}]"
+)
 SMALL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)
 
 
@@ -319,7 +323,7 @@ def test_the_best_layout_is_the_fastest_that_fits(layers):
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [8, 10])
 def test_in_short_stock_is_hardly_slower(layers):
-    inputs = make(layers=layers)
+    inputs = make(FOUR_GPUS, layers=layers)
     both = [stock_on_all(inputs).fitting, stock_on_best(inputs).fitting]
     best_s = min(each.iteration_s for each in both)
     assert best_s <= stock_in_short(inputs).fitting.iteration_s <= 1.04 * best_s

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ class Registry:
     ) -> None:
         """`installed`: the version of a distribution; None: it is not there."""
         self.records = tuple(records)
-        self._installed = installed
+        self._installed = cache(installed)
         self._in_place: set[Rebinding] = set()
 
     def apply(self, replacements: Replacements) -> Callable[[], None]:

@@ -108,7 +108,7 @@ def _device(local_rank: int, ranks_on_node: int) -> SeenDevice:
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Large enough to fill the device, small enough for some seconds in all.
-_GPU_WIDTH, _CPU_WIDTH = 8192, 512
+_GPU_WIDTH, _CPU_WIDTH = 8192, 256
 _GPU_COPY_BYTES, _CPU_COPY_BYTES = 2**30, 2**26
 
 
