@@ -56,6 +56,9 @@ class CaseCompute:
     def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
         return self.layer(kind, micro_batch_size).forward_s if mode == "full" else 0.0
 
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        return 0.8 * self.layer(kind, micro_batch_size).forward_s
+
     def step_s(self, kind: str, num_parameters: int) -> float:
         return 1e-6 * num_parameters
 

@@ -11,6 +11,7 @@ from tests.unit.made_plans import even_plan
 from tests.unit.planner_cases import random_case
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
+from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace
 from zorse_megatron.planner.orders import littles_law
 from zorse_megatron.planner.search.climb import with_best_order
@@ -87,7 +88,11 @@ def all_placements(num_groups, num_layers, most_chunks):
 
 
 SPACE = SearchSpace(
-    schedules=("1f1b", "interleaved"), recompute=("none",), offload=False, max_micro_batch_size=4
+    schedules=("1f1b", "interleaved"),
+    recompute=("none",),
+    offload=False,
+    max_micro_batch_size=4,
+    effort="high",
 )
 
 
@@ -113,3 +118,17 @@ def test_climbing_ends_near_the_best_placement_of_all(seed):
     ]
     best_s = min(each.iteration_s for each in tried if each is not None)
     assert climbed.iteration_s <= 1.03 * best_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 7])
+def test_more_effort_is_never_slower_and_finds_the_same_again(seed):
+    inputs = random_case(seed, most_gpus=4, most_layers=8)
+    more = dataclasses.replace(inputs, space=dataclasses.replace(SPACE, split_backward=True))
+    less = dataclasses.replace(
+        more, space=dataclasses.replace(SPACE, split_backward=True, effort="normal")
+    )
+    first, again, before = (find_plan(each, stock=()) for each in (more, more, less))
+    assert first.iteration_s <= before.iteration_s
+    assert first.plan == again.plan
+    assert any("--effort high" in note for note in first.notes)

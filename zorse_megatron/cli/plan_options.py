@@ -92,6 +92,13 @@ class SearchOptions:
             "and fits. Needs Transformer Engine 2.3, or --no-gradient-accumulation-fusion.",
         ),
     ] = False
+    effort: Annotated[
+        str,
+        typer.Option(
+            help="high: go on from the fastest plans step by step, by other placements, orders, "
+            "groups and settings, as long as one becomes faster. Takes up to a minute more."
+        ),
+    ] = "normal"
     offload_activations: Annotated[
         bool,
         typer.Option(
@@ -136,6 +143,7 @@ class SearchOptions:
                 grad_reduce_dtype=grad_reduce_dtype_named(self.grad_reduce_dtype),
                 split_backward=self.split_backward,
                 offload_activations=self.offload_activations,
+                effort=self.effort,
             ),
         )
 

@@ -86,7 +86,7 @@ def find_plan(
     search = _searched(inputs, strategy, stock or (), on_progress or (lambda progress: None))
     if not search.evaluations:
         raise no_plan(inputs) if strategy == "zorse" else _no_baseline(inputs, strategy)
-    best = _finished(search, strategy)
+    best = _finished(search, strategy, on_progress or (lambda progress: None))
     result = best.result or search.evaluator.simulated(best.plan)
     assert result is not None, "the plan has been simulated before"
     tokens_per_s = inputs.global_batch_size * inputs.sequence_length / best.iteration_s
@@ -108,7 +108,7 @@ def find_plan(
         considered=search.considered,
         plan_time_s=time.perf_counter() - started_s,
         margin=inputs.memory_margin,
-        notes=(*inputs.notes, *_notes(inputs, best)),
+        notes=(*inputs.notes, *_notes(inputs, best, search.evaluations[0])),
     )
 
 
@@ -171,7 +171,9 @@ def _searched(
     return _Searched(evaluator=evaluator, evaluations=evaluations, before=before)
 
 
-def _finished(search: _Searched, strategy: Strategy) -> Evaluation:
+def _finished(
+    search: _Searched, strategy: Strategy, on_progress: Callable[[SearchProgress], None]
+) -> Evaluation:
     """The fastest plan with what makes it faster still.
 
     What may keep activations in the host is never slower than what may not: of both kinds of plans
@@ -180,12 +182,15 @@ def _finished(search: _Searched, strategy: Strategy) -> Evaluation:
     evaluator, found = search.evaluator, search.evaluations
     if strategy == "stock":  # unmodified Megatron has nothing of this
         return found[0]
-    ways = [found]
-    if evaluator.inputs.space.offload_activations:
+    ways, space = [found], evaluator.inputs.space
+    if space.offload_activations:
         ways.append([each for each in found if not _keeps_in_host(each.plan)])
     finished = []
     for some in filter(None, ways):
-        best = with_best_levels(evaluator, with_best_order(evaluator, some))
+        best = some[0]
+        if strategy == "zorse" and (space.split_backward or space.effort == "high"):
+            best = with_best_order(evaluator, some, on_progress)
+        best = with_best_levels(evaluator, best)
         best = with_narrow_gradients(evaluator, best)
         finished.append(with_changes(evaluator, best) if strategy == "zorse" else best)
     return min(finished, key=lambda each: each.iteration_s)
@@ -269,7 +274,14 @@ def _rejected(inputs: Inputs, search: _Searched, best: Evaluation) -> Iterator[R
         )
 
 
-def _notes(inputs: Inputs, best: Evaluation) -> Iterator[str]:
+def _notes(inputs: Inputs, best: Evaluation, found: Evaluation) -> Iterator[str]:
+    """`found`: what the search had found before it was finished."""
+    if inputs.space.effort == "high":
+        saved = 100 * (1 - best.iteration_s / found.iteration_s)
+        yield (
+            f"--effort high took {saved:.1f} % off the fastest plan's iteration "
+            f"({found.iteration_s:.4g} s before)"
+        )
     if any(group.grad_reduce_dtype for group in best.plan.groups):
         yield (
             "some groups send gradients in 16 bits, as --grad-reduce-dtype allows: each part is "

@@ -66,6 +66,8 @@ class SearchSpace:
     """In which type gradients may be sent where that is faster; None: as they are kept."""
     hierarchical: bool = True
     """Whether groups in several regions may sum and gather in two levels, where that is faster."""
+    effort: str = "normal"
+    """high: the fastest plans are changed step by step as long as one becomes faster."""
 
 
 def space_problems(space: SearchSpace) -> Iterator[Problem]:
@@ -73,9 +75,11 @@ def space_problems(space: SearchSpace) -> Iterator[Problem]:
     known = {
         "schedules": ("1f1b", "breadth_first", "interleaved"),
         "recompute": ("none", "selective", "full"),
+        "effort": ("normal", "high"),
     }
     for name, values in known.items():
         found = getattr(space, name)
+        found = (found,) if isinstance(found, str) else found
         if not found or not set(found) <= set(values):
             yield Problem(
                 where=f"search space, {name}",

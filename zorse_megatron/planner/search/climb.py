@@ -10,13 +10,14 @@ Equal inputs find equal plans: computations are limited, not seconds.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations
 from zorse_megatron.planner.orders import GroupOrder, busiest_s, with_times
+from zorse_megatron.planner.outcome import SearchProgress
 from zorse_megatron.planner.search.forecast import Forecast
 from zorse_megatron.planner.search.orders_in_memory import Ordered, in_order, uniform, within
 from zorse_megatron.planner.search.placements import near, rows_of, v_shaped, with_placement
@@ -40,20 +41,24 @@ _REGROUPED = 12
 """The same of plans that differ in more than order and placement, whose memory is foretold less."""
 _TOLERANCE = 1.01
 """They are simulated even if they are foretold to be slower by that."""
-_ORDERED_COMPUTATIONS = 400_000
+_ORDERED_COMPUTATIONS = 1_000_000
 """Forwards and backwards of all plans that are ordered."""
 _FACTORS = (3.0, 2.0, 1.5, 1.0)
 """Of equally fast orders the one with more in flight: it bears more changes of placement."""
 _DELAYED = (0.15, 0.3, 0.6)
 
 
-def with_best_order(evaluator: Evaluator, found: Sequence[Evaluation]) -> Evaluation:
-    """The fastest plan that climbing finds from the first plans of the search, or the first one.
+def with_best_order(
+    evaluator: Evaluator,
+    found: Sequence[Evaluation],
+    on_progress: Callable[[SearchProgress], None] = lambda progress: None,
+) -> Evaluation:
+    """The fastest of the first plans of the search in the orders that suit them.
 
-    `found`: fastest first. Plans whose time was extrapolated stay as they are: they would have to
-    be simulated in full.
+    With `SearchSpace.effort` high, what climbing finds from there. `found`: fastest first. Plans
+    whose time was extrapolated stay as they are: they would have to be simulated in full.
     """
-    climb = Climb(evaluator)
+    climb = Climb(evaluator, on_progress)
     starts: dict[object, Ordered] = {}
     best_s = found[0].iteration_s
     for one in climb.unlike(found, _MOST_BEHIND * best_s):
@@ -64,15 +69,18 @@ def with_best_order(evaluator: Evaluator, found: Sequence[Evaluation]) -> Evalua
                     starts[kinds] = start
                 best_s = min(best_s, start.iteration_s)
     first = sorted(starts.values(), key=lambda each: each.iteration_s)[:_CLIMBED]
-    ends = [climb.climbed(start).evaluation for start in first]
+    if climb.space.effort == "high":
+        first = [climb.climbed(start) for start in first]
+    ends = [each.evaluation for each in first]
     return min([found[0], *ends], key=lambda each: each.iteration_s)
 
 
 class Climb:
     """Climbs from plans, until the computations that may be ordered are spent."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: Evaluator, on_progress: Callable[[SearchProgress], None]) -> None:
         self.evaluator = evaluator
+        self.tell = on_progress
         self.space = evaluator.inputs.space
         self.inputs = evaluator.inputs.members.base
         """Of ranks: those of the search may be tensor-parallel groups."""
@@ -98,7 +106,7 @@ class Climb:
 
     def placed(self, plan: Plan) -> list[Plan]:
         """As it is, and as a V, in which samples come back through all groups but the last."""
-        if "interleaved" not in self.space.schedules:
+        if "interleaved" not in self.space.schedules or self.space.effort != "high":
             return [plan]
         v_like = v_shaped(rows_of(plan), len(plan.groups))
         return [plan, with_placement(plan, v_like)] if v_like != rows_of(plan) else [plan]
@@ -159,6 +167,8 @@ class Climb:
             if self.left <= 0:
                 break
             self.left -= computations(limited)
+            done = min(_ORDERED_COMPUTATIONS, _ORDERED_COMPUTATIONS - self.left)
+            self.tell(SearchProgress(phase="climbing", done=done, total=_ORDERED_COMPUTATIONS))
             seconds = self.forecast.iteration_s(limited)
             if seconds < limit_s:
                 rated.append((seconds, len(one.plan.chunks), at, one, rooms))

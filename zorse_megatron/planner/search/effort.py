@@ -191,7 +191,7 @@ _EXHAUSTIVE = Effort(
 _UP_TO = (  # GPUs
     (
         16,
-        Effort(listed=250, costed=60, widened=16, finalists=16, computations=20_000, hopeless=1.15),
+        Effort(listed=250, costed=60, widened=16, finalists=40, computations=60_000, hopeless=1.15),
     ),
     (32, Effort(listed=250, costed=40, widened=14, finalists=30, computations=150_000)),
     (
