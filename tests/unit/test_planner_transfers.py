@@ -1,10 +1,9 @@
-"""Plans say how long messages are on their way where that counts, and only there."""
+"""Plans say how long messages are on their way, where the order depends on it."""
 
 import dataclasses
 
 import pytest
 
-from tests.unit.planner_cases import simulated
 from tests.unit.test_planner_search import lab
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
@@ -24,7 +23,6 @@ nodes:
 between_regions:
   - {regions: [west, east], bandwidth: 5 Gb/s, latency: 60 ms}
 """
-ONE_NODE = "nodes:\n  - {name: all, gpus: 4 x A100-40, link: NVSwitch 220 GB/s, nics: 100 Gb/s}\n"
 
 
 def pipelines(schedule: str) -> SearchSpace:
@@ -46,17 +44,14 @@ def test_the_transfer_between_regions_is_that_of_the_network(schedule):
     inputs, plan = found(REGIONS, schedule)
     transfers = [chunk.transfer for chunk in plan.chunks]
     assert transfers[-1] is None and transfers[0] is not None
-    busy_s = max(usage.busy_s for usage in simulated(inputs, plan).usage)
-    # What the simulator counts as busy also has the optimizer step.
-    assert transfers[0].latency == pytest.approx(0.06 / busy_s, rel=0.1)
+    assert transfers[0].latency_s == pytest.approx(0.06, rel=0.01)
     sample_s = inputs.memory.boundary_bytes(1) * 8 / 5e9
-    assert transfers[0].load == pytest.approx(64 * sample_s / busy_s, rel=0.1)
+    assert transfers[0].s_per_sample == pytest.approx(sample_s, rel=0.01)
 
 
-def test_there_is_none_on_a_fast_network_nor_under_breadth_first():
-    for cluster, schedule in ((ONE_NODE, "1f1b"), (REGIONS, "breadth_first")):
-        _, plan = found(cluster, schedule)
-        assert plan == without_transfers(plan)
+def test_there_is_none_under_breadth_first():
+    _, plan = found(REGIONS, "breadth_first")
+    assert plan == without_transfers(plan)
 
 
 @pytest.mark.parametrize("first", [1, 11, 21])

@@ -75,7 +75,10 @@ class Builder:
         stages = enumerate(estimate.stages)
         levels = [number for number, stage in stages if is_hierarchical(stage.device_group)]
         members = self.inputs.members
-        plan = with_times(members.base, in_two_levels(members.expanded(plan), levels))
+        plan = in_two_levels(members.expanded(plan), levels)
+        if plan.schedule.name == "breadth_first":  # its order is fixed
+            return plan
+        plan = with_times(members.base, plan)
         if not any(estimate.extras):
             return plan
         return with_limits(plan, policy_of(plan), estimate.extras)
