@@ -188,12 +188,12 @@ ROWS: dict[str, Row] = {
         )
     ),
     # Several chunks: gathered and released, recomputed, offloaded.
-    "interleaved, each replica its own": Row(plan=each_its_own(INTERLEAVED)),
+    "interleaved by its times, each replica its own": Row(
+        plan=with_times(each_its_own(INTERLEAVED))
+    ),
     "in the host, evaluated": Row(plan=in_the_host(BOTH_ENDS), flags=EVALUATED),
     "in the host, layered": Row(plan=in_the_host(LAYERED), flags=CLIPPED, env=PIECES),
-    "neighbouring chunks by their times, full recomputation": Row(
-        plan=with_times(with_settings(NEIGHBOURS, FULL))
-    ),
+    "neighbouring chunks, full recomputation": Row(plan=with_settings(NEIGHBOURS, FULL)),
     "resident, no clip": Row(
         plan=with_settings(TWO_BY_TWO, schedule=breadth_first(parameters="resident")),
         flags=(*UNTIED, *NO_CLIP),

@@ -165,11 +165,18 @@ def least_in_flight(plan: Plan, number: int, index: int) -> int:
 
 def busiest_s(plan: Plan) -> float:
     """How long the replica computes that computes longest. `plan`: `with_times`."""
-    return max(
-        replica.num_microbatches * sum(map(sum, replica.compute_s or ()))
-        for group in plan.groups
-        for replica in group.replicas
-    )
+    return max(busy_by_group_s(plan).values())
+
+
+def busy_by_group_s(plan: Plan) -> dict[int, float]:
+    """Group -> how long its replica computes that computes longest. `plan`: `with_times`."""
+    return {
+        number: max(
+            replica.num_microbatches * sum(map(sum, replica.compute_s or ()))
+            for replica in group.replicas
+        )
+        for number, group in enumerate(plan.groups)
+    }
 
 
 def _samples_needed(plan: Plan) -> list[float]:

@@ -16,11 +16,17 @@ from dataclasses import replace
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations
-from zorse_megatron.planner.orders import GroupOrder, busiest_s, with_times
+from zorse_megatron.planner.orders import GroupOrder, busiest_s, busy_by_group_s, with_times
 from zorse_megatron.planner.outcome import SearchProgress
 from zorse_megatron.planner.search.forecast import Forecast
 from zorse_megatron.planner.search.orders_in_memory import Ordered, in_order, uniform, within
-from zorse_megatron.planner.search.placements import near, rows_of, v_shaped, with_placement
+from zorse_megatron.planner.search.placements import (
+    layers_of,
+    near,
+    rows_of,
+    v_shaped,
+    with_placement,
+)
 from zorse_megatron.planner.search.plan_moves import Near, PlanMoves
 
 _FINALISTS = 4
@@ -108,7 +114,7 @@ class Climb:
         """As it is, and as a V, in which samples come back through all groups but the last."""
         if "interleaved" not in self.space.schedules or self.space.effort != "high":
             return [plan]
-        v_like = v_shaped(rows_of(plan), len(plan.groups))
+        v_like = v_shaped(rows_of(plan))
         return [plan, with_placement(plan, v_like)] if v_like != rows_of(plan) else [plan]
 
     def started(self, plan: Plan, limit_s: float) -> Iterator[Ordered]:
@@ -136,8 +142,7 @@ class Climb:
         while self.left > 0:
             better = self._first_faster(best, self._orders(best), _LEAST_GAIN, _SIMULATED)
             if better is None and "interleaved" in self.space.schedules:
-                near_plans = self._least_busy(best, self._placements(best))
-                better = self._first_faster(best, near_plans, _LEAST_GAIN, _SIMULATED)
+                better = self._first_faster(best, self._placements(best), _LEAST_GAIN, _SIMULATED)
             if better is None:
                 near_plans = self._least_busy(best, self.moves.around(best.plan, best.orders))
                 better = self._first_faster(best, near_plans, _TOLERANCE, _REGROUPED)
@@ -194,7 +199,19 @@ class Climb:
                 yield Near(plan=best.plan, orders=orders)
 
     def _placements(self, best: Ordered) -> Iterator[Near]:
-        for rows in sorted(near(rows_of(best.plan), len(best.plan.groups))):
+        """Those whose busiest group computes least, if each of its layers takes as long."""
+        here = rows_of(best.plan)
+        layers = layers_of(here)
+        per_layer_s = {
+            number: busy_s / layers[number] for number, busy_s in busy_by_group_s(best.plan).items()
+        }
+        rated = []
+        for rows in near(here, len(best.plan.groups)):
+            counts = layers_of(rows)
+            busy_s = max(counts[number] * each_s for number, each_s in per_layer_s.items())
+            if busy_s < best.iteration_s:
+                rated.append((busy_s, len(rows), rows))
+        for *_, rows in sorted(rated)[:_ORDERED]:
             yield Near(plan=with_placement(best.plan, rows), orders=best.orders)
 
     def _least_busy(self, best: Ordered, plans: Iterable[Near]) -> Iterator[Near]:

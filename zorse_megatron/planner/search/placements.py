@@ -1,5 +1,6 @@
 """Placements: which group has which layers, and those that differ from one by one step."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -14,6 +15,14 @@ _MOST_CHUNKS = 3
 
 def rows_of(plan: Plan) -> Rows:
     return tuple((chunk.group, chunk.layers[1] - chunk.layers[0]) for chunk in plan.chunks)
+
+
+def layers_of(rows: Rows) -> Counter[int]:
+    """Of each group."""
+    found: Counter[int] = Counter()
+    for group, layers in rows:
+        found[group] += layers
+    return found
 
 
 def with_placement(plan: Plan, rows: Rows) -> Plan:
@@ -31,11 +40,9 @@ def with_placement(plan: Plan, rows: Rows) -> Plan:
     return replace(plan, groups=groups)
 
 
-def v_shaped(rows: Rows, num_groups: int) -> Rows:
+def v_shaped(rows: Rows) -> Rows:
     """As many layers of each group: a half of them, in this order, then the others backwards."""
-    layers = [0] * num_groups
-    for group, count in rows:
-        layers[group] += count
+    layers = layers_of(rows)
     order = list(dict.fromkeys(group for group, _ in rows))
     down = [(group, -(-layers[group] // 2)) for group in order]
     up = [(group, layers[group] // 2) for group in reversed(order)]
