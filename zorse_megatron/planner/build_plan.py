@@ -30,7 +30,6 @@ from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostM
 from zorse_megatron.planner.closed_form.stage_memory import water_fill
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.orders import with_limits, with_times
-from zorse_megatron.schedule.pipeline_schedules import policy_of
 
 _WEIGHT_UNIT_BYTES = 1_000_000  # whole megabytes: short numbers in the file
 _MANY_UNITS = 100  # where shares are smaller, bytes
@@ -81,7 +80,7 @@ class Builder:
         plan = with_times(members.base, plan)
         if not any(estimate.extras):
             return plan
-        return with_limits(plan, policy_of(plan), estimate.extras)
+        return with_limits(plan, estimate.extras)
 
     def _bare_group(self, stage: Stage, cost: StageCost) -> Group:
         shares = self._split(stage, cost).shares

@@ -4,12 +4,13 @@ The schedule's order is made of the plan alone (`schedule.micro_batch_order`), s
 makes the same lists; what is written here comes from the costs that the simulator has.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Replica, TransferTime
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.schedule.pipeline_schedules import Policy, Worker, round_of
+from zorse_megatron.schedule.pipeline_schedules import Worker, policy_of, round_of
 from zorse_megatron.simulate.iteration import replica_times
 
 
@@ -80,21 +81,31 @@ def _far(inputs: Inputs, group: Group) -> list[int]:
 # How much is in flight.
 
 
-def with_limits(plan: Plan, policy: Policy, extras: Iterable[int]) -> Plan:
-    """The plan with the limits of a schedule's rule, and with so many samples of each group more.
-
-    `policy`: counts micro-batches. Each counts as many layers as its group's largest chunk has.
-    """
+def with_limits(plan: Plan, extras: Sequence[int]) -> Plan:
+    """The plan with the limits of its schedule's rule, and so many samples of each group more."""
     limits: dict[Worker, InFlight] = {}
-    for number, (group, extra) in enumerate(zip(plan.groups, extras, strict=True)):
-        layers = _most_layers(plan, number)
-        for index, replica in enumerate(group.replicas):
-            if replica.num_microbatches:
-                more = -(-extra * replica.num_microbatches // plan.global_batch_size)
-                count = policy.limits[number, index] + more
-                most = count * replica.micro_batch_size * layers
-                limits[number, index] = InFlight(most=most)
+    for (number, index), most in limits_by_rule(plan).items():
+        replica = plan.groups[number].replicas[index]
+        more = -(-extras[number] * replica.num_microbatches // plan.global_batch_size)
+        more *= replica.micro_batch_size * _most_layers(plan, number)
+        limits[number, index] = InFlight(most=most + more)
     return with_in_flight(plan, limits)
+
+
+def limits_by_rule(plan: Plan) -> dict[Worker, int]:
+    """What the rule of 1f1b or interleaved has in flight, in samples times layers.
+
+    Each micro-batch counts as many layers as its group's largest chunk has. `plan`: without limits.
+    """
+    return {
+        (number, index): count
+        * plan.groups[number].replicas[index].micro_batch_size
+        * _most_layers(plan, number)
+        for (number, index), count in policy_of(plan).limits.items()
+    }
+
+
+Base = Literal["Little's law", "schedule's rule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +115,10 @@ class GroupOrder:
     splits: bool
     """Whether weight gradients are apart from backwards."""
     factor: float
-    """Times what Little's law has in flight: more absorbs delays, and takes memory."""
+    """Times what `base` has in flight: more absorbs delays, and takes memory."""
     delayed: float
     """In which part of that, and beyond it, weight gradients may wait."""
+    base: Base = "Little's law"
 
 
 @dataclass(frozen=True, kw_only=True)

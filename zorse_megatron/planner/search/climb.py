@@ -16,7 +16,7 @@ from dataclasses import replace
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations
-from zorse_megatron.planner.orders import GroupOrder, busiest_s, busy_by_group_s, with_times
+from zorse_megatron.planner.orders import Base, GroupOrder, busiest_s, busy_by_group_s, with_times
 from zorse_megatron.planner.outcome import SearchProgress
 from zorse_megatron.planner.search.forecast import Forecast
 from zorse_megatron.planner.search.orders_in_memory import Ordered, in_order, uniform, within
@@ -39,7 +39,7 @@ _HOPEFUL = 1.1
 """Other orders of a plan are tried if its first one is not slower than the best by that."""
 _LEAST_GAIN = 0.9995
 """What a step must bring, in parts of the iteration."""
-_ORDERED = 60
+_ORDERED = 120
 """Near plans that are ordered, those first whose busiest replica computes least."""
 _SIMULATED = 4
 """Of these so many are simulated, those first whose iteration is foretold to be shortest."""
@@ -59,10 +59,10 @@ def with_best_order(
     found: Sequence[Evaluation],
     on_progress: Callable[[SearchProgress], None] = lambda progress: None,
 ) -> Evaluation:
-    """The fastest of the first plans of the search in the orders that suit them.
+    """The fastest plan that climbing finds from the first plans of the search.
 
-    With `SearchSpace.effort` high, what climbing finds from there. `found`: fastest first. Plans
-    whose time was extrapolated stay as they are: they would have to be simulated in full.
+    By all steps with `SearchSpace.effort` high, otherwise by orders alone. `found`: fastest first.
+    Plans whose time was extrapolated stay as they are: they would have to be simulated in full.
     """
     climb = Climb(evaluator, on_progress)
     starts: dict[object, Ordered] = {}
@@ -70,14 +70,12 @@ def with_best_order(
     for one in climb.unlike(found, _MOST_BEHIND * best_s):
         for plan in climb.placed(one.plan):
             for start in climb.started(plan, _HOPEFUL * best_s):
-                kinds = climb.kinds(start.plan)
-                if kinds not in starts or start.iteration_s < starts[kinds].iteration_s:
-                    starts[kinds] = start
+                key = climb.kinds(start.plan), rows_of(start.plan)
+                if key not in starts or start.iteration_s < starts[key].iteration_s:
+                    starts[key] = start
                 best_s = min(best_s, start.iteration_s)
     first = sorted(starts.values(), key=lambda each: each.iteration_s)[:_CLIMBED]
-    if climb.space.effort == "high":
-        first = [climb.climbed(start) for start in first]
-    ends = [each.evaluation for each in first]
+    ends = [climb.climbed(start).evaluation for start in first]
     return min([found[0], *ends], key=lambda each: each.iteration_s)
 
 
@@ -126,9 +124,11 @@ class Climb:
             first = in_order(self.evaluator, plan, uniform(plan, splits, 2.0, 0.3), {})
             if first is None or first.iteration_s > limit_s:
                 continue
+            bases: list[tuple[Base, float]] = [("Little's law", factor) for factor in _FACTORS]
+            bases.append(("schedule's rule", 1.0))
             tries = (
-                Near(plan=plan, orders=uniform(plan, splits, factor, delayed))
-                for factor in _FACTORS
+                Near(plan=plan, orders=uniform(plan, splits, factor, delayed, base))
+                for base, factor in bases
                 for delayed in (_DELAYED if splits else (0.0,))
             )
             found = self._simulated(first, tries, math.inf, _SIMULATED)
@@ -141,15 +141,22 @@ class Climb:
         best = start
         while self.left > 0:
             better = self._first_faster(best, self._orders(best), _LEAST_GAIN, _SIMULATED)
-            if better is None and "interleaved" in self.space.schedules:
-                better = self._first_faster(best, self._placements(best), _LEAST_GAIN, _SIMULATED)
-            if better is None:
-                near_plans = self._least_busy(best, self.moves.around(best.plan, best.orders))
-                better = self._first_faster(best, near_plans, _TOLERANCE, _REGROUPED)
+            if better is None and self.space.effort == "high":
+                better = self._elsewhere(best)
             if better is None:
                 break
             best = better
         return best
+
+    def _elsewhere(self, best: Ordered) -> Ordered | None:
+        """A faster plan that differs in placement, or else in groups or settings."""
+        better = None
+        if "interleaved" in self.space.schedules:
+            better = self._first_faster(best, self._placements(best), _LEAST_GAIN, _SIMULATED)
+        if better is None:
+            near_plans = self._least_busy(best, self.moves.around(best.plan, best.orders))
+            better = self._first_faster(best, near_plans, _TOLERANCE, _REGROUPED)
+        return better
 
     def _first_faster(
         self, best: Ordered, plans: Iterable[Near], tolerance: float, most: int

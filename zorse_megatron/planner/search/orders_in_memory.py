@@ -7,9 +7,11 @@ from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.orders import (
+    Base,
     GroupOrder,
     InFlight,
     least_in_flight,
+    limits_by_rule,
     littles_law,
     with_in_flight,
     with_times,
@@ -65,9 +67,12 @@ class Ordered:
         return self.evaluation.plan
 
 
-def uniform(plan: Plan, splits: bool, factor: float, delayed: float) -> tuple[GroupOrder, ...]:
+def uniform(
+    plan: Plan, splits: bool, factor: float, delayed: float, base: Base = "Little's law"
+) -> tuple[GroupOrder, ...]:
     """The same order for all groups."""
-    return (GroupOrder(splits=splits, factor=factor, delayed=delayed),) * len(plan.groups)
+    order = GroupOrder(splits=splits, factor=factor, delayed=delayed, base=base)
+    return (order,) * len(plan.groups)
 
 
 def in_order(
@@ -100,10 +105,14 @@ def within(
     )
     plan = with_times(inputs, with_in_flight(replace(plan, groups=groups), {}))
     limits: dict[Worker, InFlight] = {}
-    for (number, index), needed in littles_law(plan).items():
+    by_law, by_rule = littles_law(plan), limits_by_rule(plan)
+    for key in by_law:
+        number, index = key
         order, least = orders[number], least_in_flight(plan, number, index)
+        needed = by_law[key] if order.base == "Little's law" else by_rule[key]
         most = max(least, int(order.factor * needed))
-        delayed = int(order.delayed * most)
+        # Less than one micro-batch would be none.
+        delayed = max(least, int(order.delayed * most))
         room = rooms.get(plan.groups[number].replicas[index].ranks)
         if room is not None:
             units = int(safe * room.units(_layers(plan, number)))
@@ -111,7 +120,7 @@ def within(
                 return None
             most = min(most, units)
             delayed = min(delayed, units - most)
-        limits[number, index] = InFlight(most=most, delayed=delayed)
+        limits[key] = InFlight(most=most, delayed=delayed)
     return with_in_flight(plan, limits)
 
 
