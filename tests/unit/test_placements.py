@@ -1,6 +1,7 @@
 """Orders and placements: what Little's law asks for, near placements, and how close to the best."""
 
 import dataclasses
+import math
 from itertools import pairwise, product
 
 import pytest
@@ -13,11 +14,19 @@ from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace
-from zorse_megatron.planner.orders import littles_law
+from zorse_megatron.planner.orders import (
+    InFlight,
+    least_in_flight,
+    littles_law,
+    with_in_flight,
+)
 from zorse_megatron.planner.search.climb import with_best_order
 from zorse_megatron.planner.search.orders_in_memory import in_order, uniform
 from zorse_megatron.planner.search.placements import near, v_shaped, with_placement
 from zorse_megatron.planner.search.zorse_search import search
+from zorse_megatron.schedule.micro_batch_order import Pipeline
+from zorse_megatron.schedule.pipeline_schedules import policy_of
+from zorse_megatron.schedule.samples import Boundaries
 
 
 def timed(plan, forward_s=1.0, backward_s=2.0):
@@ -73,6 +82,30 @@ def test_samples_come_back_through_a_v(rows):
         )
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_first_chunks_leave_room_for_samples_that_come_back(stages):
+    """Otherwise the replica is full of samples that need it again, and none can go on."""
+    rows = v_shaped(tuple((stage, 4) for stage in range(stages)))
+    plan = with_placement(even_plan(stages, 1, 24), rows)
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            replicas=tuple(
+                dataclasses.replace(
+                    each, compute_s=((1.0, 2.0, 0.0),) * len(plan.chunks_of_group(number))
+                )
+                for each in group.replicas
+            ),
+        )
+        for number, group in enumerate(plan.groups)
+    )
+    plan = dataclasses.replace(plan, groups=groups)
+    limits = {key: InFlight(most=math.ceil(each)) for key, each in littles_law(plan).items()}
+    plan = with_in_flight(plan, limits)
+    pipeline = Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=False)
+    assert list(pipeline.simulate()) and not pipeline.was_stuck
+
+
 def all_placements(num_groups, num_layers, most_chunks):
     """Every assignment of layers to groups with no more runs than that."""
     for owners in product(range(num_groups), repeat=num_layers):
@@ -95,15 +128,47 @@ SPACE = SearchSpace(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_climbing_ends_near_the_best_placement_of_all(seed):
-    """From the fastest pipeline of the search, against every placement of as many chunks."""
+def a_pipeline(seed):
+    """Its inputs, with plenty of memory, and the fastest plan with several groups."""
     inputs = random_case(seed, most_gpus=3, most_layers=6)
     plenty = (10**9,) * inputs.world_size
     inputs = dataclasses.replace(inputs, capacities_bytes=plenty, space=SPACE)
     found = search(inputs, lambda progress: None).evaluations
-    start = next((each for each in found if len(each.plan.groups) > 1), None)
+    return inputs, next((each for each in found if len(each.plan.groups) > 1), None)
+
+
+def in_flight(inputs, plan, factor, delayed=0.0):
+    orders = uniform(plan, delayed > 0, factor, delayed)
+    return in_order(Evaluator(inputs, Estimator(inputs)), plan, orders, {})
+
+
+@pytest.mark.slow
+def test_an_order_keeps_to_the_memory_that_there_is():
+    inputs, start = a_pipeline(7)
+    most, least = (in_flight(inputs, start.plan, factor) for factor in (3.0, 0.01))
+    pairs = list(zip(most.evaluation.peaks_bytes, least.evaluation.peaks_bytes, strict=True))
+    assert any(one > other for one, other in pairs)
+    between = tuple((one + 3 * other) // 4 for one, other in pairs)
+    tight = dataclasses.replace(inputs, capacities_bytes=between)
+    found = in_flight(tight, start.plan, 3.0)
+    assert found.evaluation.fits
+    assert most.iteration_s <= found.iteration_s <= least.iteration_s
+
+
+@pytest.mark.slow
+def test_weight_gradients_of_one_micro_batch_at_least_may_wait():
+    inputs, start = a_pipeline(7)
+    plan = in_flight(inputs, start.plan, 1.0, delayed=0.01).plan
+    for number, group in enumerate(plan.groups):
+        for index, replica in enumerate(group.replicas):
+            assert replica.max_delayed_wgrad >= least_in_flight(plan, number, index)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_climbing_ends_near_the_best_placement_of_all(seed):
+    """From the fastest pipeline of the search, against every placement of as many chunks."""
+    inputs, start = a_pipeline(seed)
     if start is None:
         return  # one group is fastest, and its layers have one place
     evaluator = Evaluator(inputs, Estimator(inputs))

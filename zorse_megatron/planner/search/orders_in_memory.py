@@ -26,6 +26,10 @@ _MOST_TRIES = 4
 _SAFE = 0.97
 """Of the memory that seems to be free: less with each simulation that was too full."""
 
+_HOPELESS = 0.9
+"""Room for less than this part of one micro-batch is too little; more may suffice: it is foretold
+to some percent."""
+
 Ranks = tuple[int, ...]
 
 
@@ -115,9 +119,10 @@ def within(
         delayed = max(least, int(order.delayed * most))
         room = rooms.get(plan.groups[number].replicas[index].ranks)
         if room is not None:
-            units = int(safe * room.units(_layers(plan, number)))
-            if units < least:
+            units = room.units(_layers(plan, number))
+            if units < _HOPELESS * least:
                 return None
+            units = max(least, int(safe * units))
             most = min(most, units)
             delayed = min(delayed, units - most)
         limits[key] = InFlight(most=most, delayed=delayed)
