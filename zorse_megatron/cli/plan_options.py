@@ -96,8 +96,8 @@ class SearchOptions:
         str,
         typer.Option(
             help="high: go on from the fastest plans step by step, by other placements, orders, "
-            "groups and settings, as long as one becomes faster. Takes up to a minute more for 8 GPUs, "
-            "some minutes for 64."
+            "groups and settings, as long as one becomes faster. Takes a minute more for 8 GPUs, "
+            "three for 64."
         ),
     ] = "normal"
     offload_activations: Annotated[
