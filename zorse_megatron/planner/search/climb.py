@@ -47,8 +47,8 @@ _REGROUPED = 12
 """The same of plans that differ in more than order and placement, whose memory is foretold less."""
 _TOLERANCE = 1.01
 """They are simulated even if they are foretold to be slower by that."""
-_ORDERED_COMPUTATIONS = 1_000_000
-"""Forwards and backwards of all plans that are ordered."""
+_ORDERED_COMPUTATIONS = {"normal": 200_000, "high": 1_000_000}
+"""Effort -> forwards and backwards of all plans that are ordered."""
 _FACTORS = (3.0, 2.0, 1.5, 1.0)
 """Of equally fast orders the one with more in flight: it bears more changes of placement."""
 _DELAYED = (0.15, 0.3, 0.6)
@@ -90,7 +90,7 @@ class Climb:
         """Of ranks: those of the search may be tensor-parallel groups."""
         self.forecast = Forecast(self.inputs)
         self.moves = PlanMoves(evaluator)
-        self.left = _ORDERED_COMPUTATIONS
+        self.most = self.left = _ORDERED_COMPUTATIONS[self.space.effort]
 
     # Where it starts: the fastest plans of unlike groups, each in the best of a few orders.
 
@@ -179,8 +179,8 @@ class Climb:
             if self.left <= 0:
                 break
             self.left -= computations(limited)
-            done = min(_ORDERED_COMPUTATIONS, _ORDERED_COMPUTATIONS - self.left)
-            self.tell(SearchProgress(phase="climbing", done=done, total=_ORDERED_COMPUTATIONS))
+            done = min(self.most, self.most - self.left)
+            self.tell(SearchProgress(phase="climbing", done=done, total=self.most))
             seconds = self.forecast.iteration_s(limited)
             if seconds < limit_s:
                 rated.append((seconds, len(one.plan.chunks), at, one, rooms))
