@@ -156,11 +156,7 @@ def with_random_order(draw: DrawFn, plan: Plan) -> Plan:
             for replica in group.replicas
         )
         groups.append(replace(group, replicas=replicas))
-    per_round = None
-    if plan.schedule.name != "breadth_first":
-        per_round = draw(_none_or_up_to(plan.global_batch_size))
-    schedule = replace(plan.schedule, samples_per_round=per_round)
-    return replace(plan, groups=tuple(groups), schedule=schedule)
+    return replace(plan, groups=tuple(groups))
 
 
 def _with_moves(draw: DrawFn, group: Group, may_offload_parameters: bool) -> Group:

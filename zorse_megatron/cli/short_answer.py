@@ -222,9 +222,7 @@ def _groups(plan: Plan, kinds: Sequence[str]) -> Iterator[str]:
     rows = []
     for number, group in enumerate(plan.groups):
         counts = Counter(kinds[rank] for rank in group.ranks)
-        layers = sum(
-            chunk.layers[1] - chunk.layers[0] for chunk in plan.chunks if chunk.group == number
-        )
+        layers = plan.num_layers_of_group(number)
         work = dict.fromkeys(
             f"{each.num_microbatches} x {each.micro_batch_size}" for each in group.replicas
         )

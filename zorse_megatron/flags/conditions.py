@@ -64,7 +64,7 @@ def is_given(name: str, value: Any) -> bool:
 
 def layout_of(plan: Plan) -> str | None:
     """The plan's chunks as stages (`--pipeline-model-parallel-layout`); None for a single one."""
-    return layout([stop - first for first, stop in (chunk.layers for chunk in plan.chunks)])
+    return layout([chunk.num_layers for chunk in plan.chunks])
 
 
 def layout(num_layers: Sequence[int]) -> str | None:

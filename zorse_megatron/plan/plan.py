@@ -166,6 +166,11 @@ class Chunk:
     transfer: TransferTime | None = None
     """How long the way to the next chunk is; absent: it takes no time."""
 
+    @property
+    def num_layers(self) -> int:
+        """How many layers it has."""
+        return self.layers[1] - self.layers[0]
+
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Schedule:
@@ -176,9 +181,6 @@ class Schedule:
     # Left out of the hash because a dict has none; equality still compares it.
     parameters: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     """Settings of that schedule; only breadth_first takes any."""
-    samples_per_round: Positive | None = None
-    """Samples that a group takes through all of its chunks before those after them, under 1f1b and
-    interleaved; absent: one micro-batch of each replica of all groups."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -266,6 +268,10 @@ class Plan:
         raise ValueError(
             f"rank {rank} is in no group; the plan has ranks 0 to {self.world_size - 1}"
         )
+
+    def num_layers_of_group(self, group: int) -> int:
+        """How many layers the group holds."""
+        return sum(self.chunks[chunk].num_layers for chunk in self.chunks_of_group(group))
 
     def chunks_of_group(self, group: int) -> tuple[int, ...]:
         """Return the numbers of the chunks that `group` holds, in model order."""

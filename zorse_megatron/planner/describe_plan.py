@@ -13,7 +13,7 @@ def describe_plan(plan: Plan, kinds: Sequence[str]) -> str:
     """The plan's groups in model order, with what they do to fit."""
     parts = []
     for number, group in enumerate(plan.groups):
-        layers = sum(c.layers[1] - c.layers[0] for c in plan.chunks if c.group == number)
+        layers = plan.num_layers_of_group(number)
         chunks = len(plan.chunks_of_group(number))
         split = f" in {chunks} chunks" if chunks > 1 else ""
         parts.append(

@@ -82,7 +82,7 @@ def _loads(inputs: Inputs, plan: Plan, result: SimulationResult) -> Iterator[Gro
         yield GroupLoad(
             group=number,
             kinds=tuple(sorted(counts.items())),
-            num_layers=sum(c.layers[1] - c.layers[0] for c in plan.chunks if c.group == number),
+            num_layers=plan.num_layers_of_group(number),
             busy=sum(each.busy_s for each in usage) / whole_s,
             communication=sum(each.communication_s for each in usage) / whole_s,
             waiting=sum(each.wait_s + each.idle_s for each in usage) / whole_s,

@@ -161,7 +161,7 @@ def littles_law(plan: Plan) -> dict[Worker, float]:
     found: dict[Worker, float] = {}
     for number, group in enumerate(plan.groups):
         whole = sum(
-            needed[chunk] * _layers(plan.chunks[chunk]) for chunk in plan.chunks_of_group(number)
+            needed[chunk] * plan.chunks[chunk].num_layers for chunk in plan.chunks_of_group(number)
         )
         for index, replica in enumerate(group.replicas):
             if replica.num_microbatches:
@@ -210,9 +210,5 @@ def _samples_needed(plan: Plan) -> list[float]:
     return found
 
 
-def _layers(chunk: Chunk) -> int:
-    return chunk.layers[1] - chunk.layers[0]
-
-
 def _most_layers(plan: Plan, number: int) -> int:
-    return max(_layers(plan.chunks[chunk]) for chunk in plan.chunks_of_group(number))
+    return max(plan.chunks[chunk].num_layers for chunk in plan.chunks_of_group(number))

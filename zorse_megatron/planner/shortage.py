@@ -96,7 +96,7 @@ def _problem(inputs: Inputs, least: Shortage) -> Problem:
     capacity = min(inputs.capacities_bytes[rank] for rank in ranks)
     plan = least.evaluation.plan
     groups = ", ".join(
-        f"{sum(c.layers[1] - c.layers[0] for c in plan.chunks if c.group == number)} layers on "
+        f"{plan.num_layers_of_group(number)} layers on "
         f"{len(group.ranks)} GPU{'s' * (len(group.ranks) != 1)}"
         for number, group in enumerate(plan.groups)
     )

@@ -101,7 +101,7 @@ def _known(plan: Plan) -> list[_ByReplica]:
 
 
 def _balanced(plan: Plan) -> list[_ByReplica]:
-    layers = [stop - first for first, stop in (chunk.layers for chunk in plan.chunks)]
+    layers = [chunk.num_layers for chunk in plan.chunks]
     of_group = [0] * len(plan.groups)
     for chunk, count in zip(plan.chunks, layers, strict=True):
         of_group[chunk.group] += count

@@ -147,7 +147,7 @@ class Pipeline:
         self.was_stuck = False
         """Whether limits and preferences had to be disregarded."""
         self.durations = Durations(plan)
-        layers = [stop - first for first, stop in (chunk.layers for chunk in plan.chunks)]
+        layers = [chunk.num_layers for chunk in plan.chunks]
         self.workers: dict[Worker, ReplicaProgress] = {}
         for group, queues in enumerate(boundaries.queues):
             chunks = plan.chunks_of_group(group)

@@ -71,13 +71,9 @@ def _of_own_limits(plan: Plan) -> Policy:
         most_delayed=delayed,
         counts_layers=True,
         reserved=_RESERVED,
-        samples_per_round=_samples_per_round(plan),
+        samples_per_round=sum(map(round_of, plan.groups)),
         backwards_first=frozenset({plan.chunks[-1].group}),
     )
-
-
-def _samples_per_round(plan: Plan) -> int:
-    return plan.schedule.samples_per_round or sum(map(round_of, plan.groups))
 
 
 # 1F1B over unequal groups: each replica's in-flight limit.
@@ -149,7 +145,7 @@ def interleaved(plan: Plan) -> Policy:
     return Policy(
         limits=limits,
         most_delayed=_most_delayed(plan),
-        samples_per_round=_samples_per_round(plan),
+        samples_per_round=sum(map(round_of, plan.groups)),
         strict=_is_megatrons(plan),
     )
 
@@ -405,6 +401,5 @@ def most_delayed(plan: Plan, number: int, replica: int) -> int | None:
     most = -(-samples * own.num_microbatches // plan.global_batch_size)
     if own.max_delayed_wgrad is None:
         return most
-    chunks = (plan.chunks[chunk].layers for chunk in plan.chunks_of_group(number))
-    layers = max(stop - first for first, stop in chunks)
+    layers = max(plan.chunks[chunk].num_layers for chunk in plan.chunks_of_group(number))
     return min(most, own.max_delayed_wgrad // (own.micro_batch_size * max(1, layers)))

@@ -336,8 +336,7 @@ class Copies:
             for numbers in _classes(group).values():
                 sizes.append(group.replicas[numbers[0]].micro_batch_size)
                 rounds.append(len(numbers) * sizes[-1])
-        per_round = plan.schedule.samples_per_round or 0
-        period, block = math.gcd(*rounds, per_round), math.lcm(*sizes)
+        period, block = math.gcd(*rounds), math.lcm(*sizes)
         cut = cls(plan=plan, period=period, block=block if period % block == 0 else period)
         if all(cut._is_alike(number) for number in range(len(plan.groups))):
             return cut
@@ -379,13 +378,10 @@ class Copies:
                 )
             )
             first += len(replicas)
-        schedule = self.plan.schedule
-        per_round = (schedule.samples_per_round or 0) // self.count or None
         return dataclasses.replace(
             self.plan,
             global_batch_size=self.plan.global_batch_size // self.count,
             groups=tuple(groups),
-            schedule=dataclasses.replace(schedule, samples_per_round=per_round),
             cluster=None,
             predictions=None,
         )

@@ -182,7 +182,7 @@ def stock_stages_of(plan: Plan) -> StockStages:
     """The stages of a plan; which group is which stage says `process_groups.stages_of`."""
     stage_of, layers = stages_of(plan), [0] * len(plan.groups)
     for chunk in plan.chunks:
-        layers[stage_of[chunk.group]] += chunk.layers[1] - chunk.layers[0]
+        layers[stage_of[chunk.group]] += chunk.num_layers
     return StockStages(
         num_groups=len(plan.groups),
         num_chunks=len(plan.chunks),

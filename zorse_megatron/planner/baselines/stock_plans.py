@@ -42,7 +42,7 @@ def grid_of_plan(
     replicas = plan.groups[0].replicas
     recompute = next(said_settings(plan)).settings.recompute or _NOTHING
     grid = Grid(
-        layers=tuple(stop - first for first, stop in (chunk.layers for chunk in plan.chunks)),
+        layers=tuple(chunk.num_layers for chunk in plan.chunks),
         width=len(replicas),
         micro_batch_size=replicas[0].micro_batch_size,
         mode=recompute.mode,

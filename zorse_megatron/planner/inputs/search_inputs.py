@@ -75,11 +75,9 @@ def space_problems(space: SearchSpace) -> Iterator[Problem]:
     known = {
         "schedules": ("1f1b", "breadth_first", "interleaved"),
         "recompute": ("none", "selective", "full"),
-        "effort": ("normal", "high"),
     }
     for name, values in known.items():
         found = getattr(space, name)
-        found = (found,) if isinstance(found, str) else found
         if not found or not set(found) <= set(values):
             yield Problem(
                 where=f"search space, {name}",
@@ -87,6 +85,13 @@ def space_problems(space: SearchSpace) -> Iterator[Problem]:
                 expected=f"some of {', '.join(values)}",
                 remedy="Correct it.",
             )
+    if space.effort not in ("normal", "high"):
+        yield Problem(
+            where="--effort",
+            found=repr(space.effort),
+            expected="normal or high",
+            remedy="Correct it.",
+        )
 
 
 def request_problems(space: SearchSpace, cluster: Cluster, model: ModelShape) -> Iterator[Problem]:

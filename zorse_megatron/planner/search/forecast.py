@@ -22,12 +22,13 @@ class Forecast:
         spans_s = pipeline_spans_s(plan)
         late_s = reduced_s = 0.0
         for number, group in enumerate(plan.groups):
-            chunks = [plan.chunks[chunk] for chunk in plan.chunks_of_group(number)]
-            layers = [chunk.layers[1] - chunk.layers[0] for chunk in chunks]
+            first = plan.chunks[plan.chunks_of_group(number)[0]].num_layers
             reduce_s, step_s, gather_s = self._of_a_layer(group)
             start_s, end_s = spans_s[number]
-            late_s = max(late_s, sum(layers) * step_s + layers[0] * gather_s - start_s)
-            reduced_s = max(reduced_s, end_s + layers[0] * reduce_s)
+            late_s = max(
+                late_s, plan.num_layers_of_group(number) * step_s + first * gather_s - start_s
+            )
+            reduced_s = max(reduced_s, end_s + first * reduce_s)
         return late_s + reduced_s
 
     def _of_a_layer(self, group: Group) -> tuple[float, float, float]:

@@ -119,7 +119,7 @@ def within(
         delayed = max(least, int(order.delayed * most))
         room = rooms.get(plan.groups[number].replicas[index].ranks)
         if room is not None:
-            units = room.units(_layers(plan, number))
+            units = room.units(plan.num_layers_of_group(number))
             if units < _HOPELESS * least:
                 return None
             units = max(least, int(safe * units))
@@ -129,15 +129,11 @@ def within(
     return with_in_flight(plan, limits)
 
 
-def _layers(plan: Plan, number: int) -> int:
-    return sum(chunk.layers[1] - chunk.layers[0] for chunk in plan.chunks if chunk.group == number)
-
-
 def _rooms(inputs: Inputs, plan: Plan, result: SimulationResult) -> dict[Ranks, Room]:
     """Of all replicas that keep activations, by their fullest ranks."""
     found = {}
     for (number, index), held in most_held(plan).items():
-        layers = _layers(plan, number)
+        layers = plan.num_layers_of_group(number)
         ranks = plan.groups[number].replicas[index].ranks
         peaks = [result.memory[rank] for rank in ranks]
         unit_bytes = max(peak.by_category[Category.ACTIVATIONS].num_bytes for peak in peaks) / held

@@ -14,7 +14,7 @@ _MOST_CHUNKS = 3
 
 
 def rows_of(plan: Plan) -> Rows:
-    return tuple((chunk.group, chunk.layers[1] - chunk.layers[0]) for chunk in plan.chunks)
+    return tuple((chunk.group, chunk.num_layers) for chunk in plan.chunks)
 
 
 def layers_of(rows: Rows) -> Counter[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from zorse_megatron.plan.memory_settings import settings_in
 from zorse_megatron.plan.plan import Group, Offload, Plan, Recompute, Replica
 from zorse_megatron.planner.build_plan import with_regions
-from zorse_megatron.planner.closed_form.device_groups import ReplicaClass, best_split
+from zorse_megatron.planner.closed_form.device_groups import ReplicaClass, ReplicaShare, best_split
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.orders import GroupOrder
 from zorse_megatron.planner.search.effort import LEVELS
@@ -37,7 +37,7 @@ class PlanMoves:
     def __init__(self, evaluator: Evaluator) -> None:
         self.inputs = evaluator.inputs
         self.layer_s = evaluator.estimator.cost_model.layer_s
-        self._dealt: dict[object, tuple[Replica, ...] | None] = {}
+        self._dealt: dict[object, tuple[ReplicaShare, ...] | None] = {}
 
     def around(self, plan: Plan, orders: tuple[GroupOrder, ...]) -> Iterator[Near]:
         """All steps; what they yield may break the plan file's rules, or not fit."""
@@ -213,7 +213,7 @@ class PlanMoves:
         """The same replicas with micro-batches up to their sizes, in as little time as possible."""
         key = tuple((self._kind(each), each.micro_batch_size) for each in group)
         if key not in self._dealt:
-            self._dealt[key] = self._dealt_anew(group, key)
+            self._dealt[key] = self._shares(key)
         dealt = self._dealt[key]
         if dealt is None:
             return None
@@ -224,9 +224,8 @@ class PlanMoves:
             for each, one in zip(group, dealt, strict=True)
         )
 
-    def _dealt_anew(
-        self, group: Sequence[Replica], keys: Sequence[tuple[str, int]]
-    ) -> tuple[Replica, ...] | None:
+    def _shares(self, keys: Sequence[tuple[str, int]]) -> tuple[ReplicaShare, ...] | None:
+        """Of replicas by kind and largest micro-batch."""
         classes = list(dict.fromkeys(keys))
         split = best_split(
             self.inputs.global_batch_size,
@@ -241,15 +240,7 @@ class PlanMoves:
         if split is None:
             return None
         shares = {key: iter(row) for key, row in zip(classes, split.shares, strict=True)}
-        return tuple(
-            replace(
-                each,
-                micro_batch_size=share.micro_batch_size,
-                num_microbatches=share.num_microbatches,
-            )
-            for each, key in zip(group, keys, strict=True)
-            for share in [next(shares[key])]
-        )
+        return tuple(next(shares[key]) for key in keys)
 
     def _with(self, plan: Plan, members: _Members) -> Plan:
         """The plan with these replicas."""
