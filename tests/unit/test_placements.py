@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from tests.unit.made_plans import even_plan
 from tests.unit.planner_cases import random_case
+from zorse_megatron.plan.memory_settings import offloads_anything, recomputes_anything
+from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
@@ -23,6 +25,7 @@ from zorse_megatron.planner.orders import (
 from zorse_megatron.planner.search.climb import with_best_order
 from zorse_megatron.planner.search.orders_in_memory import in_order, uniform
 from zorse_megatron.planner.search.placements import near, v_shaped, with_placement
+from zorse_megatron.planner.search.plan_moves import PlanMoves
 from zorse_megatron.planner.search.zorse_search import search
 from zorse_megatron.schedule.micro_batch_order import Pipeline
 from zorse_megatron.schedule.pipeline_schedules import policy_of
@@ -162,6 +165,25 @@ def test_weight_gradients_of_one_micro_batch_at_least_may_wait():
     for number, group in enumerate(plan.groups):
         for index, replica in enumerate(group.replicas):
             assert replica.max_delayed_wgrad >= least_in_flight(plan, number, index)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 7, 11])
+def test_every_step_leads_to_a_plan_of_the_same_model_gpus_and_batch(seed):
+    inputs, start = a_pipeline(seed)
+    space = dataclasses.replace(SPACE, recompute=("none", "full"), offload=True)
+    inputs = dataclasses.replace(inputs, space=space)
+    orders = uniform(start.plan, False, 1.0, 0.0)
+    moves = PlanMoves(Evaluator(inputs, Estimator(inputs)))
+    found = [each.plan for each in moves.around(start.plan, orders)]
+    here = {group.ranks for group in start.plan.groups}
+    assert any({group.ranks for group in plan.groups} != here for plan in found)
+    assert any(map(recomputes_anything, found)) and any(map(offloads_anything, found))
+    for plan in found:
+        assert list(problems_of(plan)) == []
+        ranks = sorted(rank for group in plan.groups for rank in group.ranks)
+        assert ranks == list(range(inputs.world_size))
+        assert sum(chunk.num_layers for chunk in plan.chunks) == inputs.num_layers
 
 
 @pytest.mark.slow
