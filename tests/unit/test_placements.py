@@ -168,7 +168,7 @@ def test_weight_gradients_of_one_micro_batch_at_least_may_wait():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 7, 11])
+@pytest.mark.parametrize("seed", [7, 11])
 def test_every_step_leads_to_a_plan_of_the_same_model_gpus_and_batch(seed):
     inputs, start = a_pipeline(seed)
     space = dataclasses.replace(SPACE, recompute=("none", "full"), offload=True)
