@@ -78,8 +78,8 @@ def test_a_layer_keeps_the_closed_form(found: tuple[ModelShape, dict[str, Any]])
 def test_parts_add_up_to_the_model(found: tuple[ModelShape, dict[str, Any]]) -> None:
     """Their sum against the fastest run of the whole model of one layer, timed as a whole.
 
-    A factor of 2 is for a machine that others use as well; a forward that was left out, a time in
-    milliseconds or a pass that ran twice is further off than that.
+    In CPU seconds. A factor of 2 is for caches that others use as well; a forward that was left
+    out, a time in milliseconds or a pass that ran twice is further off than that.
     """
     _, facts = found
     parts_s = sum(sum(times) for times in facts["measured_s"].values())
