@@ -19,28 +19,38 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.action_sequence import NS_PER_S, Durations, Event
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.pipeline_schedules import Policy, Worker, policy_of
-from zorse_megatron.schedule.samples import Boundaries, MicroBatch, MicroBatchKey, Piece
+from zorse_megatron.schedule.samples import Boundaries, MicroBatch, MicroBatchKey
 
-_Input = tuple[int, bool, MicroBatchKey]
-"""(chunk where it is needed, activations?, micro-batch): what messages bring."""
+# The search orders thousands of plans, so what happens for every computation is kept short: chunks
+# and micro-batches are numbers, and what depends on these alone is looked up.
+
+_KINDS = {True: Kind.FORWARD, False: Kind.BACKWARD}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Computation:
-    """A computation that may be started."""
+class Computation(NamedTuple):
+    """A replica's forward, backward or weight gradients of one of its micro-batches."""
 
     chunk: int
     kind: Kind
-    micro_batch: MicroBatch
+    micro_batch: int
 
-    @property
-    def forward(self) -> bool:
-        return self.kind is Kind.FORWARD
+
+class Part(NamedTuple):
+    """What a micro-batch sends to one of the next chunk, or of the previous one."""
+
+    worker: int
+    """Who receives it."""
+    awaited: list[int]
+    """Of each of its micro-batches in that chunk, how many parts are to come."""
+    micro_batch: int
+    on_its_way: int
+    """How long."""
 
 
 @dataclass(kw_only=True)
@@ -48,21 +58,28 @@ class ReplicaProgress:
     """One replica, while the pipeline is simulated."""
 
     key: Worker
+    number: int
+    """Whose turn it is where several start at once: the lowest one's."""
     queue: Sequence[MicroBatch]
+    rounds: Sequence[int]
+    """Of each micro-batch: a round goes through all chunks before the next one."""
     chunks: Sequence[int]
+    awaited: Mapping[bool, Mapping[int, Sequence[int]]]
+    """Forward? -> chunk -> of each micro-batch, how many parts of its input are to come."""
+    durations: Mapping[int, Mapping[Kind, int]]
+    """Chunk -> of each computation of a micro-batch."""
     weights: Mapping[int, int]
     """Chunk -> what a micro-batch counts in flight."""
     limit: int | None
     """Most that is in flight may count; None: no backward follows."""
     most_delayed: int | None
     """Most that weight gradients that wait may count; None: backwards compute them."""
-    forwards_first: bool
+    passes: Sequence[bool]
+    """What it prefers to start, first: True for a forward."""
     reserved: Mapping[int, int]
     """Chunk -> what of the limit is kept for it, but for the first one."""
-    done: dict[bool, dict[int, int]] = field(init=False)
-    """Forward? -> chunk -> number of micro-batches that were started."""
-    ended: set[tuple[int, int]] = field(default_factory=set)
-    """(chunk, index) of forwards."""
+    started: dict[bool, dict[int, int]] = field(init=False)
+    """Forward? -> chunk -> number of micro-batches."""
     in_flight: int = 0
     delayed: deque[Computation] = field(default_factory=deque)
     """Weight gradients that can be computed."""
@@ -73,28 +90,48 @@ class ReplicaProgress:
     forced: Computation | None = None
 
     def __post_init__(self) -> None:
-        self.done = {way: dict.fromkeys(self.chunks, 0) for way in (True, False)}
+        self.started = {way: dict.fromkeys(self.chunks, 0) for way in (True, False)}
 
-    def heads(self, kind: Kind) -> Iterator[Computation]:
-        """The next one of each chunk."""
-        for chunk, count in self.done[kind is Kind.FORWARD].items():
-            if count < len(self.queue):
-                yield Computation(chunk=chunk, kind=kind, micro_batch=self.queue[count])
+    def is_ready(self, forward: bool, chunk: int) -> bool:
+        """Whether there is a next micro-batch, with all of its input. While it is not busy."""
+        index = self.started[forward][chunk]
+        if index == len(self.queue) or self.awaited[forward][chunk][index]:
+            return False
+        return forward or index < self.started[True][chunk]
+
+    def next_pass(self, *, strict: bool) -> Computation | None:
+        """The forward or backward that it starts, if any: of the earliest round.
+
+        A forward of the earliest chunk, a backward of the latest. `strict`: see `Policy`.
+        """
+        for forward in self.passes:
+            best, first = None, (0, 0)
+            for chunk, index in self.started[forward].items():
+                if index == len(self.queue) or not (strict or self.is_ready(forward, chunk)):
+                    continue
+                if forward and not self.has_room(chunk):
+                    continue
+                preference = self.rounds[index], chunk if forward else -chunk
+                if best is None or preference < first:
+                    best, first = Computation(chunk, _KINDS[forward], index), preference
+            if best is not None:
+                return best if not strict or self.is_ready(forward, best.chunk) else None
+        return None
 
     def has_room(self, chunk: int) -> bool:
         """Whether activations of one more micro-batch may be kept; those of one always may."""
         if self.limit is None or not self.in_flight:
             return True
         free = self.limit - self.in_flight - self.weights[chunk]
-        return free >= self._kept_for_later(chunk)
+        return free >= 0 and (not self.reserved or free >= self._kept_for_later(chunk))
 
     def _kept_for_later(self, chunk: int) -> int:
         """What later chunks may still use of the room that is theirs."""
         kept = 0
         for later, most in self.reserved.items():
             if later > chunk:
-                started, weight = self.done[True][later], self.weights[later]
-                used = (started - self.done[False][later]) * weight
+                started, weight = self.started[True][later], self.weights[later]
+                used = (started - self.started[False][later]) * weight
                 left = (len(self.queue) - started) * weight
                 kept += max(0, min(most - used, left))
         return kept
@@ -106,33 +143,28 @@ class ReplicaProgress:
 
     def start(self, work: Computation) -> None:
         """Note that it was started."""
+        chunk, kind, _ = work
         self.busy = True
         self.forced = None
-        if work.kind is Kind.WEIGHT_GRADIENT:
+        if kind is Kind.WEIGHT_GRADIENT:
             self.delayed.popleft()
             return
-        self.done[work.forward][work.chunk] += 1
-        if work.forward:
-            self.in_flight += self.weights[work.chunk]
+        self.started[kind is Kind.FORWARD][chunk] += 1
+        if kind is Kind.FORWARD:
+            self.in_flight += self.weights[chunk]
             self.most_held = max(self.most_held, self.in_flight + self.delayed_weight)
 
     def end(self, work: Computation) -> None:
         """Note that it is done."""
+        chunk, kind, micro_batch = work
         self.busy = False
-        weight = self.weights[work.chunk]
-        if work.kind is Kind.WEIGHT_GRADIENT:
-            self.delayed_weight -= weight
-        elif work.forward:
-            self.ended.add((work.chunk, work.micro_batch.index))
-        else:
-            self.in_flight -= weight
+        if kind is Kind.WEIGHT_GRADIENT:
+            self.delayed_weight -= self.weights[chunk]
+        elif kind is Kind.BACKWARD:
+            self.in_flight -= self.weights[chunk]
             if self.most_delayed is not None:
-                self.delayed_weight += weight
-                self.delayed.append(
-                    Computation(
-                        chunk=work.chunk, kind=Kind.WEIGHT_GRADIENT, micro_batch=work.micro_batch
-                    )
-                )
+                self.delayed_weight += self.weights[chunk]
+                self.delayed.append(Computation(chunk, Kind.WEIGHT_GRADIENT, micro_batch))
 
 
 class Pipeline:
@@ -147,45 +179,68 @@ class Pipeline:
         self.was_stuck = False
         """Whether limits and preferences had to be disregarded."""
         self.durations = Durations(plan)
-        layers = [chunk.num_layers for chunk in plan.chunks]
-        self.workers: dict[Worker, ReplicaProgress] = {}
-        for group, queues in enumerate(boundaries.queues):
-            chunks = plan.chunks_of_group(group)
-            for replica, queue in queues.items():
-                key, size = (group, replica), queue[0].size
-                by_layer = policy.counts_layers
-                weights = {chunk: layers[chunk] * size if by_layer else 1 for chunk in chunks}
-                limit = None if forward_only else policy.limits[key]
-                self.workers[key] = ReplicaProgress(
-                    key=key,
-                    queue=queue,
-                    chunks=chunks,
-                    weights=weights,
-                    limit=limit,
-                    most_delayed=None if forward_only else policy.most_delayed[key],
-                    forwards_first=group not in policy.backwards_first,
-                    reserved=_reserved(policy.reserved * (limit or 0), weights),
-                )
-        self.turns = {
-            (group, replica): (-max(plan.chunks_of_group(group)), replica)
-            for group, replica in self.workers
-        }
-        """Whose turn it is where several start at once: those nearest to the loss first."""
-        self.changed = set(self.workers)
-        """Workers that something happened to: only these can have become able to start."""
-        self.running: list[tuple[int, int, int, Computation | _Input]] = []
-        """What goes on and what is on its way, by when it ends: at equal times messages first."""
-        self.missing = self._dependencies()
-        """How many parts of each input have not arrived yet."""
+        self.awaited = {way: self._awaited(way) for way in (True, False)}
+        """Forward? -> chunk -> replica -> of each micro-batch, how many parts of its input are to
+        come."""
+        keys = [(group, at) for group, queues in enumerate(boundaries.queues) for at in queues]
+        # Those nearest to the loss first.
+        keys.sort(key=lambda key: (-max(plan.chunks_of_group(key[0])), key[1], key[0]))
+        self.in_turn = [self._progress(plan, at, key) for at, key in enumerate(keys)]
+        self.workers = {worker.key: worker for worker in self.in_turn}
+        self.changed = set(range(len(keys)))
+        """Numbers of workers that something happened to: only these can have become able to
+        start."""
+        self.parts: dict[tuple[int, bool], Mapping[MicroBatchKey, Sequence[Part]]] = {}
+        """(chunk, forward?) -> what its micro-batches send."""
+        self.running: list[tuple[int, int, int, Computation | Part]] = []
+        """What goes on and what is on its way: (end, number, worker, what)."""
+        self.num_running = 0
 
-    def _dependencies(self) -> dict[_Input, int]:
-        missing: dict[_Input, int] = {}
-        for chunk, boundary in enumerate(self.boundaries.after_chunk):
-            for key, found in boundary.by_target.items():
-                missing[chunk + 1, True, key] = len(found)
-            for key, found in boundary.by_source.items():
-                missing[chunk, False, key] = len(found)
-        return missing
+    def _awaited(self, forward: bool) -> list[dict[int, list[int]]]:
+        found = []
+        for chunk, group in enumerate(self.boundaries.groups):
+            queues = self.boundaries.queues[group]
+            parts = {replica: [0] * len(queue) for replica, queue in queues.items()}
+            lower = chunk - 1 if forward else chunk
+            if 0 <= lower < self.boundaries.last:
+                boundary = self.boundaries.after_chunk[lower]
+                pieces = boundary.by_target if forward else boundary.by_source
+                for (replica, micro_batch), each in pieces.items():
+                    parts[replica][micro_batch] = len(each)
+            found.append(parts)
+        return found
+
+    def _progress(self, plan: Plan, number: int, key: Worker) -> ReplicaProgress:
+        group, replica = key
+        queue, chunks = self.boundaries.queues[group][replica], plan.chunks_of_group(group)
+        weights = {
+            chunk: plan.chunks[chunk].num_layers * queue[0].size if self.policy.counts_layers else 1
+            for chunk in chunks
+        }
+        has_backward = False in self.passes
+        limit = self.policy.limits[key] if has_backward else None
+        prefers_backwards = group in self.policy.backwards_first
+        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+        return ReplicaProgress(
+            key=key,
+            number=number,
+            queue=queue,
+            rounds=[each.turn // self.policy.samples_per_round for each in queue],
+            chunks=chunks,
+            awaited={
+                way: {chunk: inputs[chunk][replica] for chunk in chunks}
+                for way, inputs in self.awaited.items()
+            },
+            durations={
+                chunk: {kind: self.durations.of(kind, chunk, replica) for kind in kinds}
+                for chunk in chunks
+            },
+            weights=weights,
+            limit=limit,
+            most_delayed=self.policy.most_delayed[key] if has_backward else None,
+            passes=self.passes[::-1] if prefers_backwards else self.passes,
+            reserved=_reserved(self.policy.reserved * (limit or 0), weights),
+        )
 
     @property
     def _num_computations(self) -> int:
@@ -194,37 +249,49 @@ class Pipeline:
             (len(self.passes) + (worker.most_delayed is not None))
             * len(worker.queue)
             * len(worker.chunks)
-            for worker in self.workers.values()
+            for worker in self.in_turn
         )
 
     def simulate(self) -> Iterator[Event]:
         """Yield all events by start time. Complexity: O(events x (chunks of a group + log))."""
-        now, remaining = 0, self._num_computations
-        while remaining or self.running:
-            for event in self._started(now):
+        for now, end, number, (chunk, kind, at) in self.starts():
+            micro_batch = self.in_turn[number].queue[at]
+            yield Event(time=now, end=end, chunk=chunk, kind=kind, micro_batch=micro_batch)
+
+    def starts(self) -> Iterator[tuple[int, int, int, Computation]]:
+        """The same as (start, end, worker's number, computation), for what orders many plans."""
+        now, remaining, running = 0, self._num_computations, self.running
+        while remaining or running:
+            for start in self._started(now):
                 remaining -= 1
-                yield event
-            if not self.running:
+                yield start
+            if not running:
                 self._force()
                 continue
-            now = self.running[0][0]
-            while self.running and self.running[0][0] == now:
-                self._end(now, heappop(self.running)[3])
+            now = running[0][0]
+            while running and running[0][0] == now:
+                _, _, number, happened = heappop(running)
+                if isinstance(happened, Part):
+                    self._arrive(happened)
+                else:
+                    self._end(now, number, happened)
 
-    def _started(self, now: int) -> Iterator[Event]:
-        candidates = sorted(self.changed, key=self.turns.__getitem__)
+    def _started(self, now: int) -> Iterator[tuple[int, int, int, Computation]]:
+        candidates = sorted(self.changed)
         self.changed.clear()
-        for key in candidates:
-            worker = self.workers[key]
+        for number in candidates:
+            worker = self.in_turn[number]
             work = None if worker.busy else self._choose(worker)
             if work is None:
                 continue
             worker.start(work)
-            end = now + self.durations.of(work.kind, work.chunk, key[1])
-            heappush(self.running, (end, 1 + work.chunk, key[1], work))
-            yield Event(
-                time=now, end=end, chunk=work.chunk, kind=work.kind, micro_batch=work.micro_batch
-            )
+            end = now + worker.durations[work.chunk][work.kind]
+            self._run_until(end, number, work)
+            yield now, end, number, work
+
+    def _run_until(self, end: int, number: int, what: Computation | Part) -> None:
+        self.num_running += 1
+        heappush(self.running, (end, self.num_running, number, what))
 
     def _choose(self, worker: ReplicaProgress) -> Computation | None:
         """What the replica starts now, if anything: weight gradients where it would idle."""
@@ -233,61 +300,48 @@ class Pipeline:
         delayed = worker.delayed[0] if worker.delayed else None
         if worker.delays_too_many:
             return delayed
-        return self._choose_pass(worker) or delayed
+        return worker.next_pass(strict=self.policy.strict) or delayed
 
-    def _choose_pass(self, worker: ReplicaProgress) -> Computation | None:
-        """The forward or backward that it starts, if any."""
-        ways = self.passes if worker.forwards_first else self.passes[::-1]
-        for forward in ways:
-            heads: Iterator[Computation] = worker.heads(Kind.FORWARD if forward else Kind.BACKWARD)
-            if forward:
-                heads = (work for work in heads if worker.has_room(work.chunk))
-            if not self.policy.strict:
-                heads = (work for work in heads if self._is_ready(worker, work))
-            best = min(heads, key=self._preference, default=None)
-            if best is not None:
-                is_ready = not self.policy.strict or self._is_ready(worker, best)
-                return best if is_ready else None
-        return None
-
-    def _preference(self, work: Computation) -> tuple[int, int]:
-        """Through all chunks with one round of samples, then with the next."""
-        turn = work.micro_batch.turn // self.policy.samples_per_round
-        return turn, work.chunk if work.forward else -work.chunk
-
-    def _is_ready(self, worker: ReplicaProgress, work: Computation) -> bool:
-        if not work.forward and (work.chunk, work.micro_batch.index) not in worker.ended:
-            return False
-        return not self.missing.get((work.chunk, work.forward, work.micro_batch.key), 0)
-
-    def _end(self, now: int, happened: Computation | _Input) -> None:
-        """Pass on what was computed, or note what has arrived."""
-        if not isinstance(happened, Computation):
-            self._arrive(happened)
+    def _end(self, now: int, number: int, work: Computation) -> None:
+        """Pass on what was computed."""
+        chunk, kind, micro_batch = work
+        worker = self.in_turn[number]
+        worker.end(work)
+        self.changed.add(number)
+        if kind is Kind.WEIGHT_GRADIENT:
             return
-        chunk, forward, micro_batch = happened.chunk, happened.forward, happened.micro_batch
-        worker = self.workers[self.boundaries.groups[chunk], micro_batch.replica]
-        worker.end(happened)
-        self.changed.add(worker.key)
-        after = self.boundaries.after_chunk
-        pieces: Sequence[Piece] = ()
-        if forward and chunk < self.boundaries.last:
-            pieces = after[chunk].by_source[micro_batch.key]
-        elif happened.kind is Kind.BACKWARD and chunk > 0:
-            pieces = after[chunk - 1].by_target[micro_batch.key]
-        lower, to = (chunk, chunk + 1) if forward else (chunk - 1, chunk - 1)
-        for piece in pieces:
-            key = (piece.target if forward else piece.source).key
-            on_its_way = self.durations.of_message(lower, piece.stop - piece.start)
-            if on_its_way:
-                heappush(self.running, (now + on_its_way, 0, len(self.running), (to, forward, key)))
+        way = chunk, kind is Kind.FORWARD
+        if way not in self.parts:
+            self.parts[way] = self._sent(*way)
+        for part in self.parts[way].get((worker.key[1], micro_batch), ()):
+            if part.on_its_way:
+                self._run_until(now + part.on_its_way, part.worker, part)
             else:
-                self._arrive((to, forward, key))
+                self._arrive(part)
 
-    def _arrive(self, arrived: _Input) -> None:
-        chunk, _, (replica, _) = arrived
-        self.missing[arrived] -= 1
-        self.changed.add((self.boundaries.groups[chunk], replica))
+    def _arrive(self, part: Part) -> None:
+        part.awaited[part.micro_batch] -= 1
+        self.changed.add(part.worker)
+
+    def _sent(self, chunk: int, forward: bool) -> dict[MicroBatchKey, list[Part]]:
+        """What micro-batches of a chunk send to the next one, or the previous one."""
+        to, lower = (chunk + 1, chunk) if forward else (chunk - 1, chunk - 1)
+        found: dict[MicroBatchKey, list[Part]] = {}
+        if not 0 <= lower < self.boundaries.last:
+            return found
+        boundary, group = self.boundaries.after_chunk[lower], self.boundaries.groups[to]
+        for sender, pieces in (boundary.by_source if forward else boundary.by_target).items():
+            found[sender] = [
+                Part(
+                    worker=self.workers[group, target.replica].number,
+                    awaited=self.awaited[forward][to][target.replica],
+                    micro_batch=target.index,
+                    on_its_way=self.durations.of_message(lower, piece.stop - piece.start),
+                )
+                for piece in pieces
+                for target in (piece.target if forward else piece.source,)
+            ]
+        return found
 
     def _force(self) -> None:
         """Let a replica go on that can, whatever it should do; there always is one.
@@ -295,17 +349,17 @@ class Pipeline:
         A backward if possible, because it gives memory back; otherwise the earliest samples.
         """
         self.was_stuck = True
-        kinds = (Kind.FORWARD, Kind.BACKWARD)[: len(self.passes)]
         ready = [
-            (work.forward, work.micro_batch.turn, -work.chunk, key, work)
-            for key, worker in self.workers.items()
-            for kind in kinds
-            for work in worker.heads(kind)
-            if self._is_ready(worker, work)
+            (forward, worker.queue[at].turn, -chunk, worker.key, at)
+            for worker in self.in_turn
+            for forward in self.passes
+            for chunk, at in worker.started[forward].items()
+            if worker.is_ready(forward, chunk)
         ]
-        _, _, _, key, work = min(ready, key=lambda entry: entry[:4])
-        self.workers[key].forced = work
-        self.changed.add(key)
+        forward, _, chunk, key, at = min(ready)
+        worker = self.workers[key]
+        worker.forced = Computation(-chunk, _KINDS[forward], at)
+        self.changed.add(worker.number)
 
 
 def _reserved(whole: float, weights: Mapping[int, int]) -> dict[int, int]:
@@ -323,10 +377,10 @@ def pipeline_spans_s(plan: Plan) -> dict[int, tuple[float, float]]:
     boundaries = Boundaries(plan)
     pipeline = Pipeline(plan, boundaries, policy_of(plan), forward_only=False)
     found: dict[int, tuple[int, int]] = {}
-    for event in pipeline.simulate():
-        group = boundaries.groups[event.chunk]
-        start, end = found.get(group, (event.time, event.end))
-        found[group] = start, max(end, event.end)
+    for time, ends, number, _ in pipeline.starts():
+        group = pipeline.in_turn[number].key[0]
+        start, end = found.get(group, (time, ends))
+        found[group] = start, max(end, ends)
     return {group: (start / NS_PER_S, end / NS_PER_S) for group, (start, end) in found.items()}
 
 
@@ -336,5 +390,5 @@ def most_held(plan: Plan) -> dict[Worker, int]:
     Those whose weight gradients wait count, too. As `pipeline_spans_s`.
     """
     pipeline = Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=False)
-    deque(pipeline.simulate(), maxlen=0)
+    deque(pipeline.starts(), maxlen=0)
     return {key: worker.most_held for key, worker in pipeline.workers.items()}
