@@ -49,7 +49,7 @@ CLUSTERS = Path(__file__).with_name("bench_stock_clusters.yaml")
 PUBLISHED = ROOT / "docs" / "images" / "bench-stock.json"
 DOCUMENT = ROOT / "docs" / "performance.md"
 # Whoever changes these may change the results.
-_PLANNER = ("cli/gpu_selection.py", "costs", "planner", "schedules", "schema", "simulate")
+_PLANNER = ("cli/gpu_selection.py", "costs", "inputs", "plan", "planner", "schedule", "simulate")
 _ITERATIONS = 4
 _MOST_EMULATED = 32  # ranks, each a process
 

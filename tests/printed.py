@@ -76,7 +76,7 @@ def each_search_once() -> Iterator[None]:
 @contextmanager
 def searching_little() -> Iterator[None]:
     """For a plan that is not shown."""
-    effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000)
+    effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000, climb=4000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Effort, "of", lambda inputs: effort)
         patch.setattr(tensor_parallel_search, "tp_layouts_of", lambda inputs: [])

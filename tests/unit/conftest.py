@@ -22,7 +22,7 @@ os.environ.pop("COLUMNS", None)
 @pytest.fixture
 def little_effort(monkeypatch: pytest.MonkeyPatch) -> Effort:
     """The search with less of everything, for what does not hang on how good a plan is."""
-    effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000)
+    effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000, climb=4000)
     monkeypatch.setattr(Effort, "of", lambda inputs: effort)
     return effort
 

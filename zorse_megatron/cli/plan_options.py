@@ -95,9 +95,9 @@ class SearchOptions:
     effort: Annotated[
         str,
         typer.Option(
-            help="high: go on from the fastest plans step by step, by other placements, orders, "
-            "groups and settings, as long as one becomes faster. Takes a minute more for 8 GPUs, "
-            "three for 64."
+            help="How far the search goes on from its fastest plans, step by step, by other "
+            "placements, orders, groups and settings: normal, or high, which takes a minute or two "
+            "more."
         ),
     ] = "normal"
     offload_activations: Annotated[

@@ -38,6 +38,7 @@ from zorse_megatron.planner.outcome import (
     Strategy,
 )
 from zorse_megatron.planner.search.climb import with_best_order
+from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.finish_plan import (
     with_best_levels,
     with_narrow_gradients,
@@ -62,6 +63,8 @@ __all__ = [
 ]
 
 _REJECTED = 10
+_HIGH = 8
+"""How many times as far `--effort high` climbs."""
 
 
 @gc_paused()
@@ -188,12 +191,17 @@ def _finished(
     finished = []
     for some in filter(None, ways):
         best = some[0]
-        if strategy == "zorse" and (space.split_backward or space.effort == "high"):
-            best = with_best_order(evaluator, some, on_progress)
+        if strategy == "zorse":
+            best = with_best_order(evaluator, some, _climb(evaluator.inputs), on_progress)
         best = with_best_levels(evaluator, best)
         best = with_narrow_gradients(evaluator, best)
         finished.append(with_changes(evaluator, best) if strategy == "zorse" else best)
     return min(finished, key=lambda each: each.iteration_s)
+
+
+def _climb(inputs: Inputs) -> int:
+    """Computations that may be ordered to make the plan faster."""
+    return Effort.of(inputs).climb * (_HIGH if inputs.space.effort == "high" else 1)
 
 
 def _keeps_in_host(plan: Plan) -> bool:

@@ -67,7 +67,7 @@ class SearchSpace:
     hierarchical: bool = True
     """Whether groups in several regions may sum and gather in two levels, where that is faster."""
     effort: str = "normal"
-    """high: the fastest plans are changed step by step as long as one becomes faster."""
+    """How far the fastest plans are changed step by step: normal, or high."""
 
 
 def space_problems(space: SearchSpace) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations
 from zorse_megatron.planner.orders import Base, GroupOrder, busiest_s, busy_by_group_s, with_times
 from zorse_megatron.planner.outcome import SearchProgress
 from zorse_megatron.planner.search.forecast import Forecast
-from zorse_megatron.planner.search.orders_in_memory import Ordered, in_order, uniform, within
+from zorse_megatron.planner.search.orders_in_memory import Ordered, Rooms, in_order, uniform, within
 from zorse_megatron.planner.search.placements import (
     layers_of,
     near,
@@ -47,8 +47,8 @@ _REGROUPED = 12
 """The same of plans that differ in more than order and placement, whose memory is foretold less."""
 _TOLERANCE = 1.01
 """They are simulated even if they are foretold to be slower by that."""
-_ORDERED_COMPUTATIONS = {"normal": 200_000, "high": 1_000_000}
-"""Effort -> forwards and backwards of all plans that are ordered."""
+_PER_SIMULATED = 5
+"""What simulating a forward or backward costs, in those that are ordered."""
 _FACTORS = (3.0, 2.0, 1.5, 1.0)
 """Of equally fast orders the one with more in flight: it bears more changes of placement."""
 _DELAYED = (0.15, 0.3, 0.6)
@@ -57,18 +57,20 @@ _DELAYED = (0.15, 0.3, 0.6)
 def with_best_order(
     evaluator: Evaluator,
     found: Sequence[Evaluation],
+    computations: int,
     on_progress: Callable[[SearchProgress], None] = lambda progress: None,
 ) -> Evaluation:
     """The fastest plan that climbing finds from the first plans of the search.
 
-    By all steps with `SearchSpace.effort` high, otherwise by orders alone. `found`: fastest first.
-    Plans whose time was extrapolated stay as they are: they would have to be simulated in full.
+    `found`: fastest first. Plans whose time was extrapolated stay as they are: they would have to
+    be simulated in full. `computations`: the forwards and backwards of all plans that are ordered;
+    a simulation counts as several orders.
     """
-    climb = Climb(evaluator, on_progress)
+    climb = Climb(evaluator, computations, on_progress)
     starts: dict[object, Ordered] = {}
     best_s = found[0].iteration_s
     for one in climb.unlike(found, _MOST_BEHIND * best_s):
-        for plan in climb.placed(one.plan):
+        for plan in climb.placed(one.plan) if climb.left > 0 else ():
             for start in climb.started(plan, _HOPEFUL * best_s):
                 key = climb.kinds(start.plan), rows_of(start.plan)
                 if key not in starts or start.iteration_s < starts[key].iteration_s:
@@ -82,7 +84,12 @@ def with_best_order(
 class Climb:
     """Climbs from plans, until the computations that may be ordered are spent."""
 
-    def __init__(self, evaluator: Evaluator, on_progress: Callable[[SearchProgress], None]) -> None:
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        computations: int,
+        on_progress: Callable[[SearchProgress], None],
+    ) -> None:
         self.evaluator = evaluator
         self.tell = on_progress
         self.space = evaluator.inputs.space
@@ -90,7 +97,7 @@ class Climb:
         """Of ranks: those of the search may be tensor-parallel groups."""
         self.forecast = Forecast(self.inputs)
         self.moves = PlanMoves(evaluator)
-        self.most = self.left = _ORDERED_COMPUTATIONS[self.space.effort]
+        self.most = self.left = computations
 
     # Where it starts: the fastest plans of unlike groups, each in the best of a few orders.
 
@@ -110,7 +117,7 @@ class Climb:
 
     def placed(self, plan: Plan) -> list[Plan]:
         """As it is, and as a V, in which samples come back through all groups but the last."""
-        if "interleaved" not in self.space.schedules or self.space.effort != "high":
+        if "interleaved" not in self.space.schedules:
             return [plan]
         v_like = v_shaped(rows_of(plan))
         return [plan, with_placement(plan, v_like)] if v_like != rows_of(plan) else [plan]
@@ -121,7 +128,7 @@ class Climb:
         In other orders only where the first one takes less than `limit_s`.
         """
         for splits in (False, True) if self.space.split_backward else (False,):
-            first = in_order(self.evaluator, plan, uniform(plan, splits, 2.0, 0.3), {})
+            first = self._in_order(plan, uniform(plan, splits, 2.0, 0.3), {})
             if first is None or first.iteration_s > limit_s:
                 continue
             bases: list[tuple[Base, float]] = [("Little's law", factor) for factor in _FACTORS]
@@ -141,7 +148,7 @@ class Climb:
         best = start
         while self.left > 0:
             better = self._first_faster(best, self._orders(best), _LEAST_GAIN, _SIMULATED)
-            if better is None and self.space.effort == "high":
+            if better is None:
                 better = self._elsewhere(best)
             if better is None:
                 break
@@ -185,9 +192,17 @@ class Climb:
             if seconds < limit_s:
                 rated.append((seconds, len(one.plan.chunks), at, one, rooms))
         for *_, one, rooms in sorted(rated, key=lambda each: each[:3])[:most]:
-            found = in_order(self.evaluator, one.plan, one.orders, rooms)
+            if self.left <= 0:
+                return
+            found = self._in_order(one.plan, one.orders, rooms)
             if found is not None:
                 yield found
+
+    def _in_order(self, plan: Plan, orders: tuple[GroupOrder, ...], rooms: Rooms) -> Ordered | None:
+        before = self.evaluator.num_computations
+        found = in_order(self.evaluator, plan, orders, rooms)
+        self.left -= _PER_SIMULATED * (self.evaluator.num_computations - before)
+        return found
 
     def _orders(self, best: Ordered) -> Iterator[Near]:
         """One group with more or less in flight, with more or fewer weight gradients that wait."""

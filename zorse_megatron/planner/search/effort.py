@@ -141,6 +141,8 @@ class Effort:
     """Finalists estimated at over this multiple of the best simulated time are not simulated."""
     tolerance: float = 1.1
     """Neighbours whose estimate is over this multiple are not simulated."""
+    climb: int = 400_000
+    """Forwards and backwards that may be ordered to make the fastest plans faster still."""
 
     @property
     def light(self) -> "Effort":
@@ -205,11 +207,22 @@ _UP_TO = (  # GPUs
             finalists_part=0.4,
             refits=0,
             polished=4,
+            climb=200_000,
         ),
     ),
     (
         2048,
-        Effort(listed=200, costed=20, widened=5, finalists=4, computations=120_000, polished=2),
+        Effort(
+            listed=200,
+            costed=20,
+            widened=5,
+            finalists=4,
+            computations=120_000,
+            polished=2,
+            climb=1,  # one plan, in one order
+        ),
     ),
 )
-_BEYOND = Effort(listed=60, costed=8, widened=3, finalists=2, computations=400_000, polished=1)
+_BEYOND = Effort(
+    listed=60, costed=8, widened=3, finalists=2, computations=400_000, polished=1, climb=1
+)
