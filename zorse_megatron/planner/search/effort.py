@@ -189,6 +189,7 @@ _EXHAUSTIVE = Effort(
     tries=60,
     hopeless=1.2,
     tolerance=1.35,
+    climb=50_000,
 )
 _UP_TO = (  # GPUs
     (
