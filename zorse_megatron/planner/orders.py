@@ -150,6 +150,24 @@ def with_in_flight(plan: Plan, limits: Mapping[Worker, InFlight]) -> Plan:
     return replace(plan, groups=groups)
 
 
+def in_flight_times(plan: Plan, number: int, part: float) -> Plan:
+    """The plan with so much of what a group may have in flight, but one micro-batch at least."""
+    replicas = tuple(
+        replica
+        if replica.max_in_flight is None
+        else replace(
+            replica,
+            max_in_flight=max(
+                least_in_flight(plan, number, index), int(part * replica.max_in_flight)
+            ),
+        )
+        for index, replica in enumerate(plan.groups[number].replicas)
+    )
+    groups = list(plan.groups)
+    groups[number] = replace(groups[number], replicas=replicas)
+    return replace(plan, groups=tuple(groups))
+
+
 def littles_law(plan: Plan) -> dict[Worker, float]:
     """What each replica has in flight to be never without work, in samples times layers.
 

@@ -16,7 +16,14 @@ from dataclasses import replace
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations
-from zorse_megatron.planner.orders import Base, GroupOrder, busiest_s, busy_by_group_s, with_times
+from zorse_megatron.planner.orders import (
+    Base,
+    GroupOrder,
+    busiest_s,
+    busy_by_group_s,
+    in_flight_times,
+    with_times,
+)
 from zorse_megatron.planner.outcome import SearchProgress
 from zorse_megatron.planner.search.forecast import Forecast
 from zorse_megatron.planner.search.orders_in_memory import Ordered, Rooms, in_order, uniform, within
@@ -52,6 +59,8 @@ _PER_SIMULATED = 5
 _FACTORS = (3.0, 2.0, 1.5, 1.0)
 """Of equally fast orders the one with more in flight: it bears more changes of placement."""
 _DELAYED = (0.15, 0.3, 0.6)
+_PARTS = (0.4, 0.6, 0.8)
+"""Of what is in flight, whether it takes no less: first all of them are tried, then the last."""
 
 
 def with_best_order(
@@ -77,8 +86,11 @@ def with_best_order(
                     starts[key] = start
                 best_s = min(best_s, start.iteration_s)
     first = sorted(starts.values(), key=lambda each: each.iteration_s)[:_CLIMBED]
-    ends = [climb.climbed(start).evaluation for start in first]
-    return min([found[0], *ends], key=lambda each: each.iteration_s)
+    ends = [climb.climbed(start) for start in first]
+    best = min(ends, key=lambda each: each.iteration_s, default=None)
+    if best is None or best.iteration_s >= found[0].iteration_s:
+        return found[0]
+    return climb.with_less_in_flight(best.evaluation)
 
 
 class Climb:
@@ -153,6 +165,20 @@ class Climb:
             if better is None:
                 break
             best = better
+        return best
+
+    def with_less_in_flight(self, best: Evaluation) -> Evaluation:
+        """The plan with less memory, where it takes as long: the climb fills what there is."""
+        foretold_s = self.forecast.iteration_s(best.plan)
+        for least in range(len(_PARTS)):
+            plan = best.plan
+            for number in range(len(plan.groups)):
+                tries = (in_flight_times(plan, number, part) for part in _PARTS[least:])
+                as_fast = (each for each in tries if self.forecast.iteration_s(each) <= foretold_s)
+                plan = next(as_fast, plan)
+            found = None if plan == best.plan else self.evaluator.evaluate_plan(plan)
+            if found is not None and found.fits and found.iteration_s <= best.iteration_s:
+                return found
         return best
 
     def _elsewhere(self, best: Ordered) -> Ordered | None:
