@@ -22,7 +22,7 @@ from zorse_megatron.planner.orders import (
     littles_law,
     with_in_flight,
 )
-from zorse_megatron.planner.search.climb import with_best_order
+from zorse_megatron.planner.search.climb import Climb, with_best_order
 from zorse_megatron.planner.search.orders_in_memory import in_order, uniform
 from zorse_megatron.planner.search.placements import near, v_shaped, with_placement
 from zorse_megatron.planner.search.plan_moves import PlanMoves
@@ -204,6 +204,22 @@ def test_climbing_ends_near_the_best_placement_of_all(seed):
     ]
     best_s = min(each.iteration_s for each in tried if each is not None)
     assert climbed.iteration_s <= 1.03 * best_s
+
+
+@pytest.mark.slow
+def test_no_more_is_in_flight_than_the_iteration_needs():
+    """Of three times what Little's law asks for, with memory for all of it."""
+    saved_bytes = 0
+    for seed in range(4):
+        inputs, start = a_pipeline(seed)
+        if start is None:
+            continue
+        evaluator = Evaluator(inputs, Estimator(inputs))
+        full = in_order(evaluator, start.plan, uniform(start.plan, False, 3.0, 0.0), {}).evaluation
+        less = Climb(evaluator, 1, lambda progress: None).with_less_in_flight(full)
+        assert less.fits and less.iteration_s <= full.iteration_s
+        saved_bytes += sum(full.peaks_bytes) - sum(less.peaks_bytes)
+    assert saved_bytes > 0
 
 
 @pytest.mark.slow
