@@ -420,6 +420,9 @@ CHANGES_NO_BIT: dict[str, tuple[str, Row]] = {
         "1|2+1, llama, cyclic, recompute, no clip, sequence parallel"
     ),
     "weight gradients, a TP group in the host": split_in("2+1 1, chunks in turn, in the host"),
+    "weight gradients, ranks that hold nothing": split_in(
+        "3:1 beside 1, tied to a TP group of three"
+    ),
     "equal parts by name": changed(
         "a TP group of two",
         plan_of(
