@@ -169,6 +169,7 @@ def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | No
         **MANIFEST_HOOKS,
         **LOAD_HOOKS,
         checkpoints.SAVE_CHECKPOINT: partial(_save_once, session.run.enter),
+        under_plan.WARM_UP: partial(_warming_up_alone, at.groups.alone),
         under_plan.BUILD_MODELS: build.one_by_one,
         under_plan.TORCH_NORM: with_sequence_parallelism,
         under_plan.DDP_CLASS: lambda _stock: build.wrap,
@@ -190,6 +191,14 @@ def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | No
             counting_each_chunk, loop=training, num_chunks=at.num_chunks, device=at.device
         )
     return hooks
+
+
+def _warming_up_alone(alone: dist.ProcessGroup, stock: Callable[..., None]) -> Callable[..., None]:
+    def set_jit_fusion_options(tp_size: int | None = None) -> None:
+        with global_groups.one_rank_alone(alone):
+            stock(tp_size=1)
+
+    return set_jit_fusion_options
 
 
 def _report_hooks(at: RankPlan) -> Replacements:

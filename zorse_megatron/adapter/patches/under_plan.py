@@ -68,6 +68,14 @@ PRETRAIN = _training(
     why="an unmodified script passes no process groups; they are made from the plan here",
     delete_when="scripts pass pg_collection themselves",
 )
+WARM_UP = _record(
+    target=f"{_LOOP}:set_jit_fusion_options",
+    parameters=("tp_size",),
+    becomes="The same, on the sizes of one rank that holds all columns of the MLP.",
+    why="stock halves what it takes for the columns of a rank, for SwiGLU; they may be odd",
+    test=f"{_EXACT}::test_follows_stock_into_the_checkpoint",
+    delete_when="the warm-up takes sizes that Megatron's layers take",
+)
 IS_FIRST_OR_LAST_STAGE = _record(
     target="megatron.training.utils:is_first_or_last_pipeline_stage",
     parameters=("vp_stage",),
@@ -274,6 +282,7 @@ UNDER_A_PLAN = (
     PRINT_ARGS,
     PAD_VOCABULARY,
     PRETRAIN,
+    WARM_UP,
     IS_FIRST_OR_LAST_STAGE,
     BUILD_MODELS,
     DDP_CLASS,
