@@ -19,7 +19,7 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.upstream import SCRIPT
 from tests.shared import once_per_run
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
-from zorse_megatron.plan.plan import Plan, Replica, TpShards
+from zorse_megatron.plan.plan import ModelFingerprint, Plan, Replica, TpShards
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.schedule.actions import from_norm, parse_action
 from zorse_megatron.trace import Span
@@ -53,6 +53,46 @@ FOR_SEVERAL = (
     *SEQUENCE_PARALLEL,
 )
 """What a single process cannot have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Flags of a model beyond those of all runs, and its sizes."""
+
+    flags: tuple[str, ...]
+    num_query_groups: int = 4
+    ffn_hidden_size: int = 128
+    vocab_size: int = 256
+
+    @property
+    def sizes(self) -> ModelFingerprint:
+        return ModelFingerprint(
+            num_layers=NUM_LAYERS,
+            num_query_groups=self.num_query_groups,
+            ffn_hidden_size=self.ffn_hidden_size,
+            vocab_size=self.vocab_size,
+        )
+
+
+ODD_VOCABULARY = ("--vocab-size", "257", "--make-vocab-size-divisible-by", "1")
+MODELS = (
+    Model(flags=()),
+    Model(
+        flags=(
+            *("--hidden-size", "33", "--kv-channels", "8", "--ffn-hidden-size", "67"),
+            *(*UNTIED, *ODD_VOCABULARY),
+        ),
+        ffn_hidden_size=67,
+        vocab_size=257,
+    ),
+    # Half and a third of the columns are odd; stock itself has no gated MLP of odd width.
+    Model(
+        flags=(*LLAMA, "--ffn-hidden-size", "130", *ODD_VOCABULARY),
+        num_query_groups=2,
+        ffn_hidden_size=130,
+        vocab_size=257,
+    ),
+)
 
 MAX_LOSS_DIFFERENCE = 2e-5
 MAX_RELATIVE_GRAD_NORM_DIFFERENCE = 1e-4

@@ -30,11 +30,12 @@ from tests.megatron.comparison import (
     MASKED,
     MAX_LOSS_DIFFERENCE,
     MAX_RELATIVE_WEIGHT_DIFFERENCE,
+    MODELS,
     NO_CLIP,
-    NUM_LAYERS,
     SEQUENCE_PARALLEL,
     STEPS,
     UNTIED,
+    Model,
     Recorded,
     assert_equal_steps,
     assert_follows,
@@ -72,8 +73,14 @@ from tests.megatron.plans import (
     with_settings,
 )
 from tests.megatron.preloaded import run_megatron_ranks
-from tests.strategies import lowerable_plans, plans
-from zorse_megatron.plan.plan import Plan, Schedule, TpShards, TransferTime
+from tests.strategies import trained_plans
+from zorse_megatron.plan.plan import (
+    Plan,
+    Schedule,
+    TpShards,
+    TransferTime,
+    has_equal_tp_shards,
+)
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
@@ -471,26 +478,28 @@ def some_leave(plan: Plan, *, tied: bool = False) -> bool:
     return any(map(offloaded_gradients, lists.ranks))
 
 
-SIZES = {"num_layers": NUM_LAYERS, "global_batch_size": GLOBAL_BATCH_SIZE}
-
-
 @settings(
-    max_examples=examples(10),
+    max_examples=examples(12),
     deadline=None,
     # A failing plan is small enough to read; shrinking it would take an hour.
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=list(HealthCheck),
 )
-@given(
-    plan=st.one_of(plans(max_world=5, max_groups=3, **SIZES), lowerable_plans(4, 3, **SIZES)),
-    tied=st.booleans(),
-)
-def test_any_plan_follows_stock(plan: Plan, tied: bool, corpus: Path) -> None:
+@given(data=st.data(), model=st.sampled_from(MODELS), splits_sequences=st.booleans())
+def test_any_plan_follows_stock(
+    data: st.DataObject, model: Model, splits_sequences: bool, corpus: Path
+) -> None:
     """And gradients that wait in the host change no bit."""
-    row = Row(plan=plan, flags=() if tied else UNTIED)
+    plan = data.draw(
+        trained_plans(model.sizes, GLOBAL_BATCH_SIZE, max_world=5, max_ranks_per_replica=3)
+    )
+    degrees = [len(replica.ranks) for group in plan.groups for replica in group.replicas]
+    sequences = SEQUENCE_PARALLEL if splits_sequences and max(degrees) == 2 else ()
+    row = Row(plan=plan, flags=(*model.flags, *sequences))
     run = started(row, corpus)
     assert_follows(run, stock_of(row.command(corpus)))
-    if some_leave(plan, tied=tied):
+    may_wait = all(map(has_equal_tp_shards, plan.groups))
+    if may_wait and some_leave(plan, tied=UNTIED[0] not in model.flags):
         for where in (False, True):
             moved = replace(row, plan=offloading_gradients(plan, where))
             if moved.plan != plan:
