@@ -43,6 +43,7 @@ UNTIED = ("--untie-embeddings-and-output-weights",)
 NO_CLIP = ("--clip-grad", "0")
 MASKED = ("--eod-mask-loss",)
 SEQUENCE_PARALLEL = ("--sequence-parallel",)
+SGD = ("--optimizer", "sgd", "--lr", "0.3")
 DEGREE = ("--tensor-model-parallel-size", "2")
 LLAMA = (
     *("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),
@@ -80,7 +81,7 @@ MODELS = (
     Model(
         flags=(
             *("--hidden-size", "33", "--kv-channels", "8", "--ffn-hidden-size", "67"),
-            *(*UNTIED, *ODD_VOCABULARY),
+            *(*UNTIED, *ODD_VOCABULARY, *SGD),
         ),
         ffn_hidden_size=67,
         vocab_size=257,
@@ -220,6 +221,8 @@ def assert_equal_steps(run: Recorded, stock: Recorded) -> None:
         assert abs(mine - its) <= MAX_RELATIVE_GRAD_NORM_DIFFERENCE * its, (
             f"gradient norm of step {step}: {mine} != {its}"
         )
+    norms, expected = ([step["params_norm"] for step in each.steps] for each in (run, stock))
+    assert norms == [its and pytest.approx(its, rel=1e-6) for its in expected]
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -294,9 +297,9 @@ def assert_same_bits(run: Recorded, other: Recorded) -> None:
     """
     assert len(run.steps) == len(other.steps) > 0
     for mine, its in zip(run.steps, other.steps, strict=True):
-        norm = its["grad_norm"]
-        assert mine["grad_norm"] == (norm if norm is None else pytest.approx(norm, rel=1e-6))
-        assert {**mine, "grad_norm": norm} == its
+        for name in ("grad_norm", "params_norm"):
+            assert mine[name] == (its[name] and pytest.approx(its[name], rel=1e-6))
+        assert mine | {name: its[name] for name in ("grad_norm", "params_norm")} == its
     for mine, its in zip(run.of_ranks, other.of_ranks, strict=True):
         assert mine.keys() == its.keys()
         for name, weight in mine.items():

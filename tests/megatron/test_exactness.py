@@ -109,7 +109,8 @@ class Row:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, corpus: Path) -> tuple[str, ...]:
-        return flags_for(corpus, *MASKED, "--clip-grad", "0.5", *self.flags, steps=self.steps)
+        always = (*MASKED, "--clip-grad", "0.5", "--log-params-norm")
+        return flags_for(corpus, *always, *self.flags, steps=self.steps)
 
 
 PIECES = {small_pieces.NAME: "1000"}

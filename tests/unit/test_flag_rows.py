@@ -148,9 +148,6 @@ EXAMPLES = {
     "modules_are_of_other_layers": [
         ({}, "--recompute-modules mlp moe --recompute-activations", "--recompute-modules")
     ],
-    "checkpoints_fit_one_layout": [
-        ({}, "--load x --use-distributed-optimizer", "--use-distributed-optimizer")
-    ],
     "own_entry_trains": [({}, "--fim-data", "--fim-data")],
     "command_lacks_evaluations": [({}, "--eval-interval 0", "--eval-interval")],
     "command_lacks_saves": [({}, "--save x", "--save-interval")],
@@ -296,8 +293,8 @@ FINE = [
     ({"replicas": BETWEEN["replicas"]}, f"{QUIET} --reset-attention-mask {HASHES} 5"),
     (TP_GROUPS, f"{QUIET} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"),
     ({"split_backward": True}, "--transformer-impl local --no-gradient-accumulation-fusion"),
-    ({}, "--save x --save-interval 1 --use-distributed-optimizer "
-         "--dist-ckpt-optim-fully-reshardable"),
+    ({}, "--save x --save-interval 1 --use-distributed-optimizer --log-params-norm"),
+    *((BETWEEN, f"{QUIET} --pipeline-model-parallel-size {size}") for size in (1, 2, 3)),
 ]  # fmt: skip
 
 

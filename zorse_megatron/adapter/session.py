@@ -29,7 +29,11 @@ from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.adapter.session_executor import make_executor
-from zorse_megatron.adapter.session_optimizer import build_optimizer, tied_embedding
+from zorse_megatron.adapter.session_optimizer import (
+    build_optimizer,
+    parameters_norm,
+    tied_embedding,
+)
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.watching import RunWatch
 from zorse_megatron.plan.plan import has_equal_tp_shards
@@ -159,6 +163,10 @@ class PlanSession:
             self.watch.end(self.num_done)
         self.run.enter(f"after the step, {self.executor.during}")
         return result
+
+    def parameters_norm(self, _model: Any, _force_create_fp32_copy: bool = False) -> float:
+        """The counterpart of stock's `calc_params_l2_norm`."""
+        return parameters_norm(self.at, self.optimizers)
 
     def wait_for_parameters(self) -> None:
         """Wait for the gathers of the last step, as who reads parameters must."""

@@ -174,6 +174,7 @@ def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | No
         under_plan.TORCH_NORM: with_sequence_parallelism,
         under_plan.DDP_CLASS: lambda _stock: build.wrap,
         under_plan.GET_OPTIMIZER: lambda _stock: session.build_optimizer,
+        under_plan.PARAMETERS_NORM: lambda _stock: session.parameters_norm,
         under_plan.GET_SCHEDULE: lambda _stock: lambda *args, **kwargs: session.forward_backward,
         **size_hooks(at.place),
         under_plan.BUILD_LOADER: partial(

@@ -124,13 +124,6 @@ def modules_are_of_other_layers(case: Case, name: str) -> Filled:
         yield {"others": ", ".join(sorted(others)), "known": ", ".join(RECOMPUTED_MODULES)}
 
 
-def checkpoints_fit_one_layout(case: Case, name: str) -> Filled:
-    """It would only be refused at the first save, when there is something to lose."""
-    stores = case.args.save is not None or case.args.load is not None
-    if stores and case.value(name) and not case.args.dist_ckpt_optim_fully_reshardable:
-        yield {}
-
-
 def plan_is_to_be_made(case: Case, name: str) -> Filled:
     """Then it decides."""
     if case.plan is None and is_given(name, case.value(name)):
@@ -172,9 +165,10 @@ def job_has_other_ranks(case: Case, plan: Plan, name: str) -> Filled:
 
 
 def stages_are_not_chunks(case: Case, plan: Plan, name: str) -> Filled:
-    """A number of stages that is not the number of chunks."""
-    if case.value(name) not in (None, 1, len(plan.chunks)):
-        yield {"chunks": len(plan.chunks)}
+    """A number of stages that is neither that of the groups nor that of the chunks."""
+    groups, chunks = len(plan.groups), len(plan.chunks)
+    if case.value(name) not in (None, 1, groups, chunks):
+        yield {"groups": groups, "chunks": chunks}
 
 
 def parameters_are_sharded(case: Case, plan: Plan, name: str) -> Filled:
@@ -357,7 +351,6 @@ OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
         full_recomputation_lacks_settings,
         only_full_recomputation_has_settings,
         modules_are_of_other_layers,
-        checkpoints_fit_one_layout,
         plan_is_to_be_made,
         own_entry_trains,
         command_lacks_evaluations,

@@ -220,6 +220,14 @@ OPTIMIZER_CLASS = _record(
     test="tests/megatron/test_uneven_optimizer.py::test_steps_equal_stock",
     delete_when="get_megatron_optimizer takes the class of the distributed optimizer",
 )
+PARAMETERS_NORM = _training(
+    target=f"{_LOOP}:calc_params_l2_norm",
+    parameters=("model", "force_create_fp32_copy"),
+    becomes="The same, of the shards that ranks own.",
+    why="stock counts each rank's parameters once per pipeline stage, of equal replicas that hold "
+    "them unsharded",
+    delete_when="stock asks the optimizer for it",
+)
 GET_SCHEDULE = _training(
     target=f"{_LOOP}:get_forward_backward_func",
     parameters=("pp_size", "vp_size", "schedule_pg_collection"),
@@ -295,6 +303,7 @@ UNDER_A_PLAN = (
     SPLIT_GATE,
     GET_OPTIMIZER,
     OPTIMIZER_CLASS,
+    PARAMETERS_NORM,
     GET_SCHEDULE,
     BUILD_DATASETS,
     BUILD_LOADER,
