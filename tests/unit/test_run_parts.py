@@ -47,8 +47,7 @@ def test_replicas_partition_each_global_batch(
             mine = replica_micro_batches(plan, rank)
             sampler = PlanBatchSampler(
                 order,
-                global_batch_size=plan.global_batch_size,
-                assignment=MicroBatchAssignment(mine),
+                assignment=MicroBatchAssignment(mine, batch_size=plan.global_batch_size),
             )
             batches = [batch for _ in range(epochs) for batch in sampler]
             assert len(batches) == steps * len(mine)
@@ -215,7 +214,7 @@ def test_what_comes_between_iterations_is_not_counted() -> None:
 def test_a_course_changes_between_global_batches() -> None:
     first = (MicroBatch(replica=0, index=0, turn=0, start=0, stop=4),)
     then = (MicroBatch(replica=0, index=0, turn=0, start=0, stop=2), *first)
-    course = MicroBatchAssignment(first)
+    course = MicroBatchAssignment(first, batch_size=4)
     assert course.cut(0) == course.cut(1) == first
     course.change(2, then)
     assert (course.at(1), course.at(2), course.at(9)) == (first, then, then)

@@ -95,7 +95,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
 
 def _session(at: RankPlan, run: PlanRun) -> PlanSession:
     of_device = CudaClock() if at.device.type == "cuda" else HostClock()
-    assignment = MicroBatchAssignment(at.micro_batches)
+    assignment = MicroBatchAssignment(at.micro_batches, batch_size=at.plan.global_batch_size)
     make_link = (run.setup and run.setup.make_host_link) or HostLink
     return PlanSession(
         at=at,
@@ -178,9 +178,7 @@ def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | No
         under_plan.GET_SCHEDULE: lambda _stock: lambda *args, **kwargs: session.forward_backward,
         **size_hooks(at.place),
         under_plan.BUILD_LOADER: partial(
-            plan_loader_builder,
-            global_batch_size=at.plan.global_batch_size,
-            assignment=session.assignment,
+            plan_loader_builder, assignment=session.assignment, begin=session.begin_batches
         ),
         under_plan.BUILD_DATASETS: partial(datasets_on_rank_0, rank=at.rank),
         **_report_hooks(at),

@@ -19,6 +19,7 @@ from zorse_megatron.flags.model_in_flags import (
 from zorse_megatron.flags.table import defaults, further_rows, spelling_of
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.live.batch_schedule import BatchSchedule, has_counts
 from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import Plan, has_equal_tp_shards
 from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, tp_groups_of, tp_problems
@@ -248,6 +249,50 @@ def batch_is_another(case: Case, plan: Plan, name: str) -> Filled:
         yield {"planned": plan.global_batch_size}
 
 
+def batches_do_not_fit(case: Case, plan: Plan, name: str) -> Filled:
+    """A schedule of batches that this plan, or Megatron, could not follow."""
+    text, sequence_length = case.value(name), case.integer("seq_length")
+    if text is None or sequence_length is None:
+        return
+    try:
+        schedule = BatchSchedule.parse(text, sequence_length=sequence_length)
+    except ValueError:
+        yield {
+            "found": repr(text),
+            "expected": "TOKENS:SAMPLES TOKENS:SAMPLES ... in ascending order, the first from 0 on",
+            "way": "Such as '0:256 10B:512'.",
+        }
+        return
+    if schedule.sizes[-1] != plan.global_batch_size:
+        yield {
+            "found": f"{schedule.sizes[-1]} as its largest batch",
+            "expected": f"{plan.global_batch_size}, the plan's global_batch_size",
+            "way": "Plan for the largest batch; smaller ones follow from it.",
+        }
+    unmade = [size for size in schedule.sizes if not has_counts(plan, size)]
+    if unmade:
+        yield {
+            "found": f"batches of {', '.join(map(str, unmade))} samples",
+            "expected": "sizes that micro-batches of each group's sizes make, one at least for "
+            "each replica that runs any",
+            "way": "Change the sizes, or plan for smaller micro-batches (--max-micro-batch).",
+        }
+    given = getattr(case.args, "_is_global_batch_size_explicitly_specified", None)
+    if case.value("global_batch_size") is not None if given is None else given:
+        yield {
+            "found": "the flag beside --global-batch-size",
+            "expected": "one of the two, as Megatron has it",
+            "way": "Remove --global-batch-size.",
+        }
+    if not case.value("train_samples"):
+        yield {
+            "found": "the flag without --train-samples",
+            "expected": "the length of the training in samples",
+            "way": "Give --train-samples, and --lr-decay-samples and --lr-warmup-samples: Megatron "
+            "counts a micro-batch for each of --train-iters.",
+        }
+
+
 def batch_is_no_multiple(case: Case, plan: Plan, name: str) -> Filled:
     """Micro-batches that do not make the plan's batch."""
     size = case.value(name)
@@ -371,6 +416,7 @@ OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
         gpus_lack_flash_attention,
         layout_is_not_of_the_chunks,
         batch_is_another,
+        batches_do_not_fit,
         batch_is_no_multiple,
         model_is_another,
         embeddings_are_tied_otherwise,

@@ -102,14 +102,18 @@ class ReplicaTime:
         return self.num_microbatches * self.seconds
 
 
-def best_counts(replicas: Sequence[ReplicaTime]) -> tuple[int, ...]:
+def best_counts(replicas: Sequence[ReplicaTime], *, batch: int | None = None) -> tuple[int, ...]:
     """Return the counts with the least time of the slowest replica, each at least 1.
+
+    `batch`: samples that they make; those of now without it. Raises ValueError where no counts make
+    it before the slowest replica is done now.
 
     Of several such counts, those closest to each replica's part of the group's rate. Complexity:
     O(replicas x log(batch)) operations on integers of as many bits as the batch has samples, for
     each of O(log) limits.
     """
-    batch = sum(each.micro_batch_size * each.num_microbatches for each in replicas)
+    if batch is None:
+        batch = sum(each.micro_batch_size * each.num_microbatches for each in replicas)
     rate = sum(each.micro_batch_size / each.seconds for each in replicas)
     low, high = batch / rate * (1 - 1e-12), max(each.busy_s for each in replicas)
     limits = sorted(
@@ -124,6 +128,8 @@ def best_counts(replicas: Sequence[ReplicaTime]) -> tuple[int, ...]:
     index = bisect_left(
         limits, True, key=lambda limit: bool(_reached(replicas, limit)[-1] >> batch & 1)
     )
+    if index == len(limits):
+        raise ValueError(f"no counts of these micro-batches make {batch} samples in time")
     return _chosen(replicas, limits[index], batch)
 
 
@@ -230,7 +236,7 @@ class Balancer:
         # A group that is done in time stays as it is.
         changed = [number for number in groups if now_s[number] > target_s * (1 + 1e-9)]
         counts = tuple(
-            _with_idle(self.plan, number, best[number]) if number in changed else present
+            with_idle(self.plan, number, best[number]) if number in changed else present
             for number, present in enumerate(counts_of(self.plan))
         )
         gain = 1 - target_s / max(now_s.values())
@@ -276,7 +282,10 @@ def counts_of(plan: Plan) -> Counts:
 
 
 def with_counts(plan: Plan, counts: Counts) -> Plan:
-    """The same plan with other counts. What it predicts is of other counts, and left out."""
+    """The same plan with other counts. What it predicts is of other counts, and left out.
+
+    Its batch is what the counts make.
+    """
     groups = tuple(
         replace(
             group,
@@ -287,7 +296,8 @@ def with_counts(plan: Plan, counts: Counts) -> Plan:
         )
         for group, row in zip(plan.groups, counts, strict=True)
     )
-    return replace(plan, groups=groups, predictions=None)
+    batch = sum(replica.num_samples for replica in groups[0].replicas)
+    return replace(plan, groups=groups, global_batch_size=batch, predictions=None)
 
 
 def _replica(plan: Plan, worker: Worker) -> Replica:
@@ -298,7 +308,7 @@ def _busy_s(times: list[ReplicaTime], counts: tuple[int, ...]) -> float:
     return max(count * each.seconds for each, count in zip(times, counts, strict=True))
 
 
-def _with_idle(plan: Plan, group: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+def with_idle(plan: Plan, group: int, counts: tuple[int, ...]) -> tuple[int, ...]:
     """The counts of all replicas; those without micro-batches stay so."""
     active = iter(counts)
     return tuple(
