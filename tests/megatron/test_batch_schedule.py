@@ -7,13 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.comparison import BASE_FLAGS, MASKED, assert_follows, plan_run, stock_run
-from tests.megatron.plans import plan_of, replica
+from tests.megatron.comparison import (
+    BASE_FLAGS,
+    MASKED,
+    UNTIED,
+    assert_follows,
+    plan_run,
+    stock_run,
+)
+from tests.megatron.plans import plan_of, replica, tp_replica
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from tests.megatron.test_loss_scale import FP16_ROUNDING, PER_TOKEN, scales
+from tests.megatron.test_loss_scale import DYNAMIC, FP16_ROUNDING, IN_FP32, PER_TOKEN, scales
 
-# Micro-batches of 1 and 2, and of 3, which make all the sizes.
-PLAN = plan_of(((replica(0, 1, 6, 3.0), replica(1, 2, 3)), 1), ((replica(2, 3, 4),), 3))
+# Micro-batches of 1 and 2, and of 3, which make all the sizes; rank 3 reads no samples itself.
+PLAN = plan_of(((replica(0, 1, 6, 3.0), replica(1, 2, 3)), 1), ((tp_replica((2, 3), 3, 4),), 3))
+ONE_BY_ONE = plan_of(((replica(0, 1, 8, 3.0), replica(1, 1, 4)), 1), ((replica(2, 1, 12),), 3))
 SIZES = (3, 6, 6, 12, 12)
 # In tokens; the second size begins within a batch of the first.
 SCHEDULE = ("--step-batch-size-schedule", "0:3 50:6 400:12", "--train-samples", str(sum(SIZES)))
@@ -41,9 +49,10 @@ def test_follows_stock_and_resumes(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_fp16_losses_are_divided_by_the_tokens_of_each_batch(corpus_prefix: Path) -> None:
-    more = ("--fp16", "--initial-loss-scale", "524288", "--hysteresis", "1")
+    """Gradients are summed in fp32, so that only backwards overflow."""
+    more = (*DYNAMIC, *IN_FP32, *UNTIED)
     flags = tuple(flag for flag in command(corpus_prefix, *more) if flag != PER_TOKEN)
-    stock, run = stock_run(flags), plan_run(PLAN, flags)
+    stock, run = stock_run(flags), plan_run(ONE_BY_ONE, flags)
     assert 0 < sum(skipped for skipped, _ in scales(stock)) < len(SIZES), "the test needs both"
     assert scales(run) == scales(stock)
     assert run.losses == pytest.approx(stock.losses, rel=FP16_ROUNDING)

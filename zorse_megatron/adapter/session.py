@@ -142,7 +142,7 @@ class PlanSession:
         if prepared is not None:
             self.lists = prepared.lists
         if self.at.schedule is not None:
-            self.begin_batches(get_args().consumed_train_samples)  # a rank without a loader
+            self.begin_batches(get_args().consumed_train_samples)  # where no loader is built
             size = self.assignment.size_at(self.num_done)
             assert size == get_current_global_batch_size(), "sizes are not as Megatron schedules"
             self.batch = self.at.batches[size]

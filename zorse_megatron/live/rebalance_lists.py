@@ -1,7 +1,10 @@
 """Action lists for other counts of micro-batches, that fit where those of the plan file fit."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
 
 from zorse_megatron.live.rebalance import Counts, with_counts
 from zorse_megatron.plan.plan import Plan
@@ -84,7 +87,7 @@ def held(actions: Sequence[Action], sizes: Sequence[int], layers: Sequence[int])
 
 def _messages(actions: Sequence[Action]) -> int:
     """Received ones count from their opening to the computation that takes them."""
-    changes = [0] * (len(actions) + 1)
+    changes = [Fraction(0)] * (len(actions) + 1)
     takes = {
         (action.kind is Kind.FORWARD, action.chunk, action.micro_batch): position
         for position, action in enumerate(actions)
@@ -102,13 +105,12 @@ def _messages(actions: Sequence[Action]) -> int:
         else:
             continue
         assert action.samples is not None
-        amount = action.samples[1] - action.samples[0]
+        amount = Fraction(action.samples[1] - action.samples[0])
+        if action.positions is not None:  # a part of each sequence
+            amount *= Fraction(action.positions.stop - action.positions.start, action.positions.of)
         changes[start] += amount
         changes[stop] -= amount
-    level = _Level()
-    for change in changes:
-        level.add(change)
-    return level.highest
+    return math.ceil(max(accumulate(changes)))
 
 
 class _Level:
