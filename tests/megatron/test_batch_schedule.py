@@ -19,8 +19,8 @@ from tests.megatron.plans import plan_of, replica, tp_replica
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_loss_scale import DYNAMIC, FP16_ROUNDING, IN_FP32, PER_TOKEN, scales
 
-# Micro-batches of 1 and 2, and of 3, which make all the sizes; rank 3 reads no samples itself.
-PLAN = plan_of(((replica(0, 1, 6, 3.0), replica(1, 2, 3)), 1), ((tp_replica((2, 3), 3, 4),), 3))
+# Micro-batches of 1 and 2 make all the sizes, of 4 only the last one.
+PLAN = plan_of(((replica(0, 1, 6, 3.0), replica(1, 2, 3)), 1), ((tp_replica((2, 3), 4, 3),), 3))
 ONE_BY_ONE = plan_of(((replica(0, 1, 8, 3.0), replica(1, 1, 4)), 1), ((replica(2, 1, 12),), 3))
 SIZES = (3, 6, 6, 12, 12)
 # In tokens; the second size begins within a batch of the first.

@@ -186,7 +186,7 @@ EXAMPLES = {
     "batch_is_another": [({}, "--global-batch-size 8", "--global-batch-size")],
     "batches_do_not_fit": [
         ({}, f"--step-batch-size-schedule {text} --train-samples 64", "--step-batch-size-schedule")
-        for text in ("4,8", "1K:16", "0:8", "0:3,1K:16", "0:16")
+        for text in ("4,8", "1K:16", "0:8", "0:1,1K:16", "0:16")
     ],
     "batch_is_no_multiple": [
         ({}, f"--micro-batch-size {size}", "--micro-batch-size") for size in (3, 0)

@@ -12,9 +12,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.strategies import lowerable_plans
+from tests.strategies import in_ascending_order, lowerable_plans, plans
 from tests.unit.made_plans import plan_of, replica
-from zorse_megatron.live.batch_schedule import BatchSchedule
+from zorse_megatron.live.batch_schedule import BatchSchedule, plan_for_batch
 from zorse_megatron.live.rebalance import (
     Balancer,
     Counts,
@@ -31,6 +31,7 @@ from zorse_megatron.schedule.actions import Action, ActionLists, Kind, edges_of
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import Worker
 from zorse_megatron.schedule.samples import micro_batches, replica_micro_batches
+from zorse_megatron.schedule.validate import check_executable
 
 TIMES = st.builds(
     ReplicaTime,
@@ -81,6 +82,29 @@ def test_smaller_batches_take_no_longer(replicas: list[ReplicaTime], batch: int)
     assert sum(n * e.micro_batch_size for n, e in zip(found, replicas, strict=True)) == batch
     longest_s = max(count * each.seconds for count, each in zip(found, replicas, strict=True))
     assert isclose(longest_s, min(times), rel_tol=1e-9)
+
+
+ANY_PLAN = st.one_of(
+    plans(max_world=8, max_ranks_per_replica=2).map(in_ascending_order), lowerable_plans(8, 4)
+)
+
+
+@settings(max_examples=examples(60))
+@given(plan=ANY_PLAN, data=st.data())
+def test_any_plan_has_batches_down_to_a_sample_for_each_replica(
+    plan: Plan, data: st.DataObject
+) -> None:
+    least = max(len([r for r in group.replicas if r.num_microbatches]) for group in plan.groups)
+    size = data.draw(st.integers(least, plan.global_batch_size))
+    smaller = plan_for_batch(plan, size)
+    assert list(problems_of(smaller)) == [] and smaller.global_batch_size == size
+    check_executable(lower_plan(smaller))
+    for mine, its in zip(smaller.groups, plan.groups, strict=True):
+        for one, other in zip(mine.replicas, its.replicas, strict=True):
+            assert one.micro_batch_size <= other.micro_batch_size
+            assert bool(one.num_microbatches) == bool(other.num_microbatches)
+    with pytest.raises(ValueError, match=f"make {least - 1} samples"):
+        plan_for_batch(plan, least - 1)
 
 
 STEPS = st.lists(

@@ -22,7 +22,7 @@ from zorse_megatron.adapter.samples import SampleKind, sample_kind
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed
 from zorse_megatron.gpus.gpu import ComputeDtype
-from zorse_megatron.live.batch_schedule import BatchSchedule, counts_for_batch
+from zorse_megatron.live.batch_schedule import BatchSchedule, plan_for_batch
 from zorse_megatron.live.rebalance_lists import Preparation, Prepared
 from zorse_megatron.plan.memory_settings import settings_of_rank
 from zorse_megatron.plan.plan import Group, Offload, Plan, tp_group_of_rank
@@ -190,7 +190,7 @@ def _smaller_batches(
     links = frozenset(permutations(range(plan.world_size), 2))  # all that they need are made
     preparation = Preparation.of(plan, training, tied=tied, links=links)
     for size in schedule.sizes[:-1]:
-        found = preparation.prepare(counts_for_batch(plan, size))
+        found = preparation.prepare_plan(plan_for_batch(plan, size))
         if isinstance(found, str):
             raise FlagError(
                 "The command does not fit the plan",

@@ -19,7 +19,7 @@ from zorse_megatron.flags.model_in_flags import (
 from zorse_megatron.flags.table import defaults, further_rows, spelling_of
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
-from zorse_megatron.live.batch_schedule import BatchSchedule, has_counts
+from zorse_megatron.live.batch_schedule import BatchSchedule
 from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import Plan, has_equal_tp_shards
 from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, tp_groups_of, tp_problems
@@ -269,13 +269,12 @@ def batches_do_not_fit(case: Case, plan: Plan, name: str) -> Filled:
             "expected": f"{plan.global_batch_size}, the plan's global_batch_size",
             "way": "Plan for the largest batch; smaller ones follow from it.",
         }
-    unmade = [size for size in schedule.sizes if not has_counts(plan, size)]
-    if unmade:
+    least = max(sum(bool(r.num_microbatches) for r in group.replicas) for group in plan.groups)
+    if schedule.sizes[0] < least:
         yield {
-            "found": f"batches of {', '.join(map(str, unmade))} samples",
-            "expected": "sizes that micro-batches of each group's sizes make, one at least for "
-            "each replica that runs any",
-            "way": "Change the sizes, or plan for smaller micro-batches (--max-micro-batch).",
+            "found": f"batches of {schedule.sizes[0]} samples",
+            "expected": f"{least} at least, one for each replica of a group that runs any",
+            "way": "Begin with a larger batch.",
         }
     given = getattr(case.args, "_is_global_batch_size_explicitly_specified", None)
     if case.value("global_batch_size") is not None if given is None else given:

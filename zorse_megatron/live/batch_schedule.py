@@ -2,14 +2,14 @@
 
 The schedule is Megatron's own (`StepBatchsizeNumMicroBatchesCalculator` in
 megatron/core/num_microbatches_calculator.py): from a number of tokens on, batches have a size. Each
-replica runs as many micro-batches of its size as make the group done soonest.
+replica runs as many micro-batches as make the group done soonest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-from zorse_megatron.live.rebalance import Counts, ReplicaTime, best_counts, with_idle
-from zorse_megatron.plan.plan import Plan, Replica
+from zorse_megatron.live.rebalance import ReplicaTime, best_counts
+from zorse_megatron.plan.plan import Group, Plan, Replica
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -64,29 +64,49 @@ def _number(text: str) -> int:
     return int(float(word[:-1] if factor > 1 else word) * factor)
 
 
-def counts_for_batch(plan: Plan, size: int) -> Counts:
-    """Micro-batches of each replica for a batch of `size` samples.
+def plan_for_batch(plan: Plan, size: int) -> Plan:
+    """The plan, with the counts of micro-batches that make `size` samples soonest.
 
-    Who runs micro-batches under the plan runs at least one, and none takes longer than there.
-    Raises ValueError where no counts make the batch so.
+    Who runs micro-batches under the plan runs at least one, and none takes longer than there. Where
+    micro-batches are too large for that, a group's are halved until they are not. Raises ValueError
+    where single samples are too large, too.
     """
-    return tuple(
-        with_idle(
-            plan,
-            number,
-            best_counts([_time(r) for r in group.replicas if r.num_microbatches], batch=size),
-        )
-        for number, group in enumerate(plan.groups)
-    )
+    groups = tuple(_group_for_batch(group, size) for group in plan.groups)
+    return replace(plan, groups=groups, global_batch_size=size, predictions=None)
 
 
-def has_counts(plan: Plan, size: int) -> bool:
-    """Whether there are such counts."""
+def _group_for_batch(group: Group, size: int) -> Group:
+    active = [_time(each) for each in group.replicas if each.num_microbatches]
     try:
-        counts_for_batch(plan, size)
+        counts = iter(best_counts(active, batch=size))
     except ValueError:
-        return False
-    return True
+        if all(each.micro_batch_size == 1 for each in active):
+            raise
+        return _group_for_batch(replace(group, replicas=tuple(map(_halved, group.replicas))), size)
+    replicas = tuple(
+        replace(each, num_microbatches=next(counts)) if each.num_microbatches else each
+        for each in group.replicas
+    )
+    return replace(group, replicas=replicas)
+
+
+def _halved(replica: Replica) -> Replica:
+    """The replica, with as many samples in micro-batches of half the size."""
+    size = max(1, replica.micro_batch_size // 2)
+    times = replica.compute_s and tuple(
+        (
+            forward * size / replica.micro_batch_size,
+            backward * size / replica.micro_batch_size,
+            wgrad * size / replica.micro_batch_size,
+        )
+        for forward, backward, wgrad in replica.compute_s
+    )
+    return replace(
+        replica,
+        micro_batch_size=size,
+        num_microbatches=-(-replica.num_samples // size),
+        compute_s=times,
+    )
 
 
 def _time(replica: Replica) -> ReplicaTime:

@@ -236,7 +236,7 @@ class Balancer:
         # A group that is done in time stays as it is.
         changed = [number for number in groups if now_s[number] > target_s * (1 + 1e-9)]
         counts = tuple(
-            with_idle(self.plan, number, best[number]) if number in changed else present
+            _with_idle(self.plan, number, best[number]) if number in changed else present
             for number, present in enumerate(counts_of(self.plan))
         )
         gain = 1 - target_s / max(now_s.values())
@@ -282,10 +282,7 @@ def counts_of(plan: Plan) -> Counts:
 
 
 def with_counts(plan: Plan, counts: Counts) -> Plan:
-    """The same plan with other counts. What it predicts is of other counts, and left out.
-
-    Its batch is what the counts make.
-    """
+    """The same plan with other counts. What it predicts is of other counts, and left out."""
     groups = tuple(
         replace(
             group,
@@ -296,8 +293,7 @@ def with_counts(plan: Plan, counts: Counts) -> Plan:
         )
         for group, row in zip(plan.groups, counts, strict=True)
     )
-    batch = sum(replica.num_samples for replica in groups[0].replicas)
-    return replace(plan, groups=groups, global_batch_size=batch, predictions=None)
+    return replace(plan, groups=groups, predictions=None)
 
 
 def _replica(plan: Plan, worker: Worker) -> Replica:
@@ -308,7 +304,7 @@ def _busy_s(times: list[ReplicaTime], counts: tuple[int, ...]) -> float:
     return max(count * each.seconds for each, count in zip(times, counts, strict=True))
 
 
-def with_idle(plan: Plan, group: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+def _with_idle(plan: Plan, group: int, counts: tuple[int, ...]) -> tuple[int, ...]:
     """The counts of all replicas; those without micro-batches stay so."""
     active = iter(counts)
     return tuple(

@@ -157,12 +157,15 @@ class Preparation:
         )
 
     def prepare(self, counts: Counts) -> Prepared | str:
-        """Return what runs with these counts, or why that cannot be.
+        """Return what runs with these counts, or why that cannot be; see `prepare_plan`."""
+        return self.prepare_plan(with_counts(self.plan, counts))
+
+    def prepare_plan(self, plan: Plan) -> Prepared | str:
+        """Return what runs under a plan of other micro-batches, or why that cannot be.
 
         No replica has more in flight than the plan of the file lets it have. Raises ScheduleError
         where lists could not be executed, which is an error of the lowering.
         """
-        plan = with_counts(self.plan, counts)
         lists = lower_plan(plan, tied=self.tied, most_in_flight=self.limits)
         check_executable(
             lists, [replica.ranks for group in plan.groups for replica in group.replicas]
