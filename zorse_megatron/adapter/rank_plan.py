@@ -147,19 +147,7 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
         collection=collection_of(groups),
         channels=channels,
         timeout=timeout,
-        batches={
-            each.plan.global_batch_size: Batch(
-                lists=each.lists,
-                micro_batches=replica_micro_batches(each.plan, args.rank),
-                loss_divisor=loss_divisor(
-                    each.plan,
-                    dtypes,
-                    sequence_length=args.seq_length,
-                    is_sum=args.zorse_per_token_loss,
-                ),
-            )
-            for each in prepared
-        },
+        batches={each.plan.global_batch_size: _batch(each, args, dtypes) for each in prepared},
         schedule=schedule,
         evaluation=evaluation,
         stages=stock_stages_of(plan),
@@ -172,6 +160,19 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
         samples=sample_kind(args),
         tied_embeddings=tied,
         sequence_length=args.seq_length,
+    )
+
+
+def _batch(prepared: Prepared, args: Namespace, dtypes: tuple[ComputeDtype, ...]) -> Batch:
+    return Batch(
+        lists=prepared.lists,
+        micro_batches=replica_micro_batches(prepared.plan, args.rank),
+        loss_divisor=loss_divisor(
+            prepared.plan,
+            dtypes,
+            sequence_length=args.seq_length,
+            is_sum=args.zorse_per_token_loss,
+        ),
     )
 
 

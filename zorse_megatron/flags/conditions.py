@@ -250,7 +250,7 @@ def batch_is_another(case: Case, plan: Plan, name: str) -> Filled:
 
 
 def batches_do_not_fit(case: Case, plan: Plan, name: str) -> Filled:
-    """A schedule of batches that this plan, or Megatron, could not follow."""
+    """A schedule of batches that this plan could not follow."""
     text, sequence_length = case.value(name), case.integer("seq_length")
     if text is None or sequence_length is None:
         return
@@ -276,14 +276,24 @@ def batches_do_not_fit(case: Case, plan: Plan, name: str) -> Filled:
             "expected": f"{least} at least, one for each replica of a group that runs any",
             "way": "Begin with a larger batch.",
         }
-    given = getattr(case.args, "_is_global_batch_size_explicitly_specified", None)
-    if case.value("global_batch_size") is not None if given is None else given:
+
+
+def batches_are_counted_otherwise(case: Case, name: str) -> Filled:
+    """Beside a schedule of batches, what Megatron does not take, or takes for something else."""
+    if case.value(name) is None:
+        return
+    given = getattr(
+        case.args,
+        "_is_global_batch_size_explicitly_specified",  # by Megatron, once it has parsed
+        case.value("global_batch_size") is not None,
+    )
+    if given:
         yield {
             "found": "the flag beside --global-batch-size",
             "expected": "one of the two, as Megatron has it",
             "way": "Remove --global-batch-size.",
         }
-    if not case.value("train_samples"):
+    if case.is_whole and not case.value("train_samples"):
         yield {
             "found": "the flag without --train-samples",
             "expected": "the length of the training in samples",
@@ -399,6 +409,7 @@ OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
         own_entry_trains,
         command_lacks_evaluations,
         command_lacks_saves,
+        batches_are_counted_otherwise,
     )
 }
 OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
