@@ -6,6 +6,8 @@ and counts, replicas without micro-batches, replicas without a shard, computatio
 whose times are equal, unequal or not known, limits of what is in flight that are tight or wide,
 groups that compute weight gradients apart. It shrinks towards one rank that holds all layers and
 runs the batch in one micro-batch.
+`trained_plans()` has all of that and tensor-parallel groups of any parts, for a model that is
+trained: every key of the plan file but `grad_reduce_dtype`, which rounds.
 Strategies for parts are made once: hypothesis checks each new one, which takes longer than to draw
 from it.
 """
@@ -31,9 +33,11 @@ from zorse_megatron.plan.plan import (
     Replica,
     Schedule,
     ScheduleName,
+    TpShards,
     TransferTime,
+    has_equal_tp_shards,
 )
-from zorse_megatron.plan.rules import SCHEDULE_PARAMETERS
+from zorse_megatron.plan.rules import SCHEDULE_PARAMETERS, hierarchical_problems
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 
 Integers = int | SearchStrategy[int]
@@ -118,6 +122,7 @@ def lowerable_plans(
     num_layers: Integers | None = None,
     global_batch_size: Integers | None = None,
     max_chunks_per_group: int = 4,
+    max_ranks_per_replica: int = 1,
     schedule_names: tuple[ScheduleName, ...] = ("breadth_first", "interleaved"),
 ) -> Plan:
     """Draw plans with several chunks per group, which recompute and offload what they may."""
@@ -128,6 +133,7 @@ def lowerable_plans(
             st.integers(max_groups, 4 * max_groups) if num_layers is None else num_layers,
             global_batch_size,
             max_chunks_per_group=max_chunks_per_group,
+            max_ranks_per_replica=max_ranks_per_replica,
             schedule_names=schedule_names,
             with_schedule_parameters=True,
         )
@@ -135,6 +141,85 @@ def lowerable_plans(
     may_offload_parameters = parameters_setting(plan) != RESIDENT
     groups = tuple(_with_moves(draw, group, may_offload_parameters) for group in plan.groups)
     return replace(plan, groups=groups)
+
+
+@st.composite
+def trained_plans(
+    draw: DrawFn, model: ModelFingerprint, batch: int, *, max_world: int, max_ranks_per_replica: int
+) -> Plan:
+    """Draw plans that train a model in fp32, whose sizes `model` has."""
+    parts: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "global_batch_size": batch,
+        "max_ranks_per_replica": max_ranks_per_replica,
+    }
+    drawn = st.one_of(plans(max_world, 3, **parts), lowerable_plans(max_world, 3, **parts))
+    plan = in_ascending_order(draw(drawn))
+    return replace(
+        plan,
+        model=draw(st.sampled_from([model, ModelFingerprint(num_layers=model.num_layers)])),
+        groups=tuple(_trained_group(draw, plan, group, model) for group in plan.groups),
+        **_plan_options(draw, True, plan.world_size),
+    )
+
+
+def in_ascending_order(plan: Plan) -> Plan:
+    """The plan, with the ranks of each tensor-parallel group in ascending order."""
+    groups = tuple(
+        replace(
+            group,
+            replicas=tuple(replace(r, ranks=tuple(sorted(r.ranks))) for r in group.replicas),
+        )
+        for group in plan.groups
+    )
+    return replace(plan, groups=groups)
+
+
+def _trained_group(draw: DrawFn, plan: Plan, group: Group, model: ModelFingerprint) -> Group:
+    """The group with tensor-parallel parts, regions and a name."""
+    replicas = tuple(
+        replace(
+            each,
+            tp_shards=_tp_shards(draw, len(each.ranks), model),
+            region=draw(st.sampled_from([None, "east", "west", "west"])),
+        )
+        for each in group.replicas
+    )
+    named = replace(
+        group,
+        name=draw(_GROUP_OPTIONS["name"]),
+        compute_dtype=draw(st.sampled_from([None, "fp32"])),
+        replicas=replicas,
+    )
+    if not has_equal_tp_shards(named):  # what such a group may not offload
+        named = replace(
+            named,
+            offload=_kept_on_device(named.offload),
+            replicas=tuple(replace(r, offload=_kept_on_device(r.offload)) for r in replicas),
+        )
+    summed = replace(named, hierarchical=draw(st.sampled_from([True, True, False])))
+    return named if list(hierarchical_problems(replace(plan, groups=(summed,)))) else summed
+
+
+def _kept_on_device(offload: Offload | None) -> Offload | None:
+    return offload and replace(offload, parameters=False, gradients=False)
+
+
+def _tp_shards(draw: DrawFn, degree: int, model: ModelFingerprint) -> TpShards | None:
+    """Any parts, also none for some ranks; equal ones are left out at times, where they are."""
+    wholes = {
+        "kv_groups": model.num_query_groups,
+        "mlp_columns": model.ffn_hidden_size,
+        "vocabulary_rows": model.vocab_size,
+    }
+    if degree == 1:
+        return None
+    counts = {
+        name: tuple(_parts(draw, whole, degree))
+        for name, whole in wholes.items()
+        if whole and (whole % degree or draw(_FLAG))
+    }
+    return TpShards(**counts) if counts else None
 
 
 def with_random_order(draw: DrawFn, plan: Plan) -> Plan:

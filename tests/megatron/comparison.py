@@ -19,7 +19,7 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.upstream import SCRIPT
 from tests.shared import once_per_run
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
-from zorse_megatron.plan.plan import Plan, Replica, TpShards
+from zorse_megatron.plan.plan import ModelFingerprint, Plan, Replica, TpShards
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.schedule.actions import from_norm, parse_action
 from zorse_megatron.trace import Span
@@ -43,6 +43,7 @@ UNTIED = ("--untie-embeddings-and-output-weights",)
 NO_CLIP = ("--clip-grad", "0")
 MASKED = ("--eod-mask-loss",)
 SEQUENCE_PARALLEL = ("--sequence-parallel",)
+SGD = ("--optimizer", "sgd", "--lr", "0.3")
 DEGREE = ("--tensor-model-parallel-size", "2")
 LLAMA = (
     *("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),
@@ -53,6 +54,46 @@ FOR_SEVERAL = (
     *SEQUENCE_PARALLEL,
 )
 """What a single process cannot have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Flags of a model beyond those of all runs, and its sizes."""
+
+    flags: tuple[str, ...]
+    num_query_groups: int = 4
+    ffn_hidden_size: int = 128
+    vocab_size: int = 256
+
+    @property
+    def sizes(self) -> ModelFingerprint:
+        return ModelFingerprint(
+            num_layers=NUM_LAYERS,
+            num_query_groups=self.num_query_groups,
+            ffn_hidden_size=self.ffn_hidden_size,
+            vocab_size=self.vocab_size,
+        )
+
+
+ODD_VOCABULARY = ("--vocab-size", "257", "--make-vocab-size-divisible-by", "1")
+MODELS = (
+    Model(flags=()),
+    Model(
+        flags=(
+            *("--hidden-size", "33", "--kv-channels", "8", "--ffn-hidden-size", "67"),
+            *(*UNTIED, *ODD_VOCABULARY, *SGD),
+        ),
+        ffn_hidden_size=67,
+        vocab_size=257,
+    ),
+    # Half and a third of the columns are odd; stock itself has no gated MLP of odd width.
+    Model(
+        flags=(*LLAMA, "--ffn-hidden-size", "130", *ODD_VOCABULARY),
+        num_query_groups=2,
+        ffn_hidden_size=130,
+        vocab_size=257,
+    ),
+)
 
 MAX_LOSS_DIFFERENCE = 2e-5
 MAX_RELATIVE_GRAD_NORM_DIFFERENCE = 1e-4
@@ -180,6 +221,8 @@ def assert_equal_steps(run: Recorded, stock: Recorded) -> None:
         assert abs(mine - its) <= MAX_RELATIVE_GRAD_NORM_DIFFERENCE * its, (
             f"gradient norm of step {step}: {mine} != {its}"
         )
+    norms, expected = ([step["params_norm"] for step in each.steps] for each in (run, stock))
+    assert norms == [its and pytest.approx(its, rel=1e-6) for its in expected]
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -254,9 +297,9 @@ def assert_same_bits(run: Recorded, other: Recorded) -> None:
     """
     assert len(run.steps) == len(other.steps) > 0
     for mine, its in zip(run.steps, other.steps, strict=True):
-        norm = its["grad_norm"]
-        assert mine["grad_norm"] == (norm if norm is None else pytest.approx(norm, rel=1e-6))
-        assert {**mine, "grad_norm": norm} == its
+        for name in ("grad_norm", "params_norm"):
+            assert mine[name] == (its[name] and pytest.approx(its[name], rel=1e-6))
+        assert mine | {name: its[name] for name in ("grad_norm", "params_norm")} == its
     for mine, its in zip(run.of_ranks, other.of_ranks, strict=True):
         assert mine.keys() == its.keys()
         for name, weight in mine.items():

@@ -26,12 +26,13 @@ _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.")
 
 def recording_log(training_log: Callable[..., Any], steps: list[dict[str, Any]]) -> Any:
     def log(loss_dict: Any, total: Any, lr: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
-        loss_scale, _, skipped, grad_norm, _, num_zeros = args[:6]
+        loss_scale, _, skipped, grad_norm, params_norm, num_zeros = args[:6]
         steps.append(
             {
                 "iteration": iteration,
                 "loss": {name: value.item() for name, value in loss_dict.items()},
                 "grad_norm": None if grad_norm is None else float(grad_norm),
+                "params_norm": None if params_norm is None else float(params_norm),
                 "skipped": skipped,
                 "num_zeros": num_zeros,
                 "loss_scale": float(loss_scale),

@@ -9,10 +9,12 @@ import pytest
 
 from tests.flag_samples import words_of
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
+from zorse_megatron.errors import ModelError
 from zorse_megatron.flags import table
 from zorse_megatron.flags.check import check_command, is_refused
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.conditions import OF_COMMANDS, OF_PLANS
+from zorse_megatron.flags.model_in_flags import batch_size_from_flags
 from zorse_megatron.flags.table import (
     defaults,
     expanded,
@@ -148,9 +150,6 @@ EXAMPLES = {
     "modules_are_of_other_layers": [
         ({}, "--recompute-modules mlp moe --recompute-activations", "--recompute-modules")
     ],
-    "checkpoints_fit_one_layout": [
-        ({}, "--load x --use-distributed-optimizer", "--use-distributed-optimizer")
-    ],
     "own_entry_trains": [({}, "--fim-data", "--fim-data")],
     "command_lacks_evaluations": [({}, "--eval-interval 0", "--eval-interval")],
     "command_lacks_saves": [({}, "--save x", "--save-interval")],
@@ -187,6 +186,13 @@ EXAMPLES = {
         ({}, "--pipeline-model-parallel-layout Et*4|t*4L", "--pipeline-model-parallel-layout")
     ],
     "batch_is_another": [({}, "--global-batch-size 8", "--global-batch-size")],
+    "batches_do_not_fit": [
+        ({}, f"--step-batch-size-schedule {text} --train-samples 64", "--step-batch-size-schedule")
+        for text in ("4,8", "1K:16", "0:8", "0:1,1K:16")
+    ],
+    "batches_are_counted_otherwise": [
+        ({}, "--step-batch-size-schedule 0:16", "--step-batch-size-schedule")
+    ],
     "batch_is_no_multiple": [
         ({}, f"--micro-batch-size {size}", "--micro-batch-size") for size in (3, 0)
     ],
@@ -296,8 +302,8 @@ FINE = [
     ({"replicas": BETWEEN["replicas"]}, f"{QUIET} --reset-attention-mask {HASHES} 5"),
     (TP_GROUPS, f"{QUIET} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"),
     ({"split_backward": True}, "--transformer-impl local --no-gradient-accumulation-fusion"),
-    ({}, "--save x --save-interval 1 --use-distributed-optimizer "
-         "--dist-ckpt-optim-fully-reshardable"),
+    ({}, "--save x --save-interval 1 --use-distributed-optimizer --log-params-norm"),
+    *((BETWEEN, f"{QUIET} --pipeline-model-parallel-size {size}") for size in (1, 2, 3)),
 ]  # fmt: skip
 
 
@@ -307,6 +313,19 @@ def test_what_is_no_reason(changes, flags_given):
     if "--bf16" in flags_given:
         del plan["cluster"]
     assert of_a_run(with_flags(flags_given.split()), loaded(plan)) == []
+
+
+def test_batches_that_change_are_counted_in_samples():
+    at = FLAGS.index("--global-batch-size")
+    schedule = ["--step-batch-size-schedule", "0:4 4K:16"]
+    words = [*FLAGS[:at], *FLAGS[at + 2 :], *schedule]
+    (problem,) = of_a_run(words, loaded(lab_plan()))
+    assert problem.found == "the flag without --train-samples"
+    assert of_a_run([*words, "--train-samples", "64"], loaded(lab_plan())) == []
+    assert check_command(read_command(words), None) == []
+    assert batch_size_from_flags(words) == 16
+    with pytest.raises(ModelError, match='found "4K:16"'):
+        batch_size_from_flags([*words[:-1], "4K:16"])
 
 
 def test_a_run_that_starts_leaves_flags_to_the_script_and_to_its_machine():

@@ -12,8 +12,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.strategies import lowerable_plans
+from tests.strategies import in_ascending_order, lowerable_plans, plans
 from tests.unit.made_plans import plan_of, replica
+from zorse_megatron.live.batch_schedule import BatchSchedule, plan_for_batch
 from zorse_megatron.live.rebalance import (
     Balancer,
     Counts,
@@ -30,6 +31,7 @@ from zorse_megatron.schedule.actions import Action, ActionLists, Kind, edges_of
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import Worker
 from zorse_megatron.schedule.samples import micro_batches, replica_micro_batches
+from zorse_megatron.schedule.validate import check_executable
 
 TIMES = st.builds(
     ReplicaTime,
@@ -56,6 +58,72 @@ def test_counts_are_the_best_of_all(replicas: list[ReplicaTime]) -> None:
         if sum(map(int.__mul__, sizes, each)) == batch
     )
     assert isclose(busy_s(counts), least, rel_tol=1e-9)
+
+
+@settings(max_examples=examples(100))
+@given(
+    replicas=st.lists(TIMES, min_size=1, max_size=3),
+    batch=st.integers(1, 40),
+)
+def test_smaller_batches_take_no_longer(replicas: list[ReplicaTime], batch: int) -> None:
+    """The best counts that are done when the slowest replica is done now, if there are any."""
+    busiest_s = max(each.busy_s for each in replicas)
+    choices = (range(1, int(busiest_s / each.seconds + 1e-9) + 1) for each in replicas)
+    times = {
+        max(count * each.seconds for count, each in zip(counts, replicas, strict=True))
+        for counts in itertools.product(*choices)
+        if sum(n * each.micro_batch_size for n, each in zip(counts, replicas, strict=True)) == batch
+    }
+    if not times:
+        with pytest.raises(ValueError, match=f"make {batch} samples"):
+            best_counts(replicas, batch=batch)
+        return
+    found = best_counts(replicas, batch=batch)
+    assert sum(n * e.micro_batch_size for n, e in zip(found, replicas, strict=True)) == batch
+    longest_s = max(count * each.seconds for count, each in zip(found, replicas, strict=True))
+    assert isclose(longest_s, min(times), rel_tol=1e-9)
+
+
+ANY_PLAN = st.one_of(
+    plans(max_world=8, max_ranks_per_replica=2).map(in_ascending_order), lowerable_plans(8, 4)
+)
+
+
+@settings(max_examples=examples(60))
+@given(plan=ANY_PLAN, data=st.data())
+def test_any_plan_has_batches_down_to_a_sample_for_each_replica(
+    plan: Plan, data: st.DataObject
+) -> None:
+    least = max(len([r for r in group.replicas if r.num_microbatches]) for group in plan.groups)
+    size = data.draw(st.integers(least, plan.global_batch_size))
+    smaller = plan_for_batch(plan, size)
+    assert list(problems_of(smaller)) == [] and smaller.global_batch_size == size
+    check_executable(lower_plan(smaller))
+    for mine, its in zip(smaller.groups, plan.groups, strict=True):
+        for one, other in zip(mine.replicas, its.replicas, strict=True):
+            assert one.micro_batch_size <= other.micro_batch_size
+            assert bool(one.num_microbatches) == bool(other.num_microbatches)
+    with pytest.raises(ValueError, match=f"make {least - 1} samples"):
+        plan_for_batch(plan, least - 1)
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 9)), max_size=4, unique_by=lambda s: s[0]
+)
+
+
+@given(later=STEPS, first=st.integers(1, 9), consumed=st.integers(0, 80))
+def test_changes_are_where_a_count_of_samples_finds_them(
+    later: list[tuple[int, int]], first: int, consumed: int
+) -> None:
+    words = [f"{10 * at}:{size}" for at, size in [(0, first), *later]]
+    schedule = BatchSchedule.parse(" ".join(words), sequence_length=10)
+    changes = dict(schedule.changes_after(consumed))
+    size = changes[0]
+    for number in range(90):
+        size = changes.get(number, size)
+        assert size == [s for at, s in sorted([(0, first), *later]) if at <= consumed][-1]
+        consumed += size
 
 
 def test_equals_are_dealt_out_equally() -> None:

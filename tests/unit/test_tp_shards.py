@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.strategies import plans
+from tests.strategies import in_ascending_order, plans
 from tests.unit.made_plans import plan_of, replica
 from tests.unit.test_shards import elements, held
 from zorse_megatron.costs.interface import TpShard
@@ -68,18 +68,6 @@ def test_each_position_goes_from_who_has_it_to_who_needs_it_once(
     assert crossed == Counter(range(length))
 
 
-def with_sets(plan: Plan) -> Plan:
-    """The plan, with the ranks of each TP group in ascending order."""
-    groups = tuple(
-        replace(
-            group,
-            replicas=tuple(replace(r, ranks=tuple(sorted(r.ranks))) for r in group.replicas),
-        )
-        for group in plan.groups
-    )
-    return replace(plan, groups=groups)
-
-
 tp_plans = plans(
     max_world=9,
     max_groups=3,
@@ -87,7 +75,7 @@ tp_plans = plans(
     max_ranks_per_replica=4,
     schedule_names=("breadth_first", "interleaved"),
     with_schedule_parameters=True,
-).map(with_sets)
+).map(in_ascending_order)
 
 
 @settings(deadline=None, max_examples=examples(40))

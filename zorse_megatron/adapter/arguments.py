@@ -144,7 +144,20 @@ def fit_to_plan(
     if getattr(args, "overlap_param_gather", False):
         args.overlap_param_gather = False
         notes.append("parameters are gathered where the action list says (no overlap yet)")
+    if args.use_distributed_optimizer and (args.save or args.load):
+        notes += _set_optimizer_format(args)
     return [*notes, *_set_tp_degree(args, plan), *_dtype_notes(args, plan)]
+
+
+def _set_optimizer_format(args: Namespace) -> list[str]:
+    """Save optimizer state as any other layout can read it; returns notes."""
+    if args.dist_ckpt_optim_fully_reshardable:
+        return []
+    args.dist_ckpt_optim_fully_reshardable = True
+    return [
+        "optimizer state is saved in a format that any plan or layout can read "
+        "(--dist-ckpt-optim-fully-reshardable)"
+    ]
 
 
 def _dtype_notes(args: Namespace, plan: Plan) -> list[str]:

@@ -201,7 +201,7 @@ def _on_device(losses: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor
     return None if losses is None else {name: value.cuda() for name, value in losses.items()}
 
 
-# What the loss is divided by before its backward, so that fp16 gradients have stock's size.
+# What the loss is divided by before its backward, so that fp16 gradients are stock's numbers.
 #
 # Under a plan the loss is a sum over tokens, and gradients are divided by the number of tokens
 # after the last sum (SCALE). By default stock divides the loss itself: its 16-bit gradients are
@@ -210,28 +210,21 @@ def _on_device(losses: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor
 # 131,072 tokens would take 17.
 
 
-def tokens_as_power_of_two(plan: Plan, *, sequence_length: int) -> float:
-    """The power of two nearest to the tokens of a global batch, masked ones included."""
-    tokens = plan.global_batch_size * sequence_length
-    below = tokens.bit_length() - 1
-    # Nearest by ratio: beyond the square root of two the next one is.
-    return 2.0 ** (below + (tokens**2 > 2 ** (2 * below + 1)))
-
-
 def loss_divisor(
     plan: Plan, dtypes: Collection[ComputeDtype], *, sequence_length: int, is_sum: bool
 ) -> float:
     """The divisor of one job, the same on all ranks and in all steps.
 
+    With fp16 it is the tokens of a global batch, masked ones included: if all count, that is what
+    stock divides by, so what overflows under stock overflows here.
+
     `dtypes`: what groups compute in. bf16 has fp32's range and takes sums as they are, so a job
     without fp16 has 1. `is_sum`: whether the command itself says --calculate-per-token-loss; its
     loss scale is for the gradients of a sum then, as under stock.
-
-    A power of two changes no digit of a number that neither overflows nor underflows.
     """
     if is_sum or "fp16" not in dtypes:
         return 1.0
-    return tokens_as_power_of_two(plan, sequence_length=sequence_length)
+    return float(plan.global_batch_size * sequence_length)
 
 
 def comm_dtype_of(
@@ -240,13 +233,14 @@ def comm_dtype_of(
     """How the rank's group sends gradients; None: in the dtype that they are kept in.
 
     In fp16 gradients are sent in the size of means: divided by the tokens of the global batch, to a
-    power of two, if the loss was not (`loss_divisor`: what it was divided by). bf16 has the range
-    of fp32.
+    power of two, which changes no digit, if the loss was not (`loss_divisor`: what it was divided
+    by). bf16 has the range of fp32.
     """
     name = plan.groups[plan.group_of_rank(rank)].grad_reduce_dtype
     if name is None:
         return None
     if name == "bf16":
         return CommDtype(dtype=torch.bfloat16)
-    mean = tokens_as_power_of_two(plan, sequence_length=sequence_length)
-    return CommDtype(dtype=torch.float16, factor=loss_divisor / mean)
+    tokens = plan.global_batch_size * sequence_length
+    factor = 1.0 if loss_divisor > 1.0 else 0.5 ** (tokens.bit_length() - 1)
+    return CommDtype(dtype=torch.float16, factor=factor)

@@ -1,8 +1,10 @@
 """A plan as one rank executes it: what stays as it is from the start of a run to its end."""
 
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import permutations
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -17,8 +19,11 @@ from zorse_megatron.adapter.groups.process_groups import (
 )
 from zorse_megatron.adapter.loss import loss_divisor
 from zorse_megatron.adapter.samples import SampleKind, sample_kind
+from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed
 from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.live.batch_schedule import BatchSchedule, plan_for_batch
+from zorse_megatron.live.rebalance_lists import Preparation, Prepared
 from zorse_megatron.plan.memory_settings import settings_of_rank
 from zorse_megatron.plan.plan import Group, Offload, Plan, tp_group_of_rank
 from zorse_megatron.runtime.mailbox import TpRank
@@ -28,6 +33,17 @@ from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
 from zorse_megatron.schedule.tensor_parallel_parts import TpPartition
 from zorse_megatron.schedule.validate import check_executable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A training step on batches of one size."""
+
+    lists: ActionLists
+    micro_batches: tuple[MicroBatch, ...]
+    """Of this rank."""
+    loss_divisor: float
+    """See `loss`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +61,12 @@ class RankPlan:
     """Communicator -> what NCCL may use for it."""
     timeout: timedelta
     """Of transfers."""
-    training: ActionLists
-    """As the plan's file has it."""
+    batches: Mapping[int, Batch]
+    """Samples -> how they are run: the plan's batch, and others if the command schedules them."""
+    schedule: BatchSchedule | None
+    """None: all batches are the plan's."""
     evaluation: ActionLists
     stages: StockStages
-    micro_batches: tuple[MicroBatch, ...]
-    """As the plan's file has them, and as evaluations run them."""
     chunks: tuple[int, ...]
     sharded_chunks: frozenset[int]
     """Those that the list gathers before it computes with them."""
@@ -64,8 +80,25 @@ class RankPlan:
     samples: SampleKind
     tied_embeddings: bool
     sequence_length: int
-    loss_divisor: float
-    """See `loss`."""
+
+    @property
+    def training(self) -> ActionLists:
+        """As the plan's file has it."""
+        return self._own_batch.lists
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        """As the plan's file has them, and as evaluations run them."""
+        return self._own_batch.micro_batches
+
+    @property
+    def loss_divisor(self) -> float:
+        """Of the plan's batch."""
+        return self._own_batch.loss_divisor
+
+    @property
+    def _own_batch(self) -> Batch:
+        return self.batches[self.plan.global_batch_size]
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -95,11 +128,16 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
     """Make its groups, too; a collective call, once Megatron has parsed the command."""
     args = get_args()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    channels = nccl_channels(plan)
-    groups = create_groups(plan, rank=args.rank, timeout=timeout, channels=channels)
     tied = not args.untie_embeddings_and_output_weights
     dtypes = compute_dtypes(plan, args.zorse_job_dtype)
     training, evaluation = executable_lists(plan, tied=tied)
+    schedule = _schedule(args)
+    prepared = [
+        Prepared(plan=plan, lists=training),
+        *(() if schedule is None else _smaller_batches(plan, training, schedule, tied=tied)),
+    ]
+    channels = nccl_channels(plan, [evaluation, *(each.lists for each in prepared)])
+    groups = create_groups(plan, rank=args.rank, timeout=timeout, channels=channels)
     group = plan.group_of_rank(args.rank)
     return RankPlan(
         plan=plan,
@@ -109,10 +147,10 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
         collection=collection_of(groups),
         channels=channels,
         timeout=timeout,
-        training=training,
+        batches={each.plan.global_batch_size: _batch(each, args, dtypes) for each in prepared},
+        schedule=schedule,
         evaluation=evaluation,
         stages=stock_stages_of(plan),
-        micro_batches=replica_micro_batches(plan, args.rank),
         chunks=plan.chunks_of_group(group),
         sharded_chunks=resharded_chunks(training.ranks[args.rank]),
         place=_tp_rank(plan, args.rank, groups),
@@ -122,10 +160,51 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
         samples=sample_kind(args),
         tied_embeddings=tied,
         sequence_length=args.seq_length,
+    )
+
+
+def _batch(prepared: Prepared, args: Namespace, dtypes: tuple[ComputeDtype, ...]) -> Batch:
+    return Batch(
+        lists=prepared.lists,
+        micro_batches=replica_micro_batches(prepared.plan, args.rank),
         loss_divisor=loss_divisor(
-            plan, dtypes, sequence_length=args.seq_length, is_sum=args.zorse_per_token_loss
+            prepared.plan,
+            dtypes,
+            sequence_length=args.seq_length,
+            is_sum=args.zorse_per_token_loss,
         ),
     )
+
+
+def _schedule(args: Namespace) -> BatchSchedule | None:
+    text = args.step_batch_size_schedule
+    return None if text is None else BatchSchedule.parse(text, sequence_length=args.seq_length)
+
+
+def _smaller_batches(
+    plan: Plan, training: ActionLists, schedule: BatchSchedule, *, tied: bool
+) -> Iterator[Prepared]:
+    """Lists for the schedule's other sizes, each within what the plan's own lets ranks hold.
+
+    Raises FlagError for a size at which a rank would hold more.
+    """
+    links = frozenset(permutations(range(plan.world_size), 2))  # all that they need are made
+    preparation = Preparation.of(plan, training, tied=tied, links=links)
+    for size in schedule.sizes[:-1]:
+        found = preparation.prepare_plan(plan_for_batch(plan, size))
+        if isinstance(found, str):
+            raise FlagError(
+                "The command does not fit the plan",
+                [
+                    Problem(
+                        where="--step-batch-size-schedule",
+                        found=f"batches of {size} samples, for which {found}",
+                        expected="sizes that fit where the plan's batch fits",
+                        remedy="Leave this size out.",
+                    )
+                ],
+            )
+        yield found
 
 
 def executable_lists(plan: Plan, *, tied: bool) -> tuple[ActionLists, ActionLists]:

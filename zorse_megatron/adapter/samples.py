@@ -9,6 +9,7 @@ samples in the same step as a single process, for every sampler that stock has.
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -24,25 +25,27 @@ LoaderBuilder = Callable[[Any, int], Any]
 
 
 def plan_loader_builder(
-    stock: LoaderBuilder, *, global_batch_size: int, assignment: MicroBatchAssignment
+    stock: LoaderBuilder, *, assignment: MicroBatchAssignment, begin: Callable[[int], None]
 ) -> LoaderBuilder:
     """Wrap stock's `build_pretraining_data_loader` so that its loaders follow the plan.
 
     `assignment`: of the training, whose loader stock builds first; evaluations stay as the plan's
-    file has them.
+    file has them. `begin`: told how many samples training has consumed before.
     """
-    assignments = chain([assignment], (MicroBatchAssignment(assignment.at(0)) for _ in count()))
+    whole = partial(MicroBatchAssignment, assignment.at(0), batch_size=assignment.size_at(0))
+    assignments = chain([assignment], (whole() for _ in count()))
 
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
         # Its rank 0 of 1 is the global order of samples.
         with presented(parallel_state, "_MPU_DATA_PARALLEL_RANK", 0):
             loader = stock(dataset, consumed_samples)
         own = next(assignments)
+        if own is assignment:
+            begin(consumed_samples)
         if loader is None or not own.at(0):
             return loader
         sampler: Any = PlanBatchSampler(
             loader.batch_sampler,
-            global_batch_size=global_batch_size,
             assignment=own,
         )
         # A loader's sampler cannot be replaced, so the loader is built again around ours.

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
@@ -27,9 +28,13 @@ from zorse_megatron.adapter.model.chunk_runner import (
 )
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.plan_run import PlanRun
-from zorse_megatron.adapter.rank_plan import RankPlan
+from zorse_megatron.adapter.rank_plan import Batch, RankPlan
 from zorse_megatron.adapter.session_executor import make_executor
-from zorse_megatron.adapter.session_optimizer import build_optimizer, tied_embedding
+from zorse_megatron.adapter.session_optimizer import (
+    build_optimizer,
+    parameters_norm,
+    tied_embedding,
+)
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.watching import RunWatch
 from zorse_megatron.plan.plan import has_equal_tp_shards
@@ -63,8 +68,11 @@ class PlanSession:
     idle_losses: IdleReplicaLosses
 
     def __post_init__(self) -> None:
-        self.lists: ActionLists = self.at.training
+        self.batch: Batch = self.at.batches[self.at.plan.global_batch_size]
+        """Of the step that runs."""
+        self.lists: ActionLists = self.batch.lists
         """Of a step, as counts of micro-batches are now."""
+        self._has_begun = False
         self.num_done = 0
         """Iterations of this run."""
         self.optimizers: list[Any] = []
@@ -97,12 +105,11 @@ class PlanSession:
 
     def forward_backward(self, *, forward_only: bool = False, **given: Any) -> list[Any]:
         """Run one step; the counterpart of stock's `forward_backward_func`."""
-        at, watch = self.at, self.watch
+        at = self.at
         inputs = self._inputs(forward_only=forward_only, **given)
         executor = self.executor or self._start(inputs)
-        if not forward_only and watch is not None:
-            prepared = watch.begin(self.num_done)
-            self.lists = self.lists if prepared is None else prepared.lists
+        if not forward_only:
+            self._choose_lists()
         executor.micro_batches = (
             at.micro_batches if forward_only else self.assignment.at(self.num_done)
         )
@@ -116,6 +123,30 @@ class PlanSession:
         if at.num_chunks - 1 not in at.chunks or inputs.collect_non_loss_data:
             return runner.losses
         return self._reported(runner.losses, forward_only=forward_only)
+
+    def begin_batches(self, consumed: int) -> None:
+        """Let batches have the sizes that are scheduled after so many samples; the first time."""
+        if self._has_begun or self.at.schedule is None:
+            return
+        self._has_begun = True
+        self.assignment.follow(
+            [
+                (number, size, self.at.batches[size].micro_batches)
+                for number, size in self.at.schedule.changes_after(consumed)
+            ]
+        )
+
+    def _choose_lists(self) -> None:
+        """Those of the next step, whose batch or counts may be others than before."""
+        prepared = None if self.watch is None else self.watch.begin(self.num_done)
+        if prepared is not None:
+            self.lists = prepared.lists
+        if self.at.schedule is not None:
+            self.begin_batches(get_args().consumed_train_samples)  # where no loader is built
+            size = self.assignment.size_at(self.num_done)
+            assert size == get_current_global_batch_size(), "sizes are not as Megatron schedules"
+            self.batch = self.at.batches[size]
+            self.lists = self.batch.lists
 
     def _inputs(
         self,
@@ -159,6 +190,10 @@ class PlanSession:
             self.watch.end(self.num_done)
         self.run.enter(f"after the step, {self.executor.during}")
         return result
+
+    def parameters_norm(self, _model: Any, _force_create_fp32_copy: bool = False) -> float:
+        """The counterpart of stock's `calc_params_l2_norm`."""
+        return parameters_norm(self.at, self.optimizers)
 
     def wait_for_parameters(self) -> None:
         """Wait for the gathers of the last step, as who reads parameters must."""
@@ -228,7 +263,7 @@ class PlanSession:
             num_micro_batches=num_micro_batches,
             stages=at.stages,
             tied=self.tied,
-            loss_divisor=at.loss_divisor,
+            loss_divisor=self.batch.loss_divisor,
             activations=self.activations,
             kept=self.kept,
             weight_gradients=self.weight_gradients,

@@ -48,7 +48,7 @@ def _mailbox(at: RankPlan, config: Any) -> Mailbox:
     return Mailbox(
         transport=make_transport(
             rank=at.rank,
-            edges=edges_of((at.training, at.evaluation)),
+            edges=edges_of((at.evaluation, *(batch.lists for batch in at.batches.values()))),
             device=at.device,
             timeout=at.timeout,
             channels=channels,

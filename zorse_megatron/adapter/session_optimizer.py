@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from megatron.training import get_args
 
 from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
@@ -69,6 +72,25 @@ def build_optimizer(
     if streams:
         optimizer.count_zeros = partial(count_zeros, optimizer)
     return optimizer
+
+
+def parameters_norm(at: RankPlan, optimizers: Sequence[Any]) -> float:
+    """The norm of all parameters of the model, each element once; a collective call.
+
+    As stock's `calc_params_l2_norm`: with bf16 of the main parameters, else of the model's own.
+    """
+    square = torch.zeros((), dtype=torch.float64, device=at.device)
+    for optimizer in optimizers:
+        for _, parameter, _, shard in optimizer.owned_shards:
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+                parameter, tp_group=at.groups.tp_group
+            ):
+                value = optimizer.read(shard)
+                if parameter.dtype == torch.float16:
+                    value = value.half()
+                square += value.float().norm().double().square().to(at.device)
+    dist.all_reduce(square, group=at.groups.world)
+    return square.sqrt().item()
 
 
 def tied_embedding(at: RankPlan, models: Sequence[Any], optimizer: Any) -> TiedEmbedding | None:

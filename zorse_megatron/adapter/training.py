@@ -95,7 +95,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
 
 def _session(at: RankPlan, run: PlanRun) -> PlanSession:
     of_device = CudaClock() if at.device.type == "cuda" else HostClock()
-    assignment = MicroBatchAssignment(at.micro_batches)
+    assignment = MicroBatchAssignment(at.micro_batches, batch_size=at.plan.global_batch_size)
     make_link = (run.setup and run.setup.make_host_link) or HostLink
     return PlanSession(
         at=at,
@@ -169,16 +169,16 @@ def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | No
         **MANIFEST_HOOKS,
         **LOAD_HOOKS,
         checkpoints.SAVE_CHECKPOINT: partial(_save_once, session.run.enter),
+        under_plan.WARM_UP: partial(_warming_up_alone, at.groups.alone),
         under_plan.BUILD_MODELS: build.one_by_one,
         under_plan.TORCH_NORM: with_sequence_parallelism,
         under_plan.DDP_CLASS: lambda _stock: build.wrap,
         under_plan.GET_OPTIMIZER: lambda _stock: session.build_optimizer,
+        under_plan.PARAMETERS_NORM: lambda _stock: session.parameters_norm,
         under_plan.GET_SCHEDULE: lambda _stock: lambda *args, **kwargs: session.forward_backward,
         **size_hooks(at.place),
         under_plan.BUILD_LOADER: partial(
-            plan_loader_builder,
-            global_batch_size=at.plan.global_batch_size,
-            assignment=session.assignment,
+            plan_loader_builder, assignment=session.assignment, begin=session.begin_batches
         ),
         under_plan.BUILD_DATASETS: partial(datasets_on_rank_0, rank=at.rank),
         **_report_hooks(at),
@@ -190,6 +190,14 @@ def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | No
             counting_each_chunk, loop=training, num_chunks=at.num_chunks, device=at.device
         )
     return hooks
+
+
+def _warming_up_alone(alone: dist.ProcessGroup, stock: Callable[..., None]) -> Callable[..., None]:
+    def set_jit_fusion_options(tp_size: int | None = None) -> None:
+        with global_groups.one_rank_alone(alone):
+            stock(tp_size=1)
+
+    return set_jit_fusion_options
 
 
 def _report_hooks(at: RankPlan) -> Replacements:

@@ -19,6 +19,7 @@ from zorse_megatron.flags.model_in_flags import (
 from zorse_megatron.flags.table import defaults, further_rows, spelling_of
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.live.batch_schedule import BatchSchedule
 from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import Plan, has_equal_tp_shards
 from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, tp_groups_of, tp_problems
@@ -124,13 +125,6 @@ def modules_are_of_other_layers(case: Case, name: str) -> Filled:
         yield {"others": ", ".join(sorted(others)), "known": ", ".join(RECOMPUTED_MODULES)}
 
 
-def checkpoints_fit_one_layout(case: Case, name: str) -> Filled:
-    """It would only be refused at the first save, when there is something to lose."""
-    stores = case.args.save is not None or case.args.load is not None
-    if stores and case.value(name) and not case.args.dist_ckpt_optim_fully_reshardable:
-        yield {}
-
-
 def plan_is_to_be_made(case: Case, name: str) -> Filled:
     """Then it decides."""
     if case.plan is None and is_given(name, case.value(name)):
@@ -172,9 +166,10 @@ def job_has_other_ranks(case: Case, plan: Plan, name: str) -> Filled:
 
 
 def stages_are_not_chunks(case: Case, plan: Plan, name: str) -> Filled:
-    """A number of stages that is not the number of chunks."""
-    if case.value(name) not in (None, 1, len(plan.chunks)):
-        yield {"chunks": len(plan.chunks)}
+    """A number of stages that is neither that of the groups nor that of the chunks."""
+    groups, chunks = len(plan.groups), len(plan.chunks)
+    if case.value(name) not in (None, 1, groups, chunks):
+        yield {"groups": groups, "chunks": chunks}
 
 
 def parameters_are_sharded(case: Case, plan: Plan, name: str) -> Filled:
@@ -252,6 +247,59 @@ def batch_is_another(case: Case, plan: Plan, name: str) -> Filled:
     """A batch that is not the plan's."""
     if case.value(name) not in (None, plan.global_batch_size):
         yield {"planned": plan.global_batch_size}
+
+
+def batches_do_not_fit(case: Case, plan: Plan, name: str) -> Filled:
+    """A schedule of batches that this plan could not follow."""
+    text, sequence_length = case.value(name), case.integer("seq_length")
+    if text is None or sequence_length is None:
+        return
+    try:
+        schedule = BatchSchedule.parse(text, sequence_length=sequence_length)
+    except ValueError:
+        yield {
+            "found": repr(text),
+            "expected": "TOKENS:SAMPLES TOKENS:SAMPLES ... in ascending order, the first from 0 on",
+            "way": "Such as '0:256 10B:512'.",
+        }
+        return
+    if schedule.sizes[-1] != plan.global_batch_size:
+        yield {
+            "found": f"{schedule.sizes[-1]} as its largest batch",
+            "expected": f"{plan.global_batch_size}, the plan's global_batch_size",
+            "way": "Plan for the largest batch; smaller ones follow from it.",
+        }
+    least = max(sum(bool(r.num_microbatches) for r in group.replicas) for group in plan.groups)
+    if schedule.sizes[0] < least:
+        yield {
+            "found": f"batches of {schedule.sizes[0]} samples",
+            "expected": f"{least} at least, one for each replica of a group that runs any",
+            "way": "Begin with a larger batch.",
+        }
+
+
+def batches_are_counted_otherwise(case: Case, name: str) -> Filled:
+    """Beside a schedule of batches, what Megatron does not take, or takes for something else."""
+    if case.value(name) is None:
+        return
+    given = getattr(
+        case.args,
+        "_is_global_batch_size_explicitly_specified",  # by Megatron, once it has parsed
+        case.value("global_batch_size") is not None,
+    )
+    if given:
+        yield {
+            "found": "the flag beside --global-batch-size",
+            "expected": "one of the two, as Megatron has it",
+            "way": "Remove --global-batch-size.",
+        }
+    if case.is_whole and not case.value("train_samples"):
+        yield {
+            "found": "the flag without --train-samples",
+            "expected": "the length of the training in samples",
+            "way": "Give --train-samples, and --lr-decay-samples and --lr-warmup-samples: Megatron "
+            "counts a micro-batch for each of --train-iters.",
+        }
 
 
 def batch_is_no_multiple(case: Case, plan: Plan, name: str) -> Filled:
@@ -357,11 +405,11 @@ OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
         full_recomputation_lacks_settings,
         only_full_recomputation_has_settings,
         modules_are_of_other_layers,
-        checkpoints_fit_one_layout,
         plan_is_to_be_made,
         own_entry_trains,
         command_lacks_evaluations,
         command_lacks_saves,
+        batches_are_counted_otherwise,
     )
 }
 OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
@@ -378,6 +426,7 @@ OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
         gpus_lack_flash_attention,
         layout_is_not_of_the_chunks,
         batch_is_another,
+        batches_do_not_fit,
         batch_is_no_multiple,
         model_is_another,
         embeddings_are_tied_otherwise,

@@ -25,6 +25,7 @@ from zorse_megatron.inputs.model import (
     padded_vocab_size,
     problems_of,
 )
+from zorse_megatron.live.batch_schedule import BatchSchedule
 from zorse_megatron.plan.plan import Plan
 
 _DIGITS = 9
@@ -142,15 +143,31 @@ def dtype_from_flags(arguments: Sequence[str]) -> Dtype:
 def batch_size_from_flags(arguments: Sequence[str]) -> int | None:
     """Return the global batch size of a Megatron command; None where it is not given.
 
-    Raises ModelError where it is no positive integer.
+    Of batches that change it is the largest. Raises ModelError where it is no positive integer.
     """
     flags = _flags(arguments)
+    if flags.has("--step-batch-size-schedule") and not flags.has("--global-batch-size"):
+        return _largest_batch(flags)
     if not flags.has("--global-batch-size"):
         return None
     size = flags.integer("--global-batch-size")
     if flags.problems:
         raise ModelError("the batch of these Megatron flags cannot be planned", flags.problems)
     return size
+
+
+def _largest_batch(flags: _Flags) -> int:
+    text = flags.values["--step-batch-size-schedule"]
+    try:
+        return BatchSchedule.parse(text or "", sequence_length=1).sizes[-1]
+    except ValueError:
+        flag, found = "--step-batch-size-schedule", "no value" if text is None else f'"{text}"'
+        flags.add(
+            flag, found, "TOKENS:SAMPLES ..., the first from 0 on", "Such as '0:256 10B:512'."
+        )
+        raise ModelError(
+            "the batch of these Megatron flags cannot be planned", flags.problems
+        ) from None
 
 
 def _flags(arguments: Sequence[str]) -> _Flags:

@@ -102,14 +102,18 @@ class ReplicaTime:
         return self.num_microbatches * self.seconds
 
 
-def best_counts(replicas: Sequence[ReplicaTime]) -> tuple[int, ...]:
+def best_counts(replicas: Sequence[ReplicaTime], *, batch: int | None = None) -> tuple[int, ...]:
     """Return the counts with the least time of the slowest replica, each at least 1.
+
+    `batch`: samples that they make; those of now without it. Raises ValueError where no counts make
+    it before the slowest replica is done now.
 
     Of several such counts, those closest to each replica's part of the group's rate. Complexity:
     O(replicas x log(batch)) operations on integers of as many bits as the batch has samples, for
     each of O(log) limits.
     """
-    batch = sum(each.micro_batch_size * each.num_microbatches for each in replicas)
+    if batch is None:
+        batch = sum(each.micro_batch_size * each.num_microbatches for each in replicas)
     rate = sum(each.micro_batch_size / each.seconds for each in replicas)
     low, high = batch / rate * (1 - 1e-12), max(each.busy_s for each in replicas)
     limits = sorted(
@@ -124,6 +128,8 @@ def best_counts(replicas: Sequence[ReplicaTime]) -> tuple[int, ...]:
     index = bisect_left(
         limits, True, key=lambda limit: bool(_reached(replicas, limit)[-1] >> batch & 1)
     )
+    if index == len(limits):
+        raise ValueError(f"no counts of these micro-batches make {batch} samples in time")
     return _chosen(replicas, limits[index], batch)
 
 

@@ -1,7 +1,10 @@
 """Action lists for other counts of micro-batches, that fit where those of the plan file fit."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
 
 from zorse_megatron.live.rebalance import Counts, with_counts
 from zorse_megatron.plan.plan import Plan
@@ -84,7 +87,7 @@ def held(actions: Sequence[Action], sizes: Sequence[int], layers: Sequence[int])
 
 def _messages(actions: Sequence[Action]) -> int:
     """Received ones count from their opening to the computation that takes them."""
-    changes = [0] * (len(actions) + 1)
+    changes = [Fraction(0)] * (len(actions) + 1)
     takes = {
         (action.kind is Kind.FORWARD, action.chunk, action.micro_batch): position
         for position, action in enumerate(actions)
@@ -102,13 +105,12 @@ def _messages(actions: Sequence[Action]) -> int:
         else:
             continue
         assert action.samples is not None
-        amount = action.samples[1] - action.samples[0]
+        amount = Fraction(action.samples[1] - action.samples[0])
+        if action.positions is not None:  # a part of each sequence
+            amount *= Fraction(action.positions.stop - action.positions.start, action.positions.of)
         changes[start] += amount
         changes[stop] -= amount
-    level = _Level()
-    for change in changes:
-        level.add(change)
-    return level.highest
+    return math.ceil(max(accumulate(changes)))
 
 
 class _Level:
@@ -155,12 +157,15 @@ class Preparation:
         )
 
     def prepare(self, counts: Counts) -> Prepared | str:
-        """Return what runs with these counts, or why that cannot be.
+        """Return what runs with these counts, or why that cannot be; see `prepare_plan`."""
+        return self.prepare_plan(with_counts(self.plan, counts))
+
+    def prepare_plan(self, plan: Plan) -> Prepared | str:
+        """Return what runs under a plan of other micro-batches, or why that cannot be.
 
         No replica has more in flight than the plan of the file lets it have. Raises ScheduleError
         where lists could not be executed, which is an error of the lowering.
         """
-        plan = with_counts(self.plan, counts)
         lists = lower_plan(plan, tied=self.tied, most_in_flight=self.limits)
         check_executable(
             lists, [replica.ranks for group in plan.groups for replica in group.replicas]

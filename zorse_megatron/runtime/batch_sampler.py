@@ -13,14 +13,19 @@ class MicroBatchAssignment:
     A data loader is ahead of the training: what it has cut stays as it was cut.
     """
 
-    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self._changes = [(0, tuple(micro_batches))]
+    def __init__(self, micro_batches: Sequence[MicroBatch], *, batch_size: int) -> None:
+        """`batch_size`: samples of a global batch."""
+        self._changes = [(0, batch_size, tuple(micro_batches))]
         self.num_cut = 0
         """Global batches that the data loader has begun to cut."""
 
     def at(self, number: int) -> tuple[MicroBatch, ...]:
         """The micro-batches of a global batch."""
-        return next(each for first, each in reversed(self._changes) if first <= number)
+        return self._from(number)[2]
+
+    def size_at(self, number: int) -> int:
+        """Samples of a global batch."""
+        return self._from(number)[1]
 
     def cut(self, number: int) -> tuple[MicroBatch, ...]:
         """The same, for the data loader."""
@@ -30,7 +35,16 @@ class MicroBatchAssignment:
     def change(self, number: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Let there be others from a global batch on, that has not been cut."""
         assert number >= self.num_cut, f"global batch {number} of {self.num_cut} has been cut"
-        self._changes = [*self._changes[-1:], (number, tuple(micro_batches))]
+        _, size, _ = self._changes[-1]
+        self._changes = [*self._changes[-1:], (number, size, tuple(micro_batches))]
+
+    def follow(self, course: Sequence[tuple[int, int, Sequence[MicroBatch]]]) -> None:
+        """Before any is cut: let there be (first global batch, samples of one, micro-batches)."""
+        assert self.num_cut == 0, f"{self.num_cut} global batches have been cut"
+        self._changes = [(first, size, tuple(each)) for first, size, each in course]
+
+    def _from(self, number: int) -> tuple[int, int, tuple[MicroBatch, ...]]:
+        return next(change for change in reversed(self._changes) if change[0] <= number)
 
 
 def batches_ahead(*, num_prefetched: int, fewest: int) -> int:
@@ -49,12 +63,10 @@ class PlanBatchSampler:
         self,
         global_order: Collection[list[int]],
         *,
-        global_batch_size: int,
         assignment: MicroBatchAssignment,
     ) -> None:
         """`global_order`: lists of indices, in the order in which one process would read them."""
         self.global_order = global_order
-        self.global_batch_size = global_batch_size
         self.assignment = assignment
         # Kept from one pass over the data to the next: a global batch may span two epochs.
         self.pending: list[int] = []
@@ -67,9 +79,8 @@ class PlanBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         for indices in self.global_order:
             self.pending += indices
-            while len(self.pending) >= self.global_batch_size:
-                batch = self.pending[: self.global_batch_size]
-                self.pending = self.pending[self.global_batch_size :]
+            while len(self.pending) >= (size := self.assignment.size_at(self.number)):
+                batch, self.pending = self.pending[:size], self.pending[size:]
                 micro_batches = self.assignment.cut(self.number)
                 self.number += 1
                 for micro_batch in micro_batches:

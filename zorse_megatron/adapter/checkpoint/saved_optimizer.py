@@ -127,7 +127,7 @@ def common_state(optimizer: Any, layout: CheckpointLayout) -> dict:
     if per_parameter and layout is CheckpointLayout.REPLICATED:
         if step:
             inner["state"] = {"common_step": torch.tensor(float(step))}
-    elif per_parameter or step:
+    elif per_parameter or (step and not any("momentum" in group for group in groups)):
         for group in groups:
             group["step"] = float(step) if per_parameter else step
     if layout is CheckpointLayout.REPLICATED and not _is_mixed_precision(optimizer.config):
@@ -225,6 +225,13 @@ def allocate_state(optimizer: Any, device: torch.device | None = None) -> None:
             for shard in group["params"]:
                 if "step" not in inner.state[shard]:
                     inner.state[shard]["step"] = _step_tensor(0, device or shard.device, group)
+
+
+def init_momentum(inner: Any, _config: Any = None) -> None:
+    """Give SGD the momentum that its first step would make."""
+    for group in inner.param_groups:
+        for shard in group["params"] if group["momentum"] else ():
+            inner.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard.data))
 
 
 def restore_groups(optimizer: Any, saved_groups: list[dict]) -> None:

@@ -14,7 +14,7 @@ rank: stock asks its pipeline group for a position only (`PipelinePosition`).
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -29,8 +29,10 @@ from zorse_megatron.plan.plan import Plan, communicating_ranks, data_parallel_ra
 from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
 from zorse_megatron.runtime.transport import nccl_options
+from zorse_megatron.schedule.actions import ActionLists
 from zorse_megatron.schedule.communicators import (
     Communicator,
+    communicators_of,
     deadlock_note,
     max_ctas,
     planned_communicators,
@@ -178,10 +180,11 @@ def _ranks_of_groups(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield use, ranks
 
 
-def nccl_channels(plan: Plan) -> dict[Communicator, int]:
+def nccl_channels(plan: Plan, lists: Sequence[ActionLists] = ()) -> dict[Communicator, int]:
     """Communicator -> how many channels NCCL may use; nothing of another backend.
 
-    A collective call. Rank 0 says so where their kernels may fill a GPU.
+    `lists`: all that are run, if they are not the plan's alone. A collective call. Rank 0 says so
+    where their kernels may fill a GPU.
     """
     if dist.get_backend() != "nccl":
         return {}
@@ -190,7 +193,8 @@ def nccl_channels(plan: Plan) -> dict[Communicator, int]:
     note = deadlock_note(plan, counts) if dist.get_rank() == 0 else None
     if note is not None:
         say(f"warning: {note}")
-    return max_ctas(planned_communicators(plan), counts)
+    needed = communicators_of(plan, lists) if lists else planned_communicators(plan)
+    return max_ctas(needed, counts)
 
 
 def shard_weights_by_group_rank(plan: Plan, *, rank: int) -> tuple[float, ...]:

@@ -81,7 +81,7 @@ class MegatronChunkRunner:
     stages: StockStages
     tied: TiedEmbedding | None
     loss_divisor: float = 1.0
-    """A power of two: of the loss before its backward, made up for by `scale`."""
+    """Of the loss before its backward, made up for by `scale`."""
     activations: ActivationOffload | None = None
     """Where activations wait, if the group offloads them."""
     kept: SavedActivations | None = None

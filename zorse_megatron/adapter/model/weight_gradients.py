@@ -169,8 +169,8 @@ def delaying_weights(
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """[tokens x batch, width], as stock multiplies it."""
-    return tensor.contiguous().view(-1, tensor.shape[-1])
+    """[tokens x batch, width], as stock multiplies it; the width may be 0."""
+    return tensor.contiguous().flatten(end_dim=-2)
 
 
 def _start_sums(ctx: Any, grad_input: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -1,8 +1,9 @@
 """One update of the shards, made for one chunk after the other.
 
-Adam's rule is the same for every element, so the chunks of a rank may be stepped one by one, and
-the parameters of the first be on their way to the group while the next one is stepped. Whether to
-step at all, and how gradients are scaled, has been decided for all of them before (NORM).
+An update is the same for every element, with Adam as with SGD, so the chunks of a rank may be
+stepped one by one, and the parameters of the first be on their way to the group while the next one
+is stepped. Whether to step at all, and how gradients are scaled, has been decided for all of them
+before (NORM).
 """
 
 from collections.abc import Callable, Iterator, Sequence

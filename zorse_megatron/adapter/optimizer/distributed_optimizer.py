@@ -16,7 +16,7 @@ from megatron.core import optimizer as stock
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
 from zorse_megatron.adapter.checkpoint import saved_optimizer
-from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
+from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout, init_momentum
 from zorse_megatron.adapter.compute_dtype import take_exact
 from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps, by_chunk
 from zorse_megatron.adapter.optimizer.host_state import HostState
@@ -31,8 +31,8 @@ from zorse_megatron.schedule.shards import Interval
 class UnevenDistributedOptimizer(DistributedOptimizer):
     """`DistributedOptimizer` over buckets cut by `UnevenDistributedDataParallel`.
 
-    Works for fp32, bf16 and fp16 with torch's Adam and AdamW or a fused Adam. A rank that owns
-    nothing has empty parameter groups, and takes part in all collectives.
+    Works for fp32, bf16 and fp16 with torch's SGD, Adam and AdamW and with fused ones. A rank that
+    owns nothing has empty parameter groups, and takes part in all collectives.
 
     `step_count` is the number of updates so far, the same on all ranks; a rank that owns nothing
     has no other record of it.
@@ -42,7 +42,11 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
 
     def __init__(
         self,
-        *args: Any,
+        inner: Any,
+        config: Any,
+        grad_scaler: Any,
+        init_state_fn: Callable[..., None] | None,
+        *,
         checkpoint_layout: CheckpointLayout,
         state_waits: bool = False,
         **kwargs: Any,
@@ -52,7 +56,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         `state_waits`: main parameters are made on the CPU, for `keep_in_host` follows.
         """
         self._state_waits = state_waits
-        super().__init__(*args, **kwargs)
+        init_state_fn = init_state_fn or init_momentum  # stock has none for SGD, and needs one
+        super().__init__(inner, config, grad_scaler, init_state_fn, **kwargs)
         self.checkpoint_layout = checkpoint_layout
         self.host_state: HostState | None = None
         self.copies_in_step = False

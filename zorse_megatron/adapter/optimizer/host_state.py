@@ -1,9 +1,9 @@
 """Training state that waits in host memory: fetched, stepped and sent back piece by piece.
 
-Adam's rule is the same for every element, so pieces of the chunks' shards can be stepped one after
-the other with the same result, and the state of two pieces at most is on the device: the one that
-is stepped and the one that is fetched meanwhile. Shards of parameters that wait in the host, too,
-come and go chunk by chunk.
+An update is the same for every element, with Adam as with SGD, so pieces of the chunks' shards can
+be stepped one after the other with the same result, and the state of two pieces at most is on the
+device: the one that is stepped and the one that is fetched meanwhile. Shards of parameters that
+wait in the host, too, come and go chunk by chunk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +22,8 @@ from zorse_megatron.runtime.offload import GradientsInHost
 
 # Optimizer state in host memory, and the pieces of it that are stepped one after the other.
 #
-# Adam's rule is the same for every element, so a piece may begin and end anywhere in a parameter:
-# how much is on the device at a time does not depend on the model.
+# An update is the same for every element, so a piece may begin and end anywhere in a parameter: how
+# much is on the device at a time does not depend on the model.
 
 
 _CATEGORY = "optimizer state"

@@ -68,6 +68,14 @@ PRETRAIN = _training(
     why="an unmodified script passes no process groups; they are made from the plan here",
     delete_when="scripts pass pg_collection themselves",
 )
+WARM_UP = _record(
+    target=f"{_LOOP}:set_jit_fusion_options",
+    parameters=("tp_size",),
+    becomes="The same, on the sizes of one rank that holds all columns of the MLP.",
+    why="stock halves what it takes for the columns of a rank, for SwiGLU; they may be odd",
+    test=f"{_EXACT}::test_follows_stock_into_the_checkpoint",
+    delete_when="the warm-up takes sizes that Megatron's layers take",
+)
 IS_FIRST_OR_LAST_STAGE = _record(
     target="megatron.training.utils:is_first_or_last_pipeline_stage",
     parameters=("vp_stage",),
@@ -212,6 +220,14 @@ OPTIMIZER_CLASS = _record(
     test="tests/megatron/test_uneven_optimizer.py::test_steps_equal_stock",
     delete_when="get_megatron_optimizer takes the class of the distributed optimizer",
 )
+PARAMETERS_NORM = _training(
+    target=f"{_LOOP}:calc_params_l2_norm",
+    parameters=("model", "force_create_fp32_copy"),
+    becomes="The same, of the shards that ranks own.",
+    why="stock counts each rank's parameters once per pipeline stage, of equal replicas that hold "
+    "them unsharded",
+    delete_when="stock asks the optimizer for it",
+)
 GET_SCHEDULE = _training(
     target=f"{_LOOP}:get_forward_backward_func",
     parameters=("pp_size", "vp_size", "schedule_pg_collection"),
@@ -274,6 +290,7 @@ UNDER_A_PLAN = (
     PRINT_ARGS,
     PAD_VOCABULARY,
     PRETRAIN,
+    WARM_UP,
     IS_FIRST_OR_LAST_STAGE,
     BUILD_MODELS,
     DDP_CLASS,
@@ -286,6 +303,7 @@ UNDER_A_PLAN = (
     SPLIT_GATE,
     GET_OPTIMIZER,
     OPTIMIZER_CLASS,
+    PARAMETERS_NORM,
     GET_SCHEDULE,
     BUILD_DATASETS,
     BUILD_LOADER,
