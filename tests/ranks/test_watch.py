@@ -56,7 +56,7 @@ def run(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.ranks.watched_entry"],
                 env=os.environ
-                | {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+                | {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1"}
                 | watched_environment(deaths, work, timeouts),
                 stdout=output,
                 stderr=output,

@@ -17,7 +17,8 @@ from zorse_megatron import pretrain
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.live import hub_address as exchange
 from zorse_megatron.live import start_watch, watcher
-from zorse_megatron.live.hub import Hub, LineSocket, Member
+from zorse_megatron.live.hub import Hub, Member
+from zorse_megatron.live.listener import LineSocket, Listener
 from zorse_megatron.live.root_cause import (
     FailureKind,
     Report,
@@ -188,16 +189,32 @@ WORLD_SIZE = 3
 STEP_S = 0.5
 
 
+TOKEN = "7" * 32
+
+
+def hub_of(num_ranks: int, told: list[str] | None = None) -> Hub:
+    """A hub, and where to find it."""
+    return Hub(
+        num_ranks,
+        Listener("127.0.0.1", 0, TOKEN, is_one_node=True),
+        timeouts=Timeouts(),
+        describe=str,
+        host="node 0",
+        tell=[].append if told is None else told.append,
+    )
+
+
 def member(rank: int) -> Member:
-    return Member(rank, timeouts=Timeouts(), describe=lambda each: f"rank {each}", host="here")
+    return Member(rank, timeouts=Timeouts(), describe=lambda each: f"rank {each}", host="node 0")
 
 
 class Job:
     """The watchers of three ranks in one process, without ranks."""
 
     def __init__(self) -> None:
-        self.hub = Hub(WORLD_SIZE, timeouts=Timeouts(), describe=str, host="here")
-        self.address = f"127.0.0.1 {self.hub.address}"
+        self.told: list[str] = []
+        self.hub = hub_of(WORLD_SIZE, self.told)
+        self.address = f"127.0.0.1 {self.hub.listener.port} {TOKEN}"
         self.members = [member(rank) for rank in (1, 2)]
         self.late: set[int] = set()
         """Ranks that have not found the hub's address so far."""
@@ -223,7 +240,8 @@ class Job:
         post.report(report, self.now_s, ended=True)
 
     def close(self) -> None:
-        for connection in [self.hub.listener, *self.hub._members]:
+        self.hub.listener.close()
+        for connection in self.hub._members:
             connection.close()
 
     @property
@@ -289,6 +307,18 @@ def test_who_comes_when_the_job_has_ended_gives_no_verdict_of_its_own(job: Job) 
     assert "error" not in note
 
 
+def test_who_is_missing_is_told_before_it_is_given_up(job: Job) -> None:
+    job.late.add(2)
+    job.run(25)
+    assert not job.told
+    job.run(30)
+    assert job.told == ["after 25 s rank 2 is still missing; the others wait 600 s"]
+    job.run(599)
+    assert job.hub.culprit is None and len(job.told) == 1
+    job.run(620)
+    assert job.hub.culprit is not None and job.hub.culprit.rank == 2
+
+
 def test_one_that_has_come_in_time_says_that_rank_0_is_gone(job: Job) -> None:
     job.run(5)
     job.close()
@@ -334,13 +364,11 @@ def file_limit() -> Iterator[int]:
 def test_a_rank_that_joins_costs_the_hub_the_same_however_many_have_joined() -> None:
     """With all told of each join, 2,000 ranks took the hub 39 s: its own rank took it for dead."""
     num_ranks = 12 * RANKS_PER_NODE
-    hub = Hub(num_ranks, timeouts=Timeouts(), describe=str, host="node 0")
-    port = hub.listener.getsockname()[1]
+    hub = hub_of(num_ranks)
     lines = {}
     for rank in reversed(range(1, num_ranks)):  # each takes the word from the one before
-        lines[rank] = LineSocket(socket.create_connection(("127.0.0.1", port), timeout=5))
-        host = f"node {rank // RANKS_PER_NODE}"
-        lines[rank].send({"token": hub.token, "rank": rank, "host": host})
+        lines[rank] = LineSocket.connect("127.0.0.1", hub.listener.port, TOKEN, timeout_s=5)
+        lines[rank].send({"rank": rank, "host": f"node {rank // RANKS_PER_NODE}"})
     while len(hub.hosts) < num_ranks:
         hub.work("", -1.0)
     told = {

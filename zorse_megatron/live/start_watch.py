@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import resource
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from functools import partial
 from typing import NoReturn
 
 from zorse_megatron.live.hub import Hub, Member
+from zorse_megatron.live.listener import TOKEN_CHARACTERS, Listener
 from zorse_megatron.live.root_cause import Timeouts
 from zorse_megatron.live.watched_rank import SharedState, WatchedRank, watch_parent
 from zorse_megatron.live.watcher import FORWARDED, Watcher, forward
@@ -40,12 +42,13 @@ def watched(
         return WatchedRank(None, timeouts), ""
     shared = SharedState()
     shared.phase.write("at its start")
-    post: Hub | Member = (
-        Member(rank, timeouts=timeouts, describe=describe, host=host)
-        if rank
-        else Hub(world_size, timeouts=timeouts, describe=describe, host=host)
-    )
-    address = post.address if isinstance(post, Hub) else ""
+    post: Hub | Member = Member(rank, timeouts=timeouts, describe=describe, host=host)
+    address = ""
+    if rank == 0:
+        listener, address = _listener(environment)
+        post = Hub(
+            world_size, listener, timeouts=timeouts, describe=describe, host=host, tell=_tell
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -65,6 +68,22 @@ def watched(
             find_hub=partial(_find_hub, shared, address),
         )
     )
+
+
+def _listener(environment: Mapping[str, str]) -> tuple[Listener, str]:
+    """The hub's port, and what others need for it: "port token"."""
+    token = secrets.token_hex(TOKEN_CHARACTERS // 2)
+    is_one_node = environment["WORLD_SIZE"] == environment.get("LOCAL_WORLD_SIZE")
+    listener = Listener(environment["MASTER_ADDR"], 0, token, is_one_node=is_one_node)
+    if listener.note:
+        _tell(listener.note)
+    return listener, f"{listener.port} {token}"
+
+
+def _tell(line: str) -> None:
+    """Show a line whole, also where a rank is in the middle of one; by no lock of the rank's."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"zorse: note: {line}\n".encode())
 
 
 def _fork() -> int:
