@@ -1,7 +1,5 @@
 """Anybody may reach a port of a job: nobody without its token ends, slows or fills it."""
 
-import json
-import resource
 import socket
 import time
 import tracemalloc
@@ -10,22 +8,13 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from tests.unit.strangers import MANY, Visit
+from tests.unit.strangers import Visit
 from zorse_megatron.live.hub import BEAT_S, Hub, Member
 from zorse_megatron.live.listener import LineSocket, Listener
 from zorse_megatron.live.root_cause import Timeouts
 
 TOKEN = "5" * 32
 MOST_KEPT_BYTES = 8 << 20
-
-
-@pytest.fixture(autouse=True)
-def many_files() -> Iterator[None]:
-    """For both ends of all connections."""
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4 * MANY), most))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
 
 
 @pytest.fixture
@@ -35,12 +24,11 @@ def listener() -> Iterator[Listener]:
     found.close()
 
 
+@pytest.mark.usefixtures("many_files")
 def test_strangers_at_the_hubs_port_change_nothing(listener: Listener) -> None:
     """100,000 "[" ended it, bytes without an end kept it from its beats and its memory."""
     told: list[str] = []
-    hub = Hub(
-        2, listener, timeouts=Timeouts(), describe=str, host="node 0", tell=told.append
-    )
+    hub = Hub(2, listener, timeouts=Timeouts(), describe=str, host="node 0", tell=told.append)
     member = Member(1, timeouts=Timeouts(), describe=str, host="node 1")
     address = f"127.0.0.1 {listener.port} {TOKEN}"
     strangers = Visit(listener.port)
