@@ -4,8 +4,10 @@ import contextlib
 import os
 import resource
 import socket
+import threading
+import time
 from collections.abc import Iterator
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,7 @@ import torch.distributed as dist
 from tests.unit.cli_samples import FLAGS, write_lab
 from zorse_megatron import pretrain
 from zorse_megatron.errors import PlanError, Problem
-from zorse_megatron.live import hub_address as exchange
-from zorse_megatron.live import start_watch, watcher
+from zorse_megatron.live import hub_address, start_watch, watcher
 from zorse_megatron.live.hub import Hub, Member
 from zorse_megatron.live.listener import LineSocket, Listener
 from zorse_megatron.live.root_cause import (
@@ -27,6 +28,7 @@ from zorse_megatron.live.root_cause import (
     report_of_end,
 )
 from zorse_megatron.live.watched_rank import SharedState, WatchedRank
+from zorse_megatron.processes import free_port
 
 ALL = range(3)
 WRONG = PlanError("No", [Problem(where="plan.json", found="a", expected="b", remedy="c")])
@@ -430,16 +432,53 @@ def test_a_watcher_may_have_as_many_files_as_the_system_lets_it(file_limit: int)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (file_limit, file_limit)
 
 
+@pytest.mark.parametrize("is_over", [False, True])
 def test_ranks_that_are_started_again_wait_for_the_hub_of_this_time(
-    monkeypatch: pytest.MonkeyPatch,
+    is_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun keeps its store: ranks found the hub of before there, and ended the new job."""
+    """torchrun keeps its store, and an agent that comes back counts its starts from 0.
+
+    Under keys with these counts ranks never met, or found the hub of before and ended the new job.
+    """
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.2))
-    monkeypatch.setenv("MASTER_ADDR", "node")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert exchange._exchanged(store, "1 a") == exchange._exchanged(store, "") == "node 1 a"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    hubs = [hub_of(2), hub_of(2)]
+    addresses = [f"{hub.listener.port} {TOKEN}" for hub in hubs]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(dist.DistError):
-        exchange._exchanged(store, "")
-    assert exchange._exchanged(store, "2 b") == exchange._exchanged(store, "") == "node 2 b"
+    hub_address._exchanged(store, addresses[0], 1.0)
+    if is_over:  # its process is still there, to end its own rank
+        hubs[0].report(Report(rank=0, kind=FailureKind.FAILED), 0.0, ended=True)
+        hubs[0].work("", 100.0)
+        assert hubs[0].culprit is not None
+    else:
+        hubs[0].listener.close()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.wait(0.05):
+            for hub in hubs[not is_over :]:
+                hub.work("", 100.0)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        working = pool.submit(work)
+        found = pool.submit(hub_address._exchanged, store, "", 5.0)
+        time.sleep(0.7)
+        is_early = found.done()
+        hub_address._exchanged(store, addresses[1], 1.0)
+        wait([found])
+        done.set()
+        working.result()
+    assert not is_early and found.result() == f"127.0.0.1 {addresses[1]}"
+    hubs[not is_over].listener.close()
+    hubs[1].listener.close()
+
+
+def test_who_waits_for_a_hub_in_vain_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    hub_address._exchanged(store, f"{free_port()} {TOKEN}", 1.0)
+    with pytest.raises(TimeoutError):
+        hub_address._exchanged(store, "", 0.7)

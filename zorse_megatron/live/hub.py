@@ -1,7 +1,9 @@
 """The watchers' talk: that of rank 0 hears all others, and has the job end."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import wait
 from typing import Any
 
 from zorse_megatron.live.listener import LineSocket, Listener
@@ -97,7 +99,12 @@ class Hub:
         """
         if address and self._came_s is None:
             self._came_s = now_s
-        self._members.update((line, None) for line, _ in self.listener.admitted(now_s))
+        for line, _ in self.listener.admitted(now_s):
+            if self._told_s is None:  # else this job ends, and who comes is of the next one
+                self._members[line] = None
+                line.send({"beat": 1})
+            else:
+                line.close()
         for member in list(self._members):
             for message in member.receive():
                 self._hear(member, message, now_s)
@@ -258,6 +265,19 @@ _REFUSED_S = 1.5
 """No hub listens there after this long: it listens before its address is known."""
 _BYE_S = 45.0
 """How much longer than any rank may take to its end this process waits for the hub's leave."""
+
+
+def answers(address: str) -> bool:
+    """Whether the hub of a job that goes on listens there: "host port token"."""
+    host, port, token = address.split()
+    try:
+        line = LineSocket.connect(host, int(port), token, timeout_s=_CONNECT_S)
+    except OSError:
+        return False
+    with contextlib.closing(line):
+        waited_for: list[Any] = [line]
+        wait(waited_for, _CONNECT_S)
+        return bool(line.receive())
 
 
 class Member:

@@ -296,8 +296,6 @@ def _place_of(rank: int, world_size: int, first: Arrival) -> dict[str, str]:
         "MASTER_ADDR": first.address,
         "MASTER_PORT": str(first.free_port),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        # Each agent counts its own failures, so that they differ; the store is a new one.
-        "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
