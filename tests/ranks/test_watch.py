@@ -1,6 +1,5 @@
 """Ranks that die in every way: who is named, once, how soon, and how all ranks end."""
 
-import itertools
 import os
 import signal
 import subprocess
@@ -65,9 +64,7 @@ def run(
             for rank in range(num_started)
         ]
         try:
-            # What stops a watcher stays; a launcher ends it when the others have ended.
-            waits = [f"{rank}:stop-watcher" != deaths for rank in range(WORLD_SIZE)]
-            for rank in itertools.compress(ranks, waits):
+            for rank in ranks:
                 rank.wait(timeout=45)
         finally:
             for rank in ranks:
@@ -153,6 +150,7 @@ def test_names_a_node_that_is_silent(dead: int, ended: dict[str, Ended]) -> None
     (line,) = job.errors
     assert f"rank {dead} has been silent for 3 s" in line
     assert job.statuses[1 - dead] == job.statuses[2] == LOST_RANK
+    assert job.statuses[dead] == -signal.SIGKILL, "its own rank ends it"
 
 
 def test_ranks_that_lose_contact_though_all_live_say_so(ended: dict[str, Ended]) -> None:

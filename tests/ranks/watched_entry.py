@@ -44,6 +44,10 @@ def die() -> None:
     if DEATH in ("kill-watcher", "stop-watcher"):
         os.kill(os.getppid(), signal.SIGKILL if DEATH == "kill-watcher" else signal.SIGSTOP)
         time.sleep(FOREVER_S)
+    if DEATH == "kill-agent":
+        about = Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(about.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        time.sleep(FOREVER_S)
     if DEATH == "raise":
         raise ValueError("a fault\nwith details")
     if DEATH == "refuse":

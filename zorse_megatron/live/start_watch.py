@@ -21,6 +21,7 @@ from zorse_megatron.live.listener import TOKEN_CHARACTERS, Listener
 from zorse_megatron.live.root_cause import Timeouts
 from zorse_megatron.live.watched_rank import SharedState, WatchedRank, watch_parent
 from zorse_megatron.live.watcher import FORWARDED, Watcher, forward
+from zorse_megatron.processes import end_with_parent
 
 
 def watched(
@@ -35,7 +36,12 @@ def watched(
     `environment` has torchrun's variables. Returns the rank's end of the watch, and on rank 0 what
     the watchers of the other ranks need (see `exchange`), else "". A job of one rank is not
     watched. To be called before CUDA is initialised, which does not survive a fork.
+
+    Of torchrun's processes none outlives its agent: one that is killed cannot end them, and they
+    would train on beside those of the next start. Who starts ranks by hand may leave them.
     """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        end_with_parent()
     timeouts = timeouts or Timeouts()
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     if world_size == 1:
