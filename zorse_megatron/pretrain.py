@@ -235,6 +235,7 @@ def _plan_run(
         cluster=cluster,
         enter=watch.enter,
         setup=setup,
+        elastic_run=os.environ.get("TORCHELASTIC_RUN_ID", "") if OUTCOME in os.environ else "",
         check_next=None
         if setup is not None
         else lambda plan: _checked(command, plan, "the next plan", cluster).dtypes,
