@@ -88,7 +88,12 @@ DEATHS = [
     ("0:kill-watcher", "rank 0 is gone, and so is the process that watched it", -9),
 ]
 # The entry raises what it refuses.
-IN_ONE_WAY = {"others:exit": 7, "others:refuse": 1, "others:term": -15}
+IN_ONE_WAY = {"others:exit": 7, "others:refuse": 1}
+ON_REQUEST = {
+    "others:term": ("SIGTERM", -15),
+    "others:int": ("SIGINT", -2),
+    "others:save-and-end": ("SIGTERM", 0),
+}
 # Jobs in which a limit has to pass, which is shortened.
 LIMITED = {
     "0:stop": Timeouts(stopped_s=2),
@@ -112,7 +117,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     with ThreadPoolExecutor(max_workers=4) as pool:
         jobs = {deaths: begin(deaths, timeouts) for deaths, timeouts in LIMITED.items()}
         jobs[ABSENT] = begin("", Timeouts(meeting_s=3), num_started=WORLD_SIZE - 1)
-        for deaths in (*(deaths for deaths, _, _ in DEATHS), *IN_ONE_WAY):
+        for deaths in (*(deaths for deaths, _, _ in DEATHS), *IN_ONE_WAY, *ON_REQUEST):
             jobs[deaths] = begin(deaths)
         return {deaths: job.result() for deaths, job in jobs.items()}
 
@@ -172,6 +177,17 @@ def test_ranks_that_end_in_one_way_say_it_themselves(deaths: str, ended: dict[st
     job = ended[deaths]
     assert not job.errors
     assert set(job.statuses) == {IN_ONE_WAY[deaths]}
+    assert job.wall_s < STARTED_S + 3
+
+
+@pytest.mark.parametrize("deaths", ON_REQUEST)
+def test_a_request_to_end_is_answered_by_what_is_saved(
+    deaths: str, ended: dict[str, Ended]
+) -> None:
+    job, (name, status) = ended[deaths], ON_REQUEST[deaths]
+    assert set(job.statuses) == {status}
+    said = [line for line in job.output.splitlines() if line.startswith("zorse: ")]
+    assert said == [f"zorse: ended by {name}. Iteration 4 is saved."]
     assert job.wall_s < STARTED_S + 3
 
 

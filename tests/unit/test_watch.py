@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -337,7 +338,7 @@ def test_the_time_is_that_of_megatrons_flag(
     write_lab(tmp_path)
     found: list[Timeouts] = []
 
-    def watched(_plan: object, timeouts: Timeouts, _node: str) -> None:
+    def watched(_plan: object, timeouts: Timeouts, *_: object) -> None:
         found.append(timeouts)
         raise KeyboardInterrupt
 
@@ -348,6 +349,20 @@ def test_the_time_is_that_of_megatrons_flag(
         with pytest.raises(KeyboardInterrupt):
             pretrain.run([*FLAGS, *more, "--zorse-plan", str(tmp_path / "plan.json")])
     assert [timeouts.exit_s for timeouts in found] == [600, 180]
+
+
+def test_who_interrupts_a_job_gets_no_traceback_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_argv: object, *, setup: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(pretrain, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pretrain.main([])
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    assert capsys.readouterr().err == ""
 
 
 # Large jobs.
@@ -419,6 +434,8 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
         post=Post(1, timeouts=Timeouts(), describe=str, host="here"),
         timeouts=Timeouts(),
         find_hub=None,
+        passed_on=[],
+        saved=str,
     ).run()
     assert 1 <= looks <= 20
     for each in (ours, theirs, beyond):

@@ -30,12 +30,14 @@ def watched(
     describe: Callable[[int], str],
     host: str,
     timeouts: Timeouts | None = None,
+    saved: Callable[[], str] = str,
 ) -> tuple[WatchedRank, str]:
     """Let a child of this process be the rank, watched by this process; return in the child.
 
-    `environment` has torchrun's variables. Returns the rank's end of the watch, and on rank 0 what
-    the watchers of the other ranks need (see `exchange`), else "". A job of one rank is not
-    watched. To be called before CUDA is initialised, which does not survive a fork.
+    `environment` has torchrun's variables; `saved` tells what training can go on from. Returns the
+    rank's end of the watch, and on rank 0 what the watchers of the other ranks need (see
+    `exchange`), else "". A job of one rank is not watched. To be called before CUDA is initialised,
+    which does not survive a fork.
 
     Of torchrun's processes none outlives its agent: one that is killed cannot end them, and they
     would train on beside those of the next start. Who starts ranks by hand may leave them.
@@ -58,7 +60,7 @@ def watched(
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    process = _fork()
+    process, passed_on = _fork()
     if process == 0:
         if isinstance(post, Hub):
             post.listener.close()
@@ -72,6 +74,8 @@ def watched(
             post=post,
             timeouts=timeouts,
             find_hub=partial(_find_hub, shared, address),
+            passed_on=passed_on,
+            saved=saved,
         )
     )
 
@@ -92,14 +96,13 @@ def _tell(line: str) -> None:
         os.write(2, f"zorse: note: {line}\n".encode())
 
 
-def _fork() -> int:
-    """`os.fork`; no signal comes between it and the watcher's handlers."""
+def _fork() -> tuple[int, list[int]]:
+    """`os.fork`, and `forward`; no signal comes between it and the watcher's handlers."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     process = os.fork()
-    if process:
-        forward(process)
+    passed_on = forward(process) if process else []
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    return process
+    return process, passed_on
 
 
 def _watch(watcher: Watcher) -> NoReturn:

@@ -145,8 +145,8 @@ class WatchedRank:
             kind = FailureKind.EXITED if status else FailureKind.EXITED_WELL
             self.say(kind, f"has exited alone, with status {status},")
             raise
-        except KeyboardInterrupt as error:
-            self.say(FailureKind.FAILED, _failed(error))
+        except KeyboardInterrupt:
+            self.say(FailureKind.ASKED_TO_END, "was ended by SIGINT")
             raise
         except ZorseError as error:
             alone = error.is_of_one_rank or not all_refuse
