@@ -105,7 +105,11 @@ def _session(at: RankPlan, run: PlanRun) -> PlanSession:
         at=at,
         run=run,
         assignment=assignment,
-        trace=Trace(num_steps=None if run.options.trace else 0, clock=of_device),
+        trace=Trace(
+            num_steps=None if run.options.trace else 0,
+            clock=of_device,
+            directory=run.options.trace,
+        ),
         watch=make_watch(at, run, assignment, (run.setup and run.setup.clock) or of_device),
         link=None if at.offload == Offload() else make_link(at.device),
         weight_gradients=WeightGradients() if at.group.split_backward else None,

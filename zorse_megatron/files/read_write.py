@@ -12,7 +12,7 @@ import secrets
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -78,9 +78,19 @@ def write_bytes(
         if descriptor is not None:
             _write_to_stream(descriptor, data)
         else:
-            _replace(regular_target(path) if follows_link else _own_place(path), data)
+            _replace(regular_target(path) if follows_link else _own_place(path), [data])
     except OSError as error:
         raise NotWritten(path, error, _kept_elsewhere(path.name, data)) from error
+    return path
+
+
+def write_parts(path: Path, parts: Iterable[bytes]) -> Path:
+    """Write a file that need not fit into memory, and return its path. Raises NotWritten."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(regular_target(path), parts)
+    except OSError as error:
+        raise NotWritten(path, error, None) from error
     return path
 
 
@@ -122,13 +132,14 @@ def temporary_beside(target: Path) -> Iterator[tuple[int, Path]]:
         temporary.unlink(missing_ok=True)
 
 
-def _replace(target: Path, data: bytes) -> None:
+def _replace(target: Path, parts: Iterable[bytes]) -> None:
     with temporary_beside(target) as (descriptor, temporary):
         with contextlib.suppress(FileNotFoundError):
             old = target.lstat()
             if stat.S_ISREG(old.st_mode):  # else a link, which is not followed
                 _become_like(old, descriptor)
-        write_all(descriptor, data)
+        for part in parts:
+            write_all(descriptor, part)
         _sync(descriptor)
         temporary.replace(target)
     with contextlib.suppress(OSError):  # the file is there in any case
