@@ -201,14 +201,17 @@ def test_a_rank_that_does_not_come_to_meet_the_others_is_named(ended: dict[str, 
 
 
 def test_ranks_do_not_wait_for_long_where_rank_0_does_not_come(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    from zorse_megatron.live import hub_address
     from zorse_megatron.live.hub_address import exchange
 
-    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    monkeypatch.setattr(hub_address, "NAMED_S", 0.5)
+    place = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (place | {"MASTER_PORT": str(free_port())}).items():
         monkeypatch.setenv(name, value)
     started_s = time.monotonic()
     with pytest.raises(ConnectionError, match=r"rank 0 has not come to 127\.0\.0\.1:\d+ in 2 s"):
         exchange(WatchedRank(SharedState(), Timeouts(meeting_s=2)), "")
     assert time.monotonic() - started_s < 30
+    assert capfd.readouterr().out.count("in 0.5 s; the others wait 2 s") == 1

@@ -1,6 +1,7 @@
 """Anybody may reach a port of a job: nobody without its token ends, slows or fills it."""
 
 import socket
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -74,6 +75,24 @@ def test_what_knows_the_token_is_bounded_too(said: bytes, listener: Listener) ->
         each.close()
 
 
+def test_one_that_sends_without_end_leaves_others_their_turn(listener: Listener) -> None:
+    other = LineSocket.connect("127.0.0.1", listener.port, TOKEN, timeout_s=5)
+    ((line, _),) = admitted(listener, 1)
+    message, count = b'{"beat": 1}\n', 100_000
+    other.connection.setblocking(True)
+    sending = threading.Thread(target=other.connection.sendall, args=(message * count,))
+    sending.start()
+    time.sleep(0.2)  # until the system's buffers are full
+    found = []
+    while sum(found) < count:
+        found.append(len(line.receive()))
+        assert line.is_open
+    assert 1 < max(found) <= 2**16 / len(message) + 1
+    sending.join()
+    for each in (other, line):
+        each.close()
+
+
 def test_messages_do_not_pile_up_for_one_who_does_not_read(listener: Listener) -> None:
     other = LineSocket.connect("127.0.0.1", listener.port, TOKEN, timeout_s=5)
     ((line, _),) = admitted(listener, 1)
@@ -85,6 +104,14 @@ def test_messages_do_not_pile_up_for_one_who_does_not_read(listener: Listener) -
 
 def test_who_is_late_with_the_token_is_closed_and_may_come_again(listener: Listener) -> None:
     """As one that the system lets wait between its connection and its first line."""
+    wrong = socket.create_connection(("127.0.0.1", listener.port))
+    wrong.sendall(TOKEN[::-1].encode().replace(b"5", b"6") + b"\n")
+    until_s = time.monotonic() + 5
+    while not listener._strangers:
+        listener._accept(0.0)
+        assert time.monotonic() < until_s
+    assert listener.admitted(0.0) == [] and not listener._strangers, "at once"
+    wrong.close()
     late = socket.create_connection(("127.0.0.1", listener.port))
     late.sendall(TOKEN[:9].encode())
     assert [listener.admitted(at_s) for at_s in (0.0, 0.9, 1.1)] == [[], [], []]
@@ -107,7 +134,9 @@ def test_who_is_late_with_the_token_is_closed_and_may_come_again(listener: Liste
 
 def admitted(listener: Listener, num: int) -> list[tuple[LineSocket, str]]:
     found: list[tuple[LineSocket, str]] = []
+    until_s = time.monotonic() + 10
     while len(found) < num:
+        assert time.monotonic() < until_s
         found += listener.admitted(time.monotonic())
     return found
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import plans
 from tests.unit.plan_samples import good, load
+from zorse_megatron import trace as trace_module
 from zorse_megatron.adapter.loss import (
     comm_dtype_of,
     loss_divisor,
@@ -32,7 +33,7 @@ from zorse_megatron.runtime.batch_sampler import (
 from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
-from zorse_megatron.trace import Span, Trace, load_trace
+from zorse_megatron.trace import HostClock, Span, Trace, load_trace
 
 
 @pytest.mark.slow
@@ -154,6 +155,15 @@ def test_a_long_run_is_recorded_in_little_memory(tmp_path):
         step, at = divmod(number, len(ACTIONS))
         assert (span.step, span.action) == (step, ACTIONS[at])
         assert (span.start_s, span.end_s, span.waited_s) == (40 * number + 10, 40 * number + 40, 10)
+
+
+def test_a_run_that_ends_when_all_waits_in_the_file_is_read_back(tmp_path):
+    trace = Trace(clock=HostClock(), directory=tmp_path)
+    for step in range(2 * trace_module._MOST_HELD):
+        with trace.record(step, "STEP"):
+            pass
+        _, spans = load_trace(trace.save(tmp_path, rank=0)) if step % 4095 == 0 else (0, ())
+        assert not spans or [span.step for span in spans] == list(range(step + 1))
 
 
 def test_a_disk_that_fills_ends_the_record_and_not_the_run(tmp_path, monkeypatch):

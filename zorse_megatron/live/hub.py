@@ -14,7 +14,7 @@ BEAT_S = 1.0
 _LATE_S = 3.0
 _END_S = 8.0
 """How long ranks have to end once they are told to: their watchers kill them before that."""
-_NAMED_S = 25.0
+NAMED_S = 25.0
 """After which those are named who have not come so far."""
 _AFTER_CULPRIT_S = 0.3
 """A launcher blames the process that it sees to end first, and torchrun looks every 0.1 s."""
@@ -175,14 +175,14 @@ class Hub:
     def _look_for_absent(self, now_s: float) -> None:
         """Name those that do not come to where the others have met; in the end give them up."""
         limit_s = self.timeouts.meeting_s
-        if self._came_s is None or now_s - self._came_s <= min(limit_s, _NAMED_S):
+        if self._came_s is None or now_s - self._came_s <= min(limit_s, NAMED_S):
             return
         absent = set(range(self.root_cause.world_size)) - self.hosts.keys() - self._absent
-        if absent and not self._has_named_absent and limit_s > _NAMED_S:
+        if absent and not self._has_named_absent and limit_s > NAMED_S:
             self._has_named_absent = True
             are = "ranks {} are" if len(absent) > 1 else "rank {} is"
             who = are.format(spell(spans_of(absent)))
-            self.tell(f"after {_NAMED_S:g} s {who} still missing; the others wait {limit_s:g} s")
+            self.tell(f"after {NAMED_S:g} s {who} still missing; the others wait {limit_s:g} s")
         for rank in absent if now_s - self._came_s > limit_s else ():
             why = f"has not come to meet the others in {limit_s:g} s: it or its node is gone"
             self.root_cause.note(Report(rank=rank, kind=FailureKind.VANISHED, reason=why), now_s)

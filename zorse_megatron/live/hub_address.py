@@ -2,13 +2,16 @@
 
 import contextlib
 import os
+import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from zorse_megatron.live.hub import answers
+from zorse_megatron.live.hub import NAMED_S, answers
 from zorse_megatron.live.watched_rank import SharedState, WatchedRank
+from zorse_megatron.log import say
 
 _KEY = "zorse/watch"
 _LINGER_S = 60.0
@@ -26,14 +29,28 @@ def exchange(rank: WatchedRank, hub_address: str) -> dist.Store | None:
     if rank.shared is None:
         return None
     limit_s = rank.timeouts.meeting_s
-    with contextlib.suppress(dist.DistError, TimeoutError):
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    with contextlib.suppress(dist.DistError, TimeoutError), _named_if_late(where, limit_s):
         store = _store(timedelta(seconds=limit_s))
         address = _exchanged(store, hub_address, limit_s)
         rank.join(address)
         return dist.PrefixStore(f"zorse/{address.split()[-1]}", store)
     # Not from the store's error: nobody is there who could name another rank as its cause.
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     raise ConnectionError(f"rank 0 has not come to {where} in {limit_s:g} s")
+
+
+@contextlib.contextmanager
+def _named_if_late(where: str, limit_s: float) -> Iterator[None]:
+    """Tell, on each node, that the block takes long: it waits for rank 0."""
+    line = f"note: rank 0 has not come to {where} in {NAMED_S:g} s; the others wait {limit_s:g} s"
+    late = threading.Timer(NAMED_S, say, [line], {"on_each_node": True})
+    late.daemon = True
+    if limit_s > NAMED_S:
+        late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def exchange_for_dead_rank(shared: SharedState, hub_address: str) -> None:

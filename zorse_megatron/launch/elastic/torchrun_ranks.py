@@ -18,6 +18,7 @@ from zorse_megatron.errors import LaunchError, Problem, ZorseError
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.launch.elastic.replan import GivenUp, JobFiles, Replanner, Starts
 from zorse_megatron.launch.rank_environment import OUTCOME
+from zorse_megatron.live.hub import NAMED_S
 from zorse_megatron.live.listener import TOKEN_CHARACTERS, LineSocket, Listener
 from zorse_megatron.log import say
 from zorse_megatron.plan.spans import spans_of, spell
@@ -30,8 +31,6 @@ from zorse_megatron.plan.spans import spans_of, spell
 
 
 _RETRY_S = 0.2
-_NAMED_S = 25.0
-"""After which those are named who have not come so far."""
 _CONNECT_S = 10.0
 _ANSWER_S = 10.0
 _MOST_ANSWER_BYTES = 1 << 24
@@ -95,11 +94,13 @@ def rendezvous(
     line = _connection(point, arrive_s)
     with contextlib.closing(line):
         line.send({"number": point.number, **asdict(me)})
-        line.connection.settimeout(arrive_s + decide_s)
         try:
+            line.connection.settimeout(arrive_s + decide_s)
             answer = line.connection.makefile("rb").readline(_MOST_ANSWER_BYTES)
-        except OSError as error:
+        except TimeoutError as error:
             raise _no_rendezvous(point, f"no answer ({error})") from error
+        except OSError:
+            answer = b""  # reset, where it was closed before all of it was read
     if not answer.endswith(b"\n"):
         raise _no_rendezvous(point, "no answer: the first process has ended, or has another token")
     return dict(json.loads(answer))
@@ -141,7 +142,7 @@ class _Host:
 
     def arrivals(self, limit_s: float) -> list[Arrival]:
         """Wait for all, and return who they are by their numbers. Raises LaunchError."""
-        began_s, is_told = time.monotonic(), limit_s <= _NAMED_S
+        began_s, is_told = time.monotonic(), limit_s <= NAMED_S
         while len(self._arrived) < self._point.size:
             waited_for: list[Any] = [*self._listener.sockets, *self._lines]
             wait(waited_for, _RETRY_S)
@@ -152,9 +153,9 @@ class _Host:
                 self._hear(line)
             if len(self._arrived) < self._point.size and now_s - began_s > limit_s:
                 raise _no_rendezvous(self._point, f"after {limit_s:g} s {self._missing()}")
-            if not is_told and now_s - began_s > _NAMED_S:
+            if not is_told and now_s - began_s > NAMED_S:
                 is_told = True
-                say(f"note: after {_NAMED_S:g} s {self._missing()}; the others wait {limit_s:g} s")
+                say(f"note: after {NAMED_S:g} s {self._missing()}; the others wait {limit_s:g} s")
         return [self._arrived[number] for number in range(self._point.size)]
 
     def answer(self, answers: Answers) -> None:
@@ -206,7 +207,7 @@ def _arrival(message: dict[str, Any], size: int) -> tuple[int, Arrival] | None:
 
 def _connection(point: Rendezvous, limit_s: float) -> LineSocket:
     """Wait until the first process listens."""
-    began_s, is_told = time.monotonic(), limit_s <= _NAMED_S
+    began_s, is_told = time.monotonic(), limit_s <= NAMED_S
     while True:
         try:
             return LineSocket.connect(
@@ -216,7 +217,7 @@ def _connection(point: Rendezvous, limit_s: float) -> LineSocket:
             waited_s = time.monotonic() - began_s
             if waited_s > limit_s:
                 raise _no_rendezvous(point, str(error)) from error
-            if not is_told and waited_s > _NAMED_S:
+            if not is_told and waited_s > NAMED_S:
                 is_told = True
                 where = f"{point.address}:{point.port}"
                 say(f"note: the first process is not at {where} ({error})", on_each_node=True)
