@@ -36,6 +36,14 @@ nodes:
 """
 TWO_NODES = CLUSTER.replace("  - {name: new1, gpus: 1 x L4, nics: 10 Gb/s}\n", "")
 AGENT = b"torch.distributed.run"
+BEGIN = """
+import os, sys, time
+from torch.distributed.run import main
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+main(sys.argv[2:])
+"""
+"""Imports take longer than a few steps of the others."""
 
 
 def launch(training: tuple[str, ...], cluster: str = CLUSTER) -> None:
@@ -70,11 +78,19 @@ class Command:
         return cls(words, dict(variable.split("=", 1) for variable in variables))
 
     @contextlib.contextmanager
-    def running(self, output: Path) -> Iterator[None]:
-        with output.open("w") as file:
-            started = subprocess.Popen(self.words, env=self.environment, stdout=file, stderr=file)
+    def running(self, gate: Path) -> Iterator[Path]:
+        """It is ready to begin, and does so when the file is there."""
+        python, *words = self.words
+        cut = words.index(AGENT.decode())
+        with gate.with_suffix(".txt").open("w") as output:
+            started = subprocess.Popen(
+                [python, "-c", BEGIN, str(gate), *words[cut + 1 :]],
+                env=self.environment,
+                stdout=output,
+                stderr=output,
+            )
             try:
-                yield
+                yield gate
             finally:
                 started.kill()
                 started.wait()
@@ -100,13 +116,15 @@ def test_a_job_goes_on_without_what_is_killed_and_ends_as_one_process(
         job = slurm.submit(tmp_path / "job.sh", **THIS_MACHINE, **forks)
         wait_for(SAVED_EVERY + 3)
         since = kill(process_of(1, conf))
-        since = wait_for(2 * SAVED_EVERY + 1, since=since)
+        since = wait_for(SAVED_EVERY + 2, since=since)
         slurm.run("scancel", "--signal=USR1", "--batch", job)  # as before the time limit
-        wait_for(3 * SAVED_EVERY + 3, since=since)
+        wait_for(2 * SAVED_EVERY + 3, since=since)
         agent = process_of(2, conf, AGENT)
         command = Command.of(agent)
-        wait_for(4 * SAVED_EVERY + 1, since=kill(agent))
-        with command.running(tmp_path / "came-back.txt"):
+        since = kill(agent)
+        with command.running(tmp_path / "comes-back") as come:
+            wait_for(2 * SAVED_EVERY + 1, since=since)
+            come.touch()
             about = slurm.wait(job, timeout_s=TIMEOUT_S)
     log = (tmp_path / f"zorse-{job}.txt").read_text()
     assert "Restarts=1" in about and "JobState=COMPLETED" in about, log
