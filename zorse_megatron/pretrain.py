@@ -28,9 +28,9 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from zorse_megatron.adapter.plan_run import PlanRun, RankSetup
@@ -81,7 +81,8 @@ def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
         timeouts = replace(command.timeouts, exit_s=checked.timeout_s)
         if OUTCOME in os.environ:  # of an elastic job, whose processes have met already
             timeouts = replace(timeouts, meeting_s=_MEETING_S)
-        watch, hub_address = _watched(checked.plan, timeouts, _own_node(cluster))
+        saved = partial(_what_is_saved, command.megatron)
+        watch, hub_address = _watched(checked.plan, timeouts, _own_node(cluster), saved)
     with watch.last_words():
         _train(command, checked, cluster, watch, hub_address, setup=setup)
 
@@ -165,7 +166,16 @@ def _checked(
     )
 
 
-def _watched(plan: Plan, timeouts: Timeouts, node: str) -> tuple[WatchedRank, str]:
+def _what_is_saved(flags: Sequence[str]) -> str:
+    from zorse_megatron.flags.command import last_values
+    from zorse_megatron.live.checkpoint_choice import newest_saved, what_is_saved
+
+    return what_is_saved(newest_saved(last_values(flags, ["--save"]).get("--save")))
+
+
+def _watched(
+    plan: Plan, timeouts: Timeouts, node: str, saved: Callable[[], str]
+) -> tuple[WatchedRank, str]:
     """Let a child of this process be the rank; in a job that cannot be the plan's, none."""
     from zorse_megatron.live.start_watch import watched
     from zorse_megatron.plan.spans import rank_name
@@ -173,7 +183,11 @@ def _watched(plan: Plan, timeouts: Timeouts, node: str) -> tuple[WatchedRank, st
     if os.environ.get("WORLD_SIZE") != str(plan.world_size):
         return WatchedRank(None, timeouts), ""
     return watched(
-        os.environ, describe=lambda rank: rank_name(plan, rank), host=node, timeouts=timeouts
+        os.environ,
+        describe=lambda rank: rank_name(plan, rank),
+        host=node,
+        timeouts=timeouts,
+        saved=saved,
     )
 
 
@@ -235,6 +249,7 @@ def _plan_run(
         cluster=cluster,
         enter=watch.enter,
         setup=setup,
+        elastic_run=os.environ.get("TORCHELASTIC_RUN_ID", "") if OUTCOME in os.environ else "",
         check_next=None
         if setup is not None
         else lambda plan: _checked(command, plan, "the next plan", cluster).dtypes,
@@ -261,6 +276,9 @@ def main(argv: Sequence[str] | None = None, *, setup: RankSetup | None = None) -
         complain(str(error), everywhere=error.is_of_one_rank)
         note_outcome(os.environ, BAD_INPUT)
         sys.exit(BAD_INPUT)
+    except KeyboardInterrupt:
+        sys.excepthook = lambda *_: None  # no traceback on every rank of what somebody wanted
+        raise
     except Exception as error:
         # Python keeps an error that it shows to its end. Data loaders in the error's frames would
         # keep their workers, which do not end by SIGTERM (`--exit-signal-handler`), and are waited

@@ -1,14 +1,21 @@
 """What was executed, and when: one span per action, for plots, reports and tests."""
 
 import json
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
-from zorse_megatron.files.read_write import write_text
+from zorse_megatron.files.read_write import NotWritten, write_parts
+
+_MOST_HELD = 4096
+"""Spans in memory: writing so many takes 20 ms."""
+_PART_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +75,12 @@ class Trace:
         first_step: int = 0,
         num_steps: int | None = None,
         clock: Clock | None = None,
+        directory: Path | None = None,
     ) -> None:
-        """`clock`: of the device that executes the actions; None: the host's."""
+        """`clock`: of the device that executes the actions; None: the host's.
+
+        `directory`: for what a long run has recorded, until it is saved; None: it stays in memory.
+        """
         self.first_step = first_step
         self.num_steps = num_steps
         self.clock: Clock = clock or HostClock()
@@ -78,18 +89,27 @@ class Trace:
         """(step, action, its start and end, those of its waits)."""
         self._waits: list[tuple[Any, Any]] | None = None
         """Of the action under way; None where nobody wants to know."""
+        self._directory = directory
+        self._spool: BinaryIO | None = None
+        """The first spans, each followed by a comma; others are in memory."""
+        self._failure: OSError | None = None
+        """Why nothing more is recorded."""
 
     @property
     def spans(self) -> list[Span]:
-        """All spans so far, in the order in which they were recorded."""
-        marked, self._marked = self._marked, []
+        """All spans so far that are in memory, in the order in which they were recorded."""
+        self._take(len(self._marked))
+        return self._spans
+
+    def _take(self, count: int) -> None:
+        """Ask the clock about the first ones that were marked."""
+        marked, self._marked = self._marked[:count], self._marked[count:]
         for step, action, both, waits in marked:
             start_s, end_s = map(self.clock.seconds, both)
             waited_s = sum(self.clock.seconds(b) - self.clock.seconds(a) for a, b in waits)
             self._spans.append(
                 Span(step=step, action=action, start_s=start_s, end_s=end_s, waited_s=waited_s)
             )
-        return self._spans
 
     def add(self, spans: Iterable[Span]) -> None:
         """Add spans that something else has timed."""
@@ -112,6 +132,8 @@ class Trace:
         yield
         both = start, self.clock.mark()
         self._marked.append((step, str(action), both, self._waits))
+        if self._directory is not None and len(self._marked) >= _MOST_HELD:
+            self._spill(self._directory)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -132,8 +154,34 @@ class Trace:
         if not waits:
             self._marked = [each for each in self._marked if self.clock.has_come(each[2][1])]
         path = directory / trace_name(rank)
-        spans = [asdict(span) for span in self.spans]
-        return write_text(path, json.dumps({"rank": rank, "spans": spans}), parents=True)
+        if self._failure is not None:
+            raise NotWritten(path, self._failure, None) from self._failure
+        return write_parts(path, self._parts(rank))
+
+    def _spill(self, directory: Path) -> None:
+        """Keep in a file what is in the past, but for one span; without room record no more."""
+        come = takewhile(lambda each: self.clock.has_come(each[2][1]), self._marked)
+        self._take(sum(1 for _ in come))
+        first, self._spans = self._spans[:-1], self._spans[-1:]
+        try:
+            if self._spool is None:
+                self._spool = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 to the end of the run
+            self._spool.write(b"".join(_text(span) + b",\n" for span in first))
+        except OSError as error:  # no reason to lose the training
+            self._failure, self.num_steps = error, 0
+            self._marked.clear()
+
+    def _parts(self, rank: int) -> Iterator[bytes]:
+        """The text of the file."""
+        yield f'{{"rank": {rank}, "spans": ['.encode()
+        if self._spool is not None:
+            self._spool.seek(0)
+            yield from iter(partial(self._spool.read, _PART_BYTES), b"")
+        yield b",\n".join(map(_text, self.spans)) + b"]}\n"
+
+
+def _text(span: Span) -> bytes:
+    return json.dumps(asdict(span)).encode()
 
 
 def load_trace(path: Path) -> tuple[int, tuple[Span, ...]]:

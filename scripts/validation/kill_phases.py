@@ -29,7 +29,7 @@ from tests.megatron.launch import default_server, run_ranks
 from tests.megatron.plans import LAYOUTS
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_checkpoints import MAX_DIFFERENCE
-from zorse_megatron.launch.elastic.replan import newest_saved
+from zorse_megatron.live.checkpoint_choice import newest_saved
 from zorse_megatron.plan.plan_file import save_plan
 
 BEFORE, STEPS, SAVED_EVERY = 4, 8, 2

@@ -1,6 +1,8 @@
 """A job that loses a node goes on with the others, as if nothing had happened."""
 
 import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,11 @@ from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_checkpoints import MAX_DIFFERENCE
 from tests.megatron.test_rank_death import without_timeout
-from zorse_megatron.launch.elastic.replan import Replanner, newest_saved
+from zorse_megatron.launch.elastic.replan import Replanner
 from zorse_megatron.launch.training_command import training_of
+from zorse_megatron.live.checkpoint_choice import newest_saved
+from zorse_megatron.live.one_writer import WRITER_NAME, OneWriter
+from zorse_megatron.live.watched_rank import BAD_INPUT
 from zorse_megatron.plan.plan_file import load_plan
 
 STEPS, SAVED_EVERY, LOST_IN = 6, 2, 5
@@ -65,7 +70,15 @@ def test_training_goes_on_exactly_without_a_lost_node(tmp_path: Path) -> None:
     assert len(died.returncodes) == 4 and all(died.returncodes)
     assert "rank 2 (" in died.outputs[0] and "SIGKILL" in died.outputs[0]
     assert newest_saved(str(save)) == SAVED_EVERY * ((LOST_IN - 1) // SAVED_EVERY)
+    told: list[str] = []
+    another_job = OneWriter(save, "", tell=told.append)
+    assert "which is gone" in told[0], "rank 0 was ended, and left its file"
+    refused = attempt({"new", "old"})
+    assert refused.returncodes == (BAD_INPUT,) * 3
+    assert f"found process {os.getpid()} on {socket.gethostname()}, since" in refused.outputs[0]
+    another_job.release()
     assert attempt({"new", "old"}).check().returncodes == (0, 0, 0)
+    assert not (save / WRITER_NAME).exists()
 
     stock = tmp_path / "stock.jsonl"
     run_ranks([*COMMAND, "--zorse-metrics", str(stock)], 1, timeout_s=90).check()

@@ -61,7 +61,7 @@ def test_every_way_to_end(directory: Path, megatron_server: MegatronServer) -> N
             ("--eval-interval", "2", *few),
             "tests.megatron.stopped_entry",
             "2",
-            "after receiving SIGTERM",
+            "zorse: ended by SIGTERM. The checkpoint of iteration 2 is complete.",
         ),
         (
             ("--exit-interval", "4", *few),

@@ -4,6 +4,8 @@ One run of eight steps is asked three times. After two steps for a plan of anoth
 four a rank fails before all have agreed: the training goes on as it was. After six it moves.
 """
 
+import contextlib
+import io
 import json
 import re
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from tests.megatron.comparison import Recorded, plan_run
 from tests.megatron.plans import TWO_BY_TWO, chunked_plan, in_the_host, plan_of, replica, tp_replica
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.test_checkpoints import Saved
+from zorse_megatron.inputs.status import RUNNING_PLAN_NAME, STATUS_NAME, load_status
 from zorse_megatron.live.move import REQUEST_NAME
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import save_plan
@@ -46,6 +49,9 @@ B = in_the_host(
 OTHER_BATCH = plan_of(((replica(0, 4, 1),), 1), ((replica(1, 4, 1), replica(2, 4, 0)), 3))
 
 
+ANOTHERS = "somebody's file"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runs:
     moved: Recorded
@@ -59,6 +65,9 @@ def both_runs(a: Plan, b: Plan, directory: Path, flags: list[str], *others: str)
     status, saves = directory / "status", directory / "moved"
     status.mkdir(parents=True)
     save_plan(b, status / REQUEST_NAME)  # of a run before this one
+    (directory / "another's").write_text(ANOTHERS)
+    for name in (STATUS_NAME, RUNNING_PLAN_NAME):
+        (status / name).symlink_to(directory / "another's")
     save_plan(OTHER_BATCH, status / "first.json")
     save_plan(b, status / "then.json")
     moved = plan_run(
@@ -123,6 +132,11 @@ def assert_runs(runs: Runs, world_size: int) -> None:
     checkpoints = [runs.directory / each / f"iter_{STEPS:07}" for each in ("moved", "resumed")]
     run_megatron_ranks(1, assert_same_checkpoint, *checkpoints)
     assert_bytes(runs, world_size)
+    moves = load_status(runs.directory / "status").moves
+    why = [move.refused for move in moves]
+    assert why[0] is not None and "--global-batch-size: found 8; expected 4" in why[0]
+    assert why[1:] == ["rank 1: MemoryError: no room for it", None]
+    assert (runs.directory / "another's").read_text() == ANOTHERS, "written through a link"
 
 
 def test_goes_on_as_from_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
@@ -131,3 +145,25 @@ def test_goes_on_as_from_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     assert_runs(runs, A.world_size)
     alone = plan_run(A, [*flags, "--train-iters", str(MOVED)])
     assert runs.moved.steps[:MOVED] == alone.steps
+
+
+def look_for_requests(directory: Path) -> tuple[list[float], str]:
+    """What rank 0 tells in a few iterations, and writes, where there is something else first."""
+    from zorse_megatron.adapter.watching import PlanRequests
+
+    request = directory / REQUEST_NAME
+    request.mkdir()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        requests = PlanRequests.of(directory, rank=0, is_first=True)
+        codes = [requests.code() for _ in range(3)]
+        request.rmdir()
+        request.write_text("{}")
+        codes.append(requests.code())
+    return codes, said.getvalue()
+
+
+def test_a_request_that_is_no_file_is_told_once(tmp_path: Path) -> None:
+    ((codes, said),) = run_megatron_ranks(1, look_for_requests, tmp_path)
+    assert codes == [0, 0, 0, 1]
+    assert said.count(f"{REQUEST_NAME}: found a directory; expected a plan file") == 1

@@ -1,5 +1,8 @@
 """What a run records is checked before it trains, on the rank that writes; nothing is lost."""
 
+import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,3 +83,31 @@ def test_what_can_no_longer_be_written_ends_in_a_message(flag: str, tmp_path: Pa
             for output in result.outputs
         )
         assert list(place.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """With room for one checkpoint of these flags, and a half."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1700k", "tmpfs", str(place)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("only who may mount file systems has a disk that is full")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_fills_in_a_save_is_named(tmp_path: Path, small_disk: Path) -> None:
+    """With a traceback of stock's on every rank nobody learned which disk it was, and what of."""
+    save_plan(LAYOUTS["2|1"], tmp_path / "plan.json")
+    words = ("--zorse-plan", str(tmp_path / "plan.json"))
+    words += ("--save", str(small_disk / "saved"), "--save-interval", "1")
+    result = run_ranks([*FLAGS, *words], 3, timeout_s=60)
+    assert set(result.returncodes) == {BAD_INPUT}
+    said = "".join(result.outputs)
+    assert "Traceback" not in said and said.count("zorse: error") == 1
+    found = re.search(r"found No space left on device: ([\d,]+) of 1,740,800 bytes are free", said)
+    assert found is not None and int(found[1].replace(",", "")) < 1 << 20
+    assert f"--save {small_disk / 'saved'}" in said and f"on the disk {small_disk};" in said
+    assert re.search(r"room for about 1,\d\d\d,\d\d\d bytes, as the last one has", said)
+    assert "The checkpoint of iteration 1 is complete." in said

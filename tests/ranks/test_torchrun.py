@@ -4,6 +4,7 @@ dead one is named before torchrun ends the others.
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,9 @@ DEATHS = [
 ]
 
 
+KILLED_AGENT = "1:kill-agent"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     """How a job's torchruns have ended, by node."""
@@ -76,8 +80,8 @@ def run(deaths: str, work: Path) -> Ended:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Both jobs, at a time, as they mostly wait."""
-    words = [deaths for deaths, _, _ in DEATHS]
+    """All jobs, at a time, as they mostly wait."""
+    words = [*(deaths for deaths, _, _ in DEATHS), KILLED_AGENT]
     with ThreadPoolExecutor() as pool:
         works = [tmp_path_factory.mktemp("job") for _ in words]
         return dict(zip(words, pool.map(run, words, works), strict=True))
@@ -102,3 +106,11 @@ def test_names_a_dead_rank_of_two_nodes(
     first = outputs[1][outputs[1].index("first observed failure") :]
     assert "rank      : 1 " in first and f"exitcode  : {status} " in first
     assert "exitcode  : 3 " in outputs[0]
+
+
+def test_no_rank_outlives_a_killed_agent(ended: dict[str, Ended]) -> None:
+    """Ranks keep its output open for as long as they are there: `run` waits for that, too."""
+    job = ended[KILLED_AGENT]
+    assert job.statuses[1] == -signal.SIGKILL and job.statuses[0]
+    said = [line for output in job.outputs for line in output.splitlines() if "zorse: er" in line]
+    assert len(said) == 1 and "is gone, and so is the process that watched it" in said[0]

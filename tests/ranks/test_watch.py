@@ -1,6 +1,5 @@
 """Ranks that die in every way: who is named, once, how soon, and how all ranks end."""
 
-import itertools
 import os
 import signal
 import subprocess
@@ -56,7 +55,7 @@ def run(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.ranks.watched_entry"],
                 env=os.environ
-                | {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+                | {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1"}
                 | watched_environment(deaths, work, timeouts),
                 stdout=output,
                 stderr=output,
@@ -65,9 +64,7 @@ def run(
             for rank in range(num_started)
         ]
         try:
-            # What stops a watcher stays; a launcher ends it when the others have ended.
-            waits = [f"{rank}:stop-watcher" != deaths for rank in range(WORLD_SIZE)]
-            for rank in itertools.compress(ranks, waits):
+            for rank in ranks:
                 rank.wait(timeout=45)
         finally:
             for rank in ranks:
@@ -91,7 +88,12 @@ DEATHS = [
     ("0:kill-watcher", "rank 0 is gone, and so is the process that watched it", -9),
 ]
 # The entry raises what it refuses.
-IN_ONE_WAY = {"others:exit": 7, "others:refuse": 1, "others:term": -15}
+IN_ONE_WAY = {"others:exit": 7, "others:refuse": 1}
+ON_REQUEST = {
+    "others:term": ("SIGTERM", -15),
+    "others:int": ("SIGINT", -2),
+    "others:save-and-end": ("SIGTERM", 0),
+}
 # Jobs in which a limit has to pass, which is shortened.
 LIMITED = {
     "0:stop": Timeouts(stopped_s=2),
@@ -115,7 +117,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     with ThreadPoolExecutor(max_workers=4) as pool:
         jobs = {deaths: begin(deaths, timeouts) for deaths, timeouts in LIMITED.items()}
         jobs[ABSENT] = begin("", Timeouts(meeting_s=3), num_started=WORLD_SIZE - 1)
-        for deaths in (*(deaths for deaths, _, _ in DEATHS), *IN_ONE_WAY):
+        for deaths in (*(deaths for deaths, _, _ in DEATHS), *IN_ONE_WAY, *ON_REQUEST):
             jobs[deaths] = begin(deaths)
         return {deaths: job.result() for deaths, job in jobs.items()}
 
@@ -153,6 +155,7 @@ def test_names_a_node_that_is_silent(dead: int, ended: dict[str, Ended]) -> None
     (line,) = job.errors
     assert f"rank {dead} has been silent for 3 s" in line
     assert job.statuses[1 - dead] == job.statuses[2] == LOST_RANK
+    assert job.statuses[dead] == -signal.SIGKILL, "its own rank ends it"
 
 
 def test_ranks_that_lose_contact_though_all_live_say_so(ended: dict[str, Ended]) -> None:
@@ -177,6 +180,17 @@ def test_ranks_that_end_in_one_way_say_it_themselves(deaths: str, ended: dict[st
     assert job.wall_s < STARTED_S + 3
 
 
+@pytest.mark.parametrize("deaths", ON_REQUEST)
+def test_a_request_to_end_is_answered_by_what_is_saved(
+    deaths: str, ended: dict[str, Ended]
+) -> None:
+    job, (name, status) = ended[deaths], ON_REQUEST[deaths]
+    assert set(job.statuses) == {status}
+    said = [line for line in job.output.splitlines() if line.startswith("zorse: ")]
+    assert said == [f"zorse: ended by {name}. Iteration 4 is saved."]
+    assert job.wall_s < STARTED_S + 3
+
+
 def test_a_rank_that_does_not_come_to_meet_the_others_is_named(ended: dict[str, Ended]) -> None:
     """As where its node is lost between the rendezvous of an elastic job and its start."""
     job = ended[ABSENT]
@@ -187,14 +201,17 @@ def test_a_rank_that_does_not_come_to_meet_the_others_is_named(ended: dict[str, 
 
 
 def test_ranks_do_not_wait_for_long_where_rank_0_does_not_come(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    from zorse_megatron.live import hub_address
     from zorse_megatron.live.hub_address import exchange
 
-    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    monkeypatch.setattr(hub_address, "NAMED_S", 0.5)
+    place = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (place | {"MASTER_PORT": str(free_port())}).items():
         monkeypatch.setenv(name, value)
     started_s = time.monotonic()
     with pytest.raises(ConnectionError, match=r"rank 0 has not come to 127\.0\.0\.1:\d+ in 2 s"):
         exchange(WatchedRank(SharedState(), Timeouts(meeting_s=2)), "")
     assert time.monotonic() - started_s < 30
+    assert capfd.readouterr().out.count("in 0.5 s; the others wait 2 s") == 1

@@ -20,6 +20,7 @@ HUB = Path(os.environ["ZORSE_TEST_HUB"])
 DEATHS = dict(word.split(":") for word in os.environ["ZORSE_TEST_DEATHS"].split())
 DEATH = DEATHS.get(str(RANK), DEATHS.get("others", "wait"))
 FOREVER_S = 60.0
+SIGNALS = {"kill": 9, "abort": 6, "segv": 11, "term": 15, "int": 2, "stop": signal.SIGSTOP}
 
 
 def meet(rank: WatchedRank, hub: str) -> None:
@@ -37,12 +38,19 @@ def meet(rank: WatchedRank, hub: str) -> None:
 def die() -> None:
     if DEATH == "wait":
         time.sleep(FOREVER_S)
-    if DEATH in ("kill", "abort", "segv", "term", "stop"):
-        number = {"kill": 9, "abort": 6, "segv": 11, "term": 15, "stop": signal.SIGSTOP}[DEATH]
-        os.kill(os.getpid(), number)
+    if DEATH in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[DEATH])
         time.sleep(FOREVER_S)
     if DEATH in ("kill-watcher", "stop-watcher"):
         os.kill(os.getppid(), signal.SIGKILL if DEATH == "kill-watcher" else signal.SIGSTOP)
+        time.sleep(FOREVER_S)
+    if DEATH == "kill-agent":
+        about = Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(about.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        time.sleep(FOREVER_S)
+    if DEATH == "save-and-end":  # as by --exit-signal-handler
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(FOREVER_S)
     if DEATH == "raise":
         raise ValueError("a fault\nwith details")
@@ -68,7 +76,11 @@ def main() -> None:
         meeting_s=float(os.environ["ZORSE_TEST_MEETING_S"]),
     )
     rank, hub = watched(
-        os.environ, describe=lambda number: f"rank {number}", host="here", timeouts=timeouts
+        os.environ,
+        describe=lambda number: f"rank {number}",
+        host="here",
+        timeouts=timeouts,
+        saved=lambda: "Iteration 4 is saved.",
     )
     with rank.last_words():
         meet(rank, hub)

@@ -2,12 +2,15 @@
 
 import math
 import os
+import resource
+from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
 from hypothesis import settings
 
 from tests.examples import examples
+from tests.unit.strangers import MANY
 from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.baselines.stock_search import Simulated, StockSearch
 from zorse_megatron.planner.search.effort import Effort
@@ -49,3 +52,12 @@ def few_layouts(monkeypatch: pytest.MonkeyPatch) -> type[FewLayouts]:
     monkeypatch.setattr(stock_best, "_IN_SHORT", 1)
     monkeypatch.setattr(FewLayouts, "searched", [])
     return FewLayouts
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """For both ends of the connections of all strangers."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, 4 * MANY)), most))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))

@@ -48,7 +48,7 @@ NOT_OURS |= {"compare.json", "scales.json", "bars.png"}
 NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json"}
 NOT_OURS |= {"offload.json", "config.json", "corrected.json", "workstation.json", "tiny.json"}
 NOT_OURS |= {"doctor.json", "doctor/doctor.json"}
-NOT_OURS |= {"zorse-manifest.json", "metadata.json", "integrity.json"}
+NOT_OURS |= {"zorse-manifest.json", "zorse-writer.json", "metadata.json", "integrity.json"}
 PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
 OF_PIP_AND_SLURM = {"--index-url", "--gpus-per-task"}
 # Where this repository stands in a command that is run elsewhere.

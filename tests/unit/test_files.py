@@ -99,6 +99,26 @@ def test_a_file_is_written_through_links_or_nothing_is_changed(places, name, dat
         assert after == before
 
 
+@given(places=st.lists(PLACES, max_size=5), name=NAMES, data=st.binary(max_size=20))
+def test_a_file_takes_the_place_of_a_link_where_links_are_not_followed(places, name, data):
+    with tempfile.TemporaryDirectory() as text:
+        directory = Path(text)
+        made(directory, places)
+        path, before = directory / name, states(directory)
+        takes = path.is_symlink() or path.is_file() or not path.exists()
+        try:
+            write_bytes(path, data, follows_link=False)
+        except NotWritten as error:
+            error.kept.unlink()
+            assert not takes
+        else:
+            assert takes and not path.is_symlink() and path.read_bytes() == data
+            before.pop(name, None)
+        after = states(directory)
+        assert {each: after[each] for each in before} == before
+        assert after.keys() - before.keys() <= {name}
+
+
 @pytest.mark.slow
 @given(
     places=st.lists(PLACES, max_size=4), first=NAMES, second=NAMES, dot=st.sampled_from(["", "./"])

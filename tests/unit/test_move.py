@@ -17,6 +17,7 @@ from tests.examples import examples
 from tests.strategies import lowerable_plans
 from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.cli.main import app
+from zorse_megatron.files.read_write import MAX_INPUT_BYTES
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.inputs.status import STATUS_NAME, dump_status
@@ -272,9 +273,30 @@ def test_a_request_that_comes_while_another_is_read_is_not_lost(
 
 
 def test_a_request_that_cannot_be_read_is_answered_once(run_directory: Path) -> None:
-    os.mkfifo(run_directory / REQUEST_NAME)
+    with (run_directory / REQUEST_NAME).open("wb") as file:
+        file.truncate(MAX_INPUT_BYTES + 1)
     assert take_request(run_directory) == b""
     assert take_request(run_directory) is None
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a link"])
+def test_a_request_that_is_no_file_is_named_and_left(kind: str, run_directory: Path) -> None:
+    """The second one of a name was no longer seen, nor any request after it."""
+    other, request = run_directory / "other", run_directory / REQUEST_NAME
+    other.write_text("{}")
+    if kind == "a FIFO":
+        os.mkfifo(request)
+    elif kind == "a directory":
+        (request / "sub").mkdir(parents=True)
+    else:
+        request.symlink_to(other)
+    for _ in range(2):
+        with pytest.raises(MoveError, match=f"{REQUEST_NAME}: found {kind}; expected a plan file"):
+            take_request(run_directory)
+    result = asked(run_directory, weighted(3.0, 1.0))
+    # Only a link can be replaced.
+    assert (result.exit_code == 0) == (kind == "a link")
+    assert other.read_text() == "{}"
 
 
 # Costs.

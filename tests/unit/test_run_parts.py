@@ -1,8 +1,11 @@
 """Parts of a run on a rank: samples, spans, times of steps, the loss."""
 
 import dataclasses
+import errno
 import json
 import math
+import tempfile
+import tracemalloc
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -13,11 +16,13 @@ from hypothesis import strategies as st
 
 from tests.strategies import plans
 from tests.unit.plan_samples import good, load
+from zorse_megatron import trace as trace_module
 from zorse_megatron.adapter.loss import (
     comm_dtype_of,
     loss_divisor,
     with_token_counts,
 )
+from zorse_megatron.files.read_write import NotWritten
 from zorse_megatron.live.run_status import IterationTimes
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.runtime.batch_sampler import (
@@ -28,7 +33,7 @@ from zorse_megatron.runtime.batch_sampler import (
 from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
-from zorse_megatron.trace import Span, Trace, load_trace
+from zorse_megatron.trace import HostClock, Span, Trace, load_trace
 
 
 @pytest.mark.slow
@@ -116,6 +121,60 @@ def test_a_rank_that_fails_does_not_wait_for_its_device(tmp_path):
     clock.now = 3  # it has begun with the second
     _, spans = load_trace(trace.save(tmp_path, rank=0, waits=False))
     assert [span.action for span in spans] == ["1F0"]
+
+
+NUM_LONG, ACTIONS = 10_000, ("1F0", "STEP")
+
+
+def recorded(directory):
+    """A run of many steps of which the device is up to 100 marks behind, and the most bytes."""
+    clock = LateClock()
+    trace = Trace(clock=clock, directory=directory)
+    tracemalloc.start()
+    for step in range(NUM_LONG):
+        for action in ACTIONS:
+            with trace.record(step, action), trace.waiting():
+                pass
+        clock.now = clock.num_marks - step % 100
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    clock.now = clock.num_marks
+    return trace, most_bytes
+
+
+def test_a_long_run_is_recorded_in_little_memory(tmp_path):
+    """It took more with every iteration, and most when it was written."""
+    trace, most_bytes = recorded(tmp_path)
+    assert most_bytes < 5 << 20
+    assert list(tmp_path.iterdir()) == []
+    path = trace.save(tmp_path, rank=2)
+    rank, spans = load_trace(path)
+    assert rank == 2 and len(spans) == NUM_LONG * len(ACTIONS)
+    for number, span in enumerate(spans):
+        step, at = divmod(number, len(ACTIONS))
+        assert (span.step, span.action) == (step, ACTIONS[at])
+        assert (span.start_s, span.end_s, span.waited_s) == (40 * number + 10, 40 * number + 40, 10)
+
+
+def test_a_run_that_ends_when_all_waits_in_the_file_is_read_back(tmp_path):
+    trace = Trace(clock=HostClock(), directory=tmp_path)
+    for step in range(trace_module._MOST_HELD):
+        with trace.record(step, "STEP"):
+            pass
+    _, spans = load_trace(trace.save(tmp_path, rank=0))
+    assert [span.step for span in spans] == list(range(trace_module._MOST_HELD))
+
+
+def test_a_disk_that_fills_ends_the_record_and_not_the_run(tmp_path, monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    trace, most_bytes = recorded(tmp_path)
+    assert most_bytes < 5 << 20
+    with pytest.raises(NotWritten, match=r"trace-rank0.json: found No space left on device"):
+        trace.save(tmp_path, rank=0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_marked_in_steps_that_nobody_asked_for():

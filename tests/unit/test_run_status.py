@@ -5,10 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.cli.main import app
+from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.files.read_write import write_text
 from zorse_megatron.inputs.status import STATUS_NAME, LinkStatus, Move, dump_status, load_status
 from zorse_megatron.live.run_status import IterationTimes, RunStatus
 from zorse_megatron.plan.plan import (
@@ -116,3 +120,46 @@ def test_a_status_that_cannot_be_used(text: str, tmp_path: Path) -> None:
     (tmp_path / STATUS_NAME).write_text(text)
     result = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert result.exit_code == 1 and "status.json" in result.output
+
+
+_TEXTS = st.text(st.characters(), max_size=60)
+_PROBLEMS = st.builds(Problem, where=_TEXTS, found=_TEXTS, expected=_TEXTS, remedy=_TEXTS)
+_ERRORS = st.builds(PlanError, _TEXTS, st.lists(_PROBLEMS, min_size=1, max_size=3))
+_SECONDS = st.just(0.0) | st.floats(1e-9, 1e6)
+_TIMES = st.builds(
+    IterationTimes,
+    number=st.integers(1, 9),
+    micro_batch_s=_SECONDS,
+    compute_s=_SECONDS,
+    waited_s=_SECONDS,
+    update_s=_SECONDS,
+    iteration_s=_SECONDS,
+)
+
+
+@given(
+    st.lists(_TEXTS | _ERRORS.map(str), max_size=3),
+    st.lists(st.tuples(*[_TIMES] * 4), max_size=6),
+    st.booleans(),
+)
+def test_what_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    reasons: list[str],
+    iterations: list[tuple[IterationTimes, ...]],
+    ended: bool,
+) -> None:
+    """After a request that was refused with its list of problems, nobody could read the status."""
+    status = _status()
+    for each in iterations:
+        status.take(each)
+    for reason in reasons:
+        status.moves.append(Move(iteration=3, plan=None, refused=reason))
+    status.ended = ended
+    written = status.now(written_s=5.0)
+    path = tmp_path_factory.mktemp("status")
+    write_text(path / STATUS_NAME, dump_status(written))
+    assert load_status(path) == written
+    for move, reason in zip(written.moves, reasons, strict=True):
+        assert move.refused is not None
+        # Word by word, as far as it can be printed.
+        assert all(word in move.refused for word in reason.split() if word.isprintable())

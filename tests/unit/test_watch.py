@@ -4,8 +4,11 @@ import contextlib
 import os
 import resource
 import socket
+import sys
+import threading
+import time
 from collections.abc import Iterator
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,9 @@ import torch.distributed as dist
 from tests.unit.cli_samples import FLAGS, write_lab
 from zorse_megatron import pretrain
 from zorse_megatron.errors import PlanError, Problem
-from zorse_megatron.live import hub_address as exchange
-from zorse_megatron.live import start_watch, watcher
-from zorse_megatron.live.hub import Hub, LineSocket, Member
+from zorse_megatron.live import hub_address, start_watch, watcher
+from zorse_megatron.live.hub import Hub, Member
+from zorse_megatron.live.listener import LineSocket, Listener
 from zorse_megatron.live.root_cause import (
     FailureKind,
     Report,
@@ -26,6 +29,7 @@ from zorse_megatron.live.root_cause import (
     report_of_end,
 )
 from zorse_megatron.live.watched_rank import SharedState, WatchedRank
+from zorse_megatron.processes import free_port
 
 ALL = range(3)
 WRONG = PlanError("No", [Problem(where="plan.json", found="a", expected="b", remedy="c")])
@@ -188,16 +192,32 @@ WORLD_SIZE = 3
 STEP_S = 0.5
 
 
+TOKEN = "7" * 32
+
+
+def hub_of(num_ranks: int, told: list[str] | None = None) -> Hub:
+    """A hub, and where to find it."""
+    return Hub(
+        num_ranks,
+        Listener("127.0.0.1", 0, TOKEN, is_one_node=True),
+        timeouts=Timeouts(),
+        describe=str,
+        host="node 0",
+        tell=[].append if told is None else told.append,
+    )
+
+
 def member(rank: int) -> Member:
-    return Member(rank, timeouts=Timeouts(), describe=lambda each: f"rank {each}", host="here")
+    return Member(rank, timeouts=Timeouts(), describe=lambda each: f"rank {each}", host="node 0")
 
 
 class Job:
     """The watchers of three ranks in one process, without ranks."""
 
     def __init__(self) -> None:
-        self.hub = Hub(WORLD_SIZE, timeouts=Timeouts(), describe=str, host="here")
-        self.address = f"127.0.0.1 {self.hub.address}"
+        self.told: list[str] = []
+        self.hub = hub_of(WORLD_SIZE, self.told)
+        self.address = f"127.0.0.1 {self.hub.listener.port} {TOKEN}"
         self.members = [member(rank) for rank in (1, 2)]
         self.late: set[int] = set()
         """Ranks that have not found the hub's address so far."""
@@ -223,7 +243,8 @@ class Job:
         post.report(report, self.now_s, ended=True)
 
     def close(self) -> None:
-        for connection in [self.hub.listener, *self.hub._members]:
+        self.hub.listener.close()
+        for connection in self.hub._members:
             connection.close()
 
     @property
@@ -289,6 +310,18 @@ def test_who_comes_when_the_job_has_ended_gives_no_verdict_of_its_own(job: Job) 
     assert "error" not in note
 
 
+def test_who_is_missing_is_told_before_it_is_given_up(job: Job) -> None:
+    job.late.add(2)
+    job.run(25)
+    assert not job.told
+    job.run(30)
+    assert job.told == ["after 25 s rank 2 is still missing; the others wait 600 s"]
+    job.run(599)
+    assert job.hub.culprit is None and len(job.told) == 1
+    job.run(620)
+    assert job.hub.culprit is not None and job.hub.culprit.rank == 2
+
+
 def test_one_that_has_come_in_time_says_that_rank_0_is_gone(job: Job) -> None:
     job.run(5)
     job.close()
@@ -305,7 +338,7 @@ def test_the_time_is_that_of_megatrons_flag(
     write_lab(tmp_path)
     found: list[Timeouts] = []
 
-    def watched(_plan: object, timeouts: Timeouts, _node: str) -> None:
+    def watched(_plan: object, timeouts: Timeouts, *_: object) -> None:
         found.append(timeouts)
         raise KeyboardInterrupt
 
@@ -316,6 +349,20 @@ def test_the_time_is_that_of_megatrons_flag(
         with pytest.raises(KeyboardInterrupt):
             pretrain.run([*FLAGS, *more, "--zorse-plan", str(tmp_path / "plan.json")])
     assert [timeouts.exit_s for timeouts in found] == [600, 180]
+
+
+def test_who_interrupts_a_job_gets_no_traceback_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_argv: object, *, setup: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(pretrain, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pretrain.main([])
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    assert capsys.readouterr().err == ""
 
 
 # Large jobs.
@@ -334,13 +381,11 @@ def file_limit() -> Iterator[int]:
 def test_a_rank_that_joins_costs_the_hub_the_same_however_many_have_joined() -> None:
     """With all told of each join, 2,000 ranks took the hub 39 s: its own rank took it for dead."""
     num_ranks = 12 * RANKS_PER_NODE
-    hub = Hub(num_ranks, timeouts=Timeouts(), describe=str, host="node 0")
-    port = hub.listener.getsockname()[1]
+    hub = hub_of(num_ranks)
     lines = {}
     for rank in reversed(range(1, num_ranks)):  # each takes the word from the one before
-        lines[rank] = LineSocket(socket.create_connection(("127.0.0.1", port), timeout=5))
-        host = f"node {rank // RANKS_PER_NODE}"
-        lines[rank].send({"token": hub.token, "rank": rank, "host": host})
+        lines[rank] = LineSocket.connect("127.0.0.1", hub.listener.port, TOKEN, timeout_s=5)
+        lines[rank].send({"rank": rank, "host": f"node {rank // RANKS_PER_NODE}"})
     while len(hub.hosts) < num_ranks:
         hub.work("", -1.0)
     told = {
@@ -389,6 +434,8 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
         post=Post(1, timeouts=Timeouts(), describe=str, host="here"),
         timeouts=Timeouts(),
         find_hub=None,
+        passed_on=[],
+        saved=str,
     ).run()
     assert 1 <= looks <= 20
     for each in (ours, theirs, beyond):
@@ -402,16 +449,53 @@ def test_a_watcher_may_have_as_many_files_as_the_system_lets_it(file_limit: int)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (file_limit, file_limit)
 
 
+@pytest.mark.parametrize("is_over", [False, True])
 def test_ranks_that_are_started_again_wait_for_the_hub_of_this_time(
-    monkeypatch: pytest.MonkeyPatch,
+    is_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun keeps its store: ranks found the hub of before there, and ended the new job."""
+    """torchrun keeps its store, and an agent that comes back counts its starts from 0.
+
+    Under keys with these counts ranks never met, or found the hub of before and ended the new job.
+    """
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.2))
-    monkeypatch.setenv("MASTER_ADDR", "node")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert exchange._exchanged(store, "1 a") == exchange._exchanged(store, "") == "node 1 a"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    hubs = [hub_of(2), hub_of(2)]
+    addresses = [f"{hub.listener.port} {TOKEN}" for hub in hubs]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(dist.DistError):
-        exchange._exchanged(store, "")
-    assert exchange._exchanged(store, "2 b") == exchange._exchanged(store, "") == "node 2 b"
+    hub_address._exchanged(store, addresses[0], 1.0)
+    if is_over:  # its process is still there, to end its own rank
+        hubs[0].report(Report(rank=0, kind=FailureKind.FAILED), 0.0, ended=True)
+        hubs[0].work("", 100.0)
+        assert hubs[0].culprit is not None
+    else:
+        hubs[0].listener.close()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.wait(0.05):
+            for hub in hubs[not is_over :]:
+                hub.work("", 100.0)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        working = pool.submit(work)
+        found = pool.submit(hub_address._exchanged, store, "", 5.0)
+        time.sleep(0.7)
+        is_early = found.done()
+        hub_address._exchanged(store, addresses[1], 1.0)
+        wait([found])
+        done.set()
+        working.result()
+    assert not is_early and found.result() == f"127.0.0.1 {addresses[1]}"
+    hubs[not is_over].listener.close()
+    hubs[1].listener.close()
+
+
+def test_who_waits_for_a_hub_in_vain_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    hub_address._exchanged(store, f"{free_port()} {TOKEN}", 1.0)
+    with pytest.raises(TimeoutError):
+        hub_address._exchanged(store, "", 0.7)

@@ -73,6 +73,8 @@ class PlanRun:
     """State from the plan before; None: from the script, or from a checkpoint."""
     moves: tuple[Move, ...] = ()
     """What has been asked for before this plan."""
+    elastic_run: str = ""
+    """Name of an elastic job, whose processes have met anew before each start; "": of no such."""
 
     @property
     def may_move(self) -> bool:

@@ -74,14 +74,12 @@ def _local_rank() -> int:
 
 
 def _exchanged(store: dist.Store, mine: RankSoftware) -> list[RankSoftware]:
-    # torchrun keeps its store when it starts ranks again (--max-restarts).
-    key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store.set(f"{key}/{mine.rank}", mine.to_json())
+    store.set(f"{_KEY}/{mine.rank}", mine.to_json())
     if mine.rank == 0:
         world = range(int(os.environ["WORLD_SIZE"]))
-        texts = [store.get(f"{key}/{rank}").decode() for rank in world]
-        store.set(key, "\n".join(texts))
-    return [RankSoftware.from_json(line) for line in store.get(key).decode().splitlines()]
+        texts = [store.get(f"{_KEY}/{rank}").decode() for rank in world]
+        store.set(_KEY, "\n".join(texts))
+    return [RankSoftware.from_json(line) for line in store.get(_KEY).decode().splitlines()]
 
 
 # Asks torch and the installation what a rank's `RankSoftware` is; imports neither Megatron nor

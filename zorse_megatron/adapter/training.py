@@ -16,6 +16,7 @@ from zorse_megatron.adapter.checkpoint.before_load import (
     load_of,
     same_on_all,
 )
+from zorse_megatron.adapter.checkpoint.save_folder import written_alone
 from zorse_megatron.adapter.checkpoint.save_manifest import MANIFEST_HOOKS
 from zorse_megatron.adapter.checkpoint.saved_optimizer import PARALLEL_HOOKS
 from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
@@ -78,17 +79,20 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     load = load_of(args, skips_damaged=run.options.skips_damaged) if run.moved is None else None
     run.enter("while it sets up the model and the data")
     try:
-        chosen = None if load is None else check_before_load(load)
-        with (
-            logged_once(),
-            REGISTRY.applied({**_hooks(session, cfg.model, local_sizes), **moving_hooks(session)}),
-            REGISTRY.applied(same_on_all(args, load, chosen)),
-        ):
-            result = stock_pretrain(pg_collection=at.collection, skip_model_parallel_init=True)
-            # While what runs the plan is there: the last messages may be on their way.
-            session.wait_for_parameters()
-            dist.barrier()  # a rank that ends before the others would seem to be gone
-            return result
+        with written_alone(args.save, run.elastic_run) as refuse_other_writer:
+            chosen = None if load is None else check_before_load(load)
+            hooks = _hooks(session, cfg.model, local_sizes)
+            hooks[checkpoints.SAVE_CHECKPOINT] = partial(_save_once, run.enter, refuse_other_writer)
+            with (
+                logged_once(),
+                REGISTRY.applied({**hooks, **moving_hooks(session)}),
+                REGISTRY.applied(same_on_all(args, load, chosen)),
+            ):
+                result = stock_pretrain(pg_collection=at.collection, skip_model_parallel_init=True)
+                # While what runs the plan is there: the last messages may be on their way.
+                session.wait_for_parameters()
+                dist.barrier()  # a rank that ends before the others would seem to be gone
+                return result
     finally:
         _save_records(session, training_ended=sys.exception() is None)
 
@@ -101,7 +105,11 @@ def _session(at: RankPlan, run: PlanRun) -> PlanSession:
         at=at,
         run=run,
         assignment=assignment,
-        trace=Trace(num_steps=None if run.options.trace else 0, clock=of_device),
+        trace=Trace(
+            num_steps=None if run.options.trace else 0,
+            clock=of_device,
+            directory=run.options.trace,
+        ),
         watch=make_watch(at, run, assignment, (run.setup and run.setup.clock) or of_device),
         link=None if at.offload == Offload() else make_link(at.device),
         weight_gradients=WeightGradients() if at.group.split_backward else None,
@@ -155,7 +163,9 @@ def _configure(cfg: Any, at: RankPlan) -> LocalSizes | None:
     return local_sizes
 
 
-def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | None) -> Replacements:
+def _hooks(
+    session: PlanSession, model_config: Any, local_sizes: LocalSizes | None
+) -> dict[Rebinding, Make]:
     at = session.at
     build = ChunkBuilder(
         at=at,
@@ -168,7 +178,6 @@ def _hooks(session: PlanSession, model_config: Any, local_sizes: LocalSizes | No
         **PARALLEL_HOOKS,
         **MANIFEST_HOOKS,
         **LOAD_HOOKS,
-        checkpoints.SAVE_CHECKPOINT: partial(_save_once, session.run.enter),
         under_plan.WARM_UP: partial(_warming_up_alone, at.groups.alone),
         under_plan.BUILD_MODELS: build.one_by_one,
         under_plan.TORCH_NORM: with_sequence_parallelism,
@@ -210,11 +219,14 @@ def _report_hooks(at: RankPlan) -> Replacements:
     return {under_plan.TRAIN_STEP: tell, under_plan.EVALUATE: tell}
 
 
-def _save_once(enter: Callable[[str], None], stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Let nothing be saved twice. `enter` is told of the save."""
+def _save_once(
+    enter: Callable[[str], None], begin: Callable[[], None], stock: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Let nothing be saved twice. `enter` is told of the save; `begin` may refuse it."""
 
     def save_checkpoint(iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
         enter(f"in the save of iteration {iteration}")
+        begin()
         wait_for_parameters(model)
         with saved_once(model):
             result = stock(iteration, model, *args, **kwargs)

@@ -21,7 +21,7 @@ from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.errors import FlagError, OutputError, Problem
 from zorse_megatron.files.read_write import write_text
 from zorse_megatron.inputs.status import RUNNING_PLAN_NAME, STATUS_NAME, Status, dump_status
-from zorse_megatron.live.move import drop_request, take_request
+from zorse_megatron.live.move import MoveError, take_request
 from zorse_megatron.live.rebalance import Balancer, Counts, counts_of, workers_of
 from zorse_megatron.live.rebalance_lists import Preparation, Prepared
 from zorse_megatron.live.run_status import IterationTimes, LinkTimes, RunStatus
@@ -194,9 +194,11 @@ class StatusReporter:
         try:
             if not self._wrote_plan:  # before a status that names it
                 text = dump_plan(self.status.plan)
-                write_text(directory / RUNNING_PLAN_NAME, text, parents=True)
+                plan = directory / RUNNING_PLAN_NAME
+                write_text(plan, text, parents=True, follows_link=False)
                 self._wrote_plan = True
-            write_text(directory / STATUS_NAME, dump_status(now), parents=True)
+            text = dump_status(now)
+            write_text(directory / STATUS_NAME, text, parents=True, follows_link=False)
         except OutputError as error:
             if not self._complained:  # no reason to lose the training
                 complain(str(error))
@@ -260,6 +262,7 @@ class PlanRequests:
         """Of the request that rank 0 has found last."""
         self._heard = 0
         self._answered = 0
+        self._complaint = ""
         self.data: bytes | None = None
         """On rank 0: what is asked for."""
 
@@ -269,20 +272,28 @@ class PlanRequests:
 
         Then what lies there was asked of an earlier run, and is dropped.
         """
-        if is_first and rank == 0 and directory is not None and drop_request(directory):
+        requests = cls(directory if rank == 0 else None)
+        if is_first and requests._take() is not None:
             say(
                 f"a request for another plan in {directory} is older than this run and is dropped: "
                 "ask again with zorse move"
             )
-        return cls(directory if rank == 0 else None)
+        return requests
 
     def code(self) -> float:
         """What to tell the others: a number that grows with each request."""
-        if self._directory is not None and self._number == self._answered:
-            found = take_request(self._directory)
-            if found is not None:
-                self._number, self.data = self._number + 1, found
+        if self._number == self._answered and (found := self._take()) is not None:
+            self._number, self.data = self._number + 1, found
         return float(self._number)
+
+    def _take(self) -> bytes | None:
+        try:
+            return None if self._directory is None else take_request(self._directory)
+        except MoveError as error:
+            if str(error) != self._complaint:  # which stays for as long as its cause
+                self._complaint = str(error)
+                complain(self._complaint)
+            return None
 
     def hear(self, code: float) -> None:
         """What rank 0 has told."""

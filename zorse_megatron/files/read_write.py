@@ -12,7 +12,7 @@ import secrets
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,29 +52,45 @@ def remedy_for(error: OSError) -> str:
     return _REMEDIES.get(error.errno or 0, "Choose another path.")
 
 
-def write_text(path: str | Path, text: str, *, parents: bool = False) -> Path:
+def write_text(
+    path: str | Path, text: str, *, parents: bool = False, follows_link: bool = True
+) -> Path:
     """Write UTF-8 with Unix line ends, as `write_bytes` does."""
     # Names of files need not be UTF-8; Python keeps their odd bytes as surrogates.
-    return write_bytes(path, text.encode("utf-8", "surrogateescape"), parents=parents)
+    data = text.encode("utf-8", "surrogateescape")
+    return write_bytes(path, data, parents=parents, follows_link=follows_link)
 
 
-def write_bytes(path: str | Path, data: bytes, *, parents: bool = False) -> Path:
+def write_bytes(
+    path: str | Path, data: bytes, *, parents: bool = False, follows_link: bool = True
+) -> Path:
     """Write a file and return its path. Raises NotWritten, with the content kept elsewhere.
 
     A link stays a link, a file keeps its mode; a directory, device, FIFO or socket is refused.
-    `parents`: make the directories that it is to be in.
+    `parents`: make the directories that it is to be in. `follows_link`: False for a name that is
+    not the user's, in a directory that others may write to: the file takes the place of a link.
     """
     path = Path(path)
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = stream_of(path)
+        descriptor = stream_of(path) if follows_link else None
         if descriptor is not None:
             _write_to_stream(descriptor, data)
         else:
-            _replace(regular_target(path), data)
+            _replace(regular_target(path) if follows_link else _own_place(path), [data])
     except OSError as error:
         raise NotWritten(path, error, _kept_elsewhere(path.name, data)) from error
+    return path
+
+
+def write_parts(path: Path, parts: Iterable[bytes]) -> Path:
+    """Write a file that need not fit into memory, and return its path. Raises NotWritten."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(regular_target(path), parts)
+    except OSError as error:
+        raise NotWritten(path, error, None) from error
     return path
 
 
@@ -116,11 +132,14 @@ def temporary_beside(target: Path) -> Iterator[tuple[int, Path]]:
         temporary.unlink(missing_ok=True)
 
 
-def _replace(target: Path, data: bytes) -> None:
+def _replace(target: Path, parts: Iterable[bytes]) -> None:
     with temporary_beside(target) as (descriptor, temporary):
         with contextlib.suppress(FileNotFoundError):
-            _become_like(target.stat(), descriptor)
-        write_all(descriptor, data)
+            old = target.lstat()
+            if stat.S_ISREG(old.st_mode):  # else a link, which is not followed
+                _become_like(old, descriptor)
+        for part in parts:
+            write_all(descriptor, part)
         _sync(descriptor)
         temporary.replace(target)
     with contextlib.suppress(OSError):  # the file is there in any case
@@ -255,6 +274,15 @@ def regular_target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def _own_place(path: Path) -> Path:
+    """`path` itself, where a file may take its place. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise OSError(errno.EINVAL, kind_of(mode))
+    return path
+
+
 def kind_of(mode: int) -> str:
     """Name what is no regular file."""
     kinds = {
@@ -263,6 +291,7 @@ def kind_of(mode: int) -> str:
         stat.S_IFSOCK: "a socket",
         stat.S_IFCHR: "a device",
         stat.S_IFBLK: "a device",
+        stat.S_IFLNK: "a link",
     }
     return kinds.get(stat.S_IFMT(mode), "no regular file")
 

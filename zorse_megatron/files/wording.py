@@ -134,6 +134,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
+def one_line(text: str) -> str:
+    """A text as files take it: on one line, without such characters.
+
+    >>> one_line("no plan fits (1 problem):\\n  1. \x1b[1mgroups: found none")
+    'no plan fits (1 problem): 1. [1mgroups: found none'
+    """
+    known = text.encode("utf-8", "replace").decode()
+    return " ".join(_CONTROLS.sub(" ", known).split())
+
+
 def control_problems(value: Any, path: str = "") -> Iterator[Problem]:
     """Yield where a text among JSON values has such a character."""
     if isinstance(value, dict):

@@ -83,6 +83,29 @@ def folder_problems(option: str, folder: Path, names: Iterable[str] = ()) -> Ite
     yield from unwritable_problems({f"{option}: {name}": folder / name for name in names})
 
 
+_SAVE_PROBE = bytes(1 << 20)
+
+
+def disk_problem(folder: Path) -> tuple[str, Path, int, int] | None:
+    """Return why a folder takes no more; its disk, and the bytes that are free there and in all.
+
+    None: it takes a file of 1 MiB. A quota and a lack of inodes are told by that, too.
+    """
+    try:
+        with temporary_beside(folder / "any") as (descriptor, _):
+            write_all(descriptor, _SAVE_PROBE)
+            os.fsync(descriptor)
+    except OSError as error:
+        disk = Path(os.path.realpath(folder))
+        while not os.path.ismount(disk):
+            disk = disk.parent
+        about = os.statvfs(disk)
+        size = about.f_frsize
+        said = error.strerror or str(error)
+        return said, disk, about.f_bavail * size, about.f_blocks * size
+    return None
+
+
 def _identity(path: Path, *, may_be_stream: bool) -> object:
     """What a path leads to, equal for two paths to one file. Raises OSError as writing would."""
     descriptor = stream_of(path)

@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.files.json_text import layout, read_json
 from zorse_megatron.files.strict import FileKind, built, check_version, plain, read_file
+from zorse_megatron.files.wording import one_line
 from zorse_megatron.plan.plan import Count, Positive, PositiveFloat, Weight, refuse_non_integer
 
 _CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -79,6 +80,11 @@ class Change:
     """Group -> replica -> micro-batches."""
 
 
+def _one_line_if_any(text: object) -> object:
+    """Errors have many lines, which no text of a file has."""
+    return one_line(text) if isinstance(text, str) else text
+
+
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Move:
     """Another plan was asked for."""
@@ -87,7 +93,7 @@ class Move:
     """The last one under the plan before."""
     plan: str | None = None
     """Fingerprint of what was asked for; absent: it was no plan."""
-    refused: str | None = None
+    refused: Annotated[str | None, BeforeValidator(_one_line_if_any)] = None
     """Why the run stayed under its plan; absent: it went on under the other one."""
 
 

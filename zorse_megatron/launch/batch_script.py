@@ -112,6 +112,7 @@ _ELASTIC_PARAMETERS = """\
 # So often it fails in a row without a new checkpoint, and goes back into the queue after a failure.
 export MAX_RESTARTS=${{MAX_RESTARTS:-20}}
 export RUN=zorse-$SLURM_JOB_ID {own_stores}
+export ZORSE_TOKEN=${{ZORSE_TOKEN:-$(od -An -N16 -tx8 /dev/urandom)}}    # ranks meet by it
 OUTCOME={plans}/$RUN.outcome    # what torchrun does not tell: 0, it is done; 2, it is given up
 """
 _LATEST = """\

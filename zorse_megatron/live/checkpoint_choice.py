@@ -5,6 +5,7 @@ in `megatron.training.checkpointing`. Stock reads the tracker files itself, so t
 older checkpoint is to set the tracker back to it. No checkpoint is deleted or changed.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -190,3 +191,31 @@ def _needed(root: Path | None) -> Problem:
         expected="one, as --exit-on-missing-checkpoint says",
         remedy="Correct --load, or leave the flag out to train from the beginning.",
     )
+
+
+# What a job has saved, for those who decide how it goes on.
+
+
+def newest_saved(save: str | None) -> int | None:
+    """Return the iteration of the newest checkpoint that is complete by names and sizes.
+
+    `save`: the folder of `--save`. None: there is none, or the folder cannot be read.
+    """
+    look = newest_whole(save)
+    return None if look is None else look.checkpoint.iteration
+
+
+def newest_whole(save: str | None) -> Look | None:
+    """The same, with all that names and sizes say of it."""
+    with contextlib.suppress(OSError):
+        for checkpoint in checkpoints_in(Path(save)) if save is not None else ():
+            if (look := look_at(checkpoint)).is_usable:
+                return look
+    return None
+
+
+def what_is_saved(iteration: int | None) -> str:
+    """What training can go on from, in a sentence."""
+    if iteration is None:
+        return "No checkpoint has been saved."
+    return f"The checkpoint of iteration {iteration} is complete."

@@ -1,85 +1,21 @@
 """The watchers' talk: that of rank 0 hears all others, and has the job end."""
 
 import contextlib
-import json
-import secrets
-import socket
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import wait
 from typing import Any
 
+from zorse_megatron.live.listener import LineSocket, Listener
 from zorse_megatron.live.root_cause import FailureKind, Report, RootCause, Timeouts
-
-# Lines of JSON over a socket that never blocks.
-
-
-class LineSocket:
-    """One end of a connection between two watchers."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection = connection
-        self.is_open = True
-        self._to_send = b""
-        self._received = b""
-
-    def fileno(self) -> int:
-        """File descriptor, for `select`."""
-        return self.connection.fileno()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message, now or at a later `flush`."""
-        self._to_send += json.dumps(message).encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what is queued."""
-        while self._to_send and self.is_open:
-            try:
-                sent = self.connection.send(self._to_send)
-            except BlockingIOError:
-                return
-            except OSError:
-                self.close()
-                return
-            self._to_send = self._to_send[sent:]
-
-    def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have come; `is_open` is false when there will be no more."""
-        while self.is_open:
-            try:
-                data = self.connection.recv(65536)
-            except BlockingIOError:
-                break
-            except OSError:
-                data = b""
-            if not data:
-                self.close()
-            self._received += data
-        *lines, self._received = self._received.split(b"\n")
-        return [message for line in lines if (message := _parsed(line)) is not None]
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.is_open = False
-        self.connection.close()
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A message; None for what no watcher has sent."""
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None
-
+from zorse_megatron.plan.spans import spans_of, spell
 
 BEAT_S = 1.0
 _LATE_S = 3.0
 _END_S = 8.0
 """How long ranks have to end once they are told to: their watchers kill them before that."""
+NAMED_S = 25.0
+"""After which those are named who have not come so far."""
 _AFTER_CULPRIT_S = 0.3
 """A launcher blames the process that it sees to end first, and torchrun looks every 0.1 s."""
 
@@ -91,14 +27,21 @@ class Hub:
     """See `Member`."""
 
     def __init__(
-        self, world_size: int, *, timeouts: Timeouts, describe: Callable[[int], str], host: str
+        self,
+        world_size: int,
+        listener: Listener,
+        *,
+        timeouts: Timeouts,
+        describe: Callable[[int], str],
+        host: str,
+        tell: Callable[[str], None],
     ) -> None:
-        """`describe`: names a rank for people; `host`: name of this node."""
+        """`describe`: names a rank for people; `host`: name of this node; `tell`: shows a line."""
         self.describe = describe
+        self.tell = tell
         self.timeouts = timeouts
         self.root_cause = RootCause(world_size, timeouts)
-        self.token = secrets.token_hex(8)
-        self.listener = _listen(world_size)
+        self.listener = listener
         self.hosts = {0: host}
         self.last_heard_s: dict[int, float] = {}
         self.culprit: Report | None = None
@@ -110,20 +53,16 @@ class Hub:
         self._came_s: float | None = None
         """When the last rank so far came to where all meet."""
         self._absent: set[int] = set()
+        self._has_named_absent = False
         self._told_s: float | None = None
         self._said_s: float | None = None
         self._own_end_s: float | None = None
         self._next_beat_s = 0.0
 
     @property
-    def address(self) -> str:
-        """Port and password, which the other ranks' watchers need."""
-        return f"{self.listener.getsockname()[1]} {self.token}"
-
-    @property
     def sockets(self) -> list[Any]:
         """What to wait for."""
-        return [self.listener, *self._members]
+        return [*self.listener.sockets, *self._members]
 
     @property
     def stop(self) -> FailureKind | None:
@@ -160,7 +99,12 @@ class Hub:
         """
         if address and self._came_s is None:
             self._came_s = now_s
-        self._accept()
+        for line, _ in self.listener.admitted(now_s):
+            if self._told_s is None:  # else this job ends, and who comes is of the next one
+                self._members[line] = None
+                line.send({"beat": 1})
+            else:
+                line.close()
         for member in list(self._members):
             for message in member.receive():
                 self._hear(member, message, now_s)
@@ -175,22 +119,15 @@ class Hub:
             member.flush()
         self._decide(now_s)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            self._members[LineSocket(connection)] = None
-
     def _hear(self, member: LineSocket, message: dict[str, Any], now_s: float) -> None:
         rank = self._members.get(member)
         if rank is None:
-            if message.get("token") != self.token:
-                member.close()
+            rank = message.get("rank")
+            if not isinstance(rank, int) or not 0 < rank < self.root_cause.world_size:
+                member.close()  # of another version
                 return
-            rank = self._members[member] = int(message["rank"])
-            self.hosts[rank] = str(message["host"])
+            self._members[member] = rank
+            self.hosts[rank] = str(message.get("host"))
             self._came_s = now_s
             if len(self.hosts) == self.root_cause.world_size:
                 self.root_cause.met_s = now_s
@@ -236,11 +173,17 @@ class Hub:
                 self.root_cause.note(silent(rank, now_s - self.last_heard_s[rank]), now_s)
 
     def _look_for_absent(self, now_s: float) -> None:
-        """Give up those that do not come to where the others have met."""
+        """Name those that do not come to where the others have met; in the end give them up."""
         limit_s = self.timeouts.meeting_s
-        if self._came_s is None or now_s - self._came_s <= limit_s:
+        if self._came_s is None or now_s - self._came_s <= min(limit_s, NAMED_S):
             return
-        for rank in set(range(self.root_cause.world_size)) - self.hosts.keys() - self._absent:
+        absent = set(range(self.root_cause.world_size)) - self.hosts.keys() - self._absent
+        if absent and not self._has_named_absent and limit_s > NAMED_S:
+            self._has_named_absent = True
+            are = "ranks {} are" if len(absent) > 1 else "rank {} is"
+            who = are.format(spell(spans_of(absent)))
+            self.tell(f"after {NAMED_S:g} s {who} still missing; the others wait {limit_s:g} s")
+        for rank in absent if now_s - self._came_s > limit_s else ():
             why = f"has not come to meet the others in {limit_s:g} s: it or its node is gone"
             self.root_cause.note(Report(rank=rank, kind=FailureKind.VANISHED, reason=why), now_s)
             self._absent.add(rank)
@@ -312,17 +255,6 @@ def sentence(culprit: Report, describe: Callable[[int], str], hosts: dict[int, s
     return f"{describe(culprit.rank)}{where} {culprit.reason}{phase}; the job ends"
 
 
-def _listen(world_size: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        listener = socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=world_size, dualstack_ipv6=True
-        )
-    else:
-        listener = socket.create_server(("", 0), backlog=world_size)
-    listener.setblocking(False)
-    return listener
-
-
 # The watcher of any other rank: tells that of rank 0 what it sees, and obeys it.
 
 
@@ -333,6 +265,19 @@ _REFUSED_S = 1.5
 """No hub listens there after this long: it listens before its address is known."""
 _BYE_S = 45.0
 """How much longer than any rank may take to its end this process waits for the hub's leave."""
+
+
+def answers(address: str) -> bool:
+    """Whether the hub of a job that goes on listens there: "host port token"."""
+    host, port, token = address.split()
+    try:
+        line = LineSocket.connect(host, int(port), token, timeout_s=_CONNECT_S)
+    except OSError:
+        return False
+    with contextlib.closing(line):
+        waited_for: list[Any] = [line]
+        wait(waited_for, _CONNECT_S)
+        return bool(line.receive())
 
 
 class Member:
@@ -357,7 +302,8 @@ class Member:
         """Whether this process speaks for its node if the hub is gone; the hub says which one."""
         self.is_over = False
         self._line: LineSocket | None = None
-        self._waiting: list[dict[str, Any]] = []
+        self._reports: list[dict[str, Any]] = []
+        self._num_sent = 0
         self._heard_s = 0.0
         self._next_beat_s = 0.0
         self._next_try_s = 0.0
@@ -390,7 +336,7 @@ class Member:
         """Tell what this watcher has seen of its rank."""
         if ended:
             self._ended_s = now_s
-        self._waiting.append(
+        self._reports.append(
             {
                 "kind": report.kind.name,
                 "reason": report.reason,
@@ -422,14 +368,14 @@ class Member:
         self._first_try_s = self._first_try_s or now_s
         self._next_try_s = now_s + _RETRY_S
         try:
-            connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
+            self._line = LineSocket.connect(host, int(port), token, timeout_s=_CONNECT_S)
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
             if now_s - self._first_try_s > (_REFUSED_S if refused else _CONNECTING_S):
                 self._lose(f"is gone: its watcher at {host}:{port} does not answer ({error})")
             return
-        self._line = LineSocket(connection)
-        self._line.send({"token": token, "rank": self.rank, "host": self.host})
+        self._line.send({"rank": self.rank, "host": self.host})
+        self._num_sent = 0
         self._send_reports(self._line)  # or the hub would take a rank that has failed for well
         self._heard_s = now_s
 
@@ -449,16 +395,22 @@ class Member:
         line.flush()
         if self.is_over:
             return
-        if not line.is_open:
+        if not line.is_open and self._may_try_again(now_s):
+            self._line = None  # the token came late, to a hub that closes on strangers
+        elif not line.is_open:
             self._lose("is gone, and so is the process that watched it")
         elif now_s - self._heard_s > self.timeouts.silence_s:
             line.close()
             self._lose(silent(0, now_s - self._heard_s).reason)
 
+    def _may_try_again(self, now_s: float) -> bool:
+        first_s = self._first_try_s or now_s
+        return not self.has_heard and now_s - first_s <= _CONNECTING_S
+
     def _send_reports(self, line: LineSocket) -> None:
-        for message in self._waiting:
+        for message in self._reports[self._num_sent :]:
             line.send(message)
-        self._waiting.clear()
+        self._num_sent = len(self._reports)
 
     def _lose(self, why: str) -> None:
         self.lost_hub = Report(rank=0, kind=FailureKind.VANISHED, reason=why)

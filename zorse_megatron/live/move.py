@@ -8,13 +8,15 @@ Needs neither torch nor Megatron: the ranks compute it from what each owns under
 so does a test.
 """
 
+import errno
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zorse_megatron.errors import Problem, ZorseError
-from zorse_megatron.files.read_write import read_input, write_text
+from zorse_megatron.files.read_write import kind_of, read_input, write_text
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.schedule.shards import intersection
@@ -198,28 +200,35 @@ def make_request(directory: Path, plan: Plan) -> Path:
 
     Takes the place of a request that the run has not read yet. Raises OutputError.
     """
-    return write_text(directory / REQUEST_NAME, dump_plan(plan))
+    return write_text(directory / REQUEST_NAME, dump_plan(plan), follows_link=False)
 
 
 def take_request(directory: Path) -> bytes | None:
     """What has been asked for since the last call, and take it away; None: nothing.
 
-    b"" for what cannot be read, which is no plan.
+    b"" for a file that cannot be read, which is no plan. Raises MoveError for what is no file,
+    which stays.
     """
-    taken = directory / _TAKEN_NAME
+    request, taken = directory / REQUEST_NAME, directory / _TAKEN_NAME
     try:
+        mode = request.lstat().st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, kind_of(mode))
         # Renamed before it is read: a request that takes its place meanwhile is another one.
-        (directory / REQUEST_NAME).rename(taken)
-    except OSError:
+        request.rename(taken)
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        problem = Problem(
+            where=str(request),
+            found=error.strerror or str(error),
+            expected="a plan file, as zorse move writes it, or none",
+            remedy=f"Remove it, and {_TAKEN_NAME} if that is there; ask with zorse move.",
+        )
+        raise MoveError("no plan can be asked for", [problem]) from error
     try:
         data = read_input(taken)
         taken.unlink()
     except OSError:
         return b""
     return data
-
-
-def drop_request(directory: Path) -> bool:
-    """Take away what an earlier run was asked for; whether there was anything."""
-    return take_request(directory) is not None

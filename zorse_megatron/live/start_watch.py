@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import resource
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -16,9 +17,11 @@ from functools import partial
 from typing import NoReturn
 
 from zorse_megatron.live.hub import Hub, Member
+from zorse_megatron.live.listener import TOKEN_CHARACTERS, Listener
 from zorse_megatron.live.root_cause import Timeouts
 from zorse_megatron.live.watched_rank import SharedState, WatchedRank, watch_parent
 from zorse_megatron.live.watcher import FORWARDED, Watcher, forward
+from zorse_megatron.processes import end_with_parent
 
 
 def watched(
@@ -27,29 +30,37 @@ def watched(
     describe: Callable[[int], str],
     host: str,
     timeouts: Timeouts | None = None,
+    saved: Callable[[], str] = str,
 ) -> tuple[WatchedRank, str]:
     """Let a child of this process be the rank, watched by this process; return in the child.
 
-    `environment` has torchrun's variables. Returns the rank's end of the watch, and on rank 0 what
-    the watchers of the other ranks need (see `exchange`), else "". A job of one rank is not
-    watched. To be called before CUDA is initialised, which does not survive a fork.
+    `environment` has torchrun's variables; `saved` tells what training can go on from. Returns the
+    rank's end of the watch, and on rank 0 what the watchers of the other ranks need (see
+    `exchange`), else "". A job of one rank is not watched. To be called before CUDA is initialised,
+    which does not survive a fork.
+
+    Of torchrun's processes none outlives its agent: one that is killed cannot end them, and they
+    would train on beside those of the next start. Who starts ranks by hand may leave them.
     """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        end_with_parent()
     timeouts = timeouts or Timeouts()
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     if world_size == 1:
         return WatchedRank(None, timeouts), ""
     shared = SharedState()
     shared.phase.write("at its start")
-    post: Hub | Member = (
-        Member(rank, timeouts=timeouts, describe=describe, host=host)
-        if rank
-        else Hub(world_size, timeouts=timeouts, describe=describe, host=host)
-    )
-    address = post.address if isinstance(post, Hub) else ""
+    post: Hub | Member = Member(rank, timeouts=timeouts, describe=describe, host=host)
+    address = ""
+    if rank == 0:
+        listener, address = _listener(environment)
+        post = Hub(
+            world_size, listener, timeouts=timeouts, describe=describe, host=host, tell=_tell
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    process = _fork()
+    process, passed_on = _fork()
     if process == 0:
         if isinstance(post, Hub):
             post.listener.close()
@@ -63,18 +74,35 @@ def watched(
             post=post,
             timeouts=timeouts,
             find_hub=partial(_find_hub, shared, address),
+            passed_on=passed_on,
+            saved=saved,
         )
     )
 
 
-def _fork() -> int:
-    """`os.fork`; no signal comes between it and the watcher's handlers."""
+def _listener(environment: Mapping[str, str]) -> tuple[Listener, str]:
+    """The hub's port, and what others need for it: "port token"."""
+    token = secrets.token_hex(TOKEN_CHARACTERS // 2)
+    is_one_node = environment["WORLD_SIZE"] == environment.get("LOCAL_WORLD_SIZE")
+    listener = Listener(environment["MASTER_ADDR"], 0, token, is_one_node=is_one_node)
+    if listener.note:
+        _tell(listener.note)
+    return listener, f"{listener.port} {token}"
+
+
+def _tell(line: str) -> None:
+    """Show a line whole, also where a rank is in the middle of one; by no lock of the rank's."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"zorse: note: {line}\n".encode())
+
+
+def _fork() -> tuple[int, list[int]]:
+    """`os.fork`, and `forward`; no signal comes between it and the watcher's handlers."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     process = os.fork()
-    if process:
-        forward(process)
+    passed_on = forward(process) if process else []
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    return process
+    return process, passed_on
 
 
 def _watch(watcher: Watcher) -> NoReturn:

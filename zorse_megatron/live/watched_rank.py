@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import signal
 import struct
 import sys
 import threading
@@ -144,8 +145,8 @@ class WatchedRank:
             kind = FailureKind.EXITED if status else FailureKind.EXITED_WELL
             self.say(kind, f"has exited alone, with status {status},")
             raise
-        except KeyboardInterrupt as error:
-            self.say(FailureKind.FAILED, _failed(error))
+        except KeyboardInterrupt:
+            self.say(FailureKind.ASKED_TO_END, "was ended by SIGINT")
             raise
         except ZorseError as error:
             alone = error.is_of_one_rank or not all_refuse
@@ -165,7 +166,7 @@ class WatchedRank:
 
 
 def watch_parent(shared: SharedState, timeouts: Timeouts, parent: int) -> None:
-    """In the new rank: end when the watcher says so, is gone, or stands still."""
+    """In the new rank: end when the watcher says so, is gone, or stands still, which ends it."""
     end_with_parent()
     if os.getppid() != parent:
         os._exit(LOST_RANK)
@@ -183,6 +184,8 @@ def _listen(shared: SharedState, timeouts: Timeouts, parent: int) -> None:
             beat, since_s = shared.beat, now_s
         looked_s = now_s
         stands_still = now_s - since_s > timeouts.silence_s + 10
+        if stands_still and os.getppid() == parent:
+            os.kill(parent, signal.SIGKILL)  # a launcher would wait for it for ever
         if shared.must_end or stands_still or os.getppid() != parent:
             sys.stdout.flush()
             sys.stderr.flush()

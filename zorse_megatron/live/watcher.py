@@ -35,6 +35,7 @@ _GUILTY_S = 5.0
 _HELPER_S = 120.0
 _BAD_INPUT = (FailureKind.REFUSED, FailureKind.REFUSED_EARLY)
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGABRT)
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE)
 """A terminal sends these to the rank, too."""
 
@@ -50,6 +51,10 @@ class Watcher:
     timeouts: Timeouts
     find_hub: Callable[[], int] | None
     """Starts a process that does so in place of a rank that has ended too soon."""
+    passed_on: list[int]
+    """Signals that a launcher has sent."""
+    saved: Callable[[], str]
+    """Says what training can go on from."""
     status: int | None = None
     own_fault: bool = False
     _helper: int | None = None
@@ -174,7 +179,7 @@ class Watcher:
         assert self.status is not None
         if self._helper is not None:
             os.kill(self._helper, signal.SIGKILL)
-        if line := self.post.last_line:
+        if line := self.post.last_line or self._requested():
             # The rank may have been ended in the middle of a line.
             os.write(2, f"\nzorse: {line}\n".encode())
         status, stop = self.status, self.post.stop
@@ -184,11 +189,21 @@ class Watcher:
             status = LOST_RANK
         end_as(status)
 
+    def _requested(self) -> str:
+        """What is said, once, where all ranks end because they were asked to."""
+        assert self.status is not None
+        found = [number for number in (-self.status, *self.passed_on) if number in _REQUESTS]
+        if self.rank or self.post.stop is not None or self.status > 0 or not found:
+            return ""
+        return f"ended by {signal.Signals(found[0]).name}. {self.saved()}"
 
-def forward(process: int) -> None:
-    """Pass on what a launcher sends to this process alone."""
+
+def forward(process: int) -> list[int]:
+    """Pass on what a launcher sends to this process alone; returns what it will have sent."""
+    passed_on: list[int] = []
 
     def send(number: int, _frame: object) -> None:
+        passed_on.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
 
@@ -196,6 +211,7 @@ def forward(process: int) -> None:
         signal.signal(number, send)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    return passed_on
 
 
 def end_as(status: int) -> NoReturn:

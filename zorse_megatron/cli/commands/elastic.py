@@ -30,6 +30,7 @@ from zorse_megatron.launch.elastic.torchrun_ranks import (
     Rendezvous,
     answers_for,
     rendezvous,
+    token_of,
 )
 from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank, node_called
 from zorse_megatron.launch.training_command import MODULE, TrainingCommand, training_of
@@ -194,7 +195,12 @@ def _answer(me: LaunchedRank, replanner: Replanner, starts: Starts) -> Mapping[s
     node = node_called(whole, me.node)
     answer = rendezvous(
         Rendezvous(
-            number=me.rank, size=me.world_size, address=me.master_address, port=me.master_port
+            number=me.rank,
+            size=me.world_size,
+            address=me.master_address,
+            port=me.master_port,
+            token=token_of(starts.run, os.environ.get("ZORSE_TOKEN", "")),
+            is_one_node=os.environ.get("LOCAL_WORLD_SIZE") == str(me.world_size),
         ),
         Arrival(
             node=me.node if node is None else node.name,

@@ -22,8 +22,8 @@ from zorse_megatron.errors import LaunchError, PlanError, Problem
 from zorse_megatron.files.read_write import NotWritten, append_line, write_text
 from zorse_megatron.inputs.cluster import Cluster, Node
 from zorse_megatron.inputs.cluster_yaml import dump_cluster, load_cluster, with_gpus
-from zorse_megatron.live.checkpoint_check import look_at
-from zorse_megatron.live.checkpoint_files import checkpoints_in, read_tracker
+from zorse_megatron.live.checkpoint_choice import newest_saved, what_is_saved
+from zorse_megatron.live.checkpoint_files import read_tracker
 from zorse_megatron.log import say
 from zorse_megatron.plan.plan_file import load_plan
 from zorse_megatron.schedule.lower import refuse_unsupported
@@ -89,13 +89,6 @@ def refuse_too_few(
         "smaller --min-gpus.",
     )
     raise LaunchError("too few GPUs are left", [problem])
-
-
-def what_is_saved(iteration: int | None) -> str:
-    """What training can go on from, in a sentence."""
-    if iteration is None:
-        return "No checkpoint has been saved."
-    return f"The checkpoint of iteration {iteration} is complete."
 
 
 def _joined_parts(cluster: Cluster, nodes: list[Node]) -> Iterator[list[Node]]:
@@ -247,25 +240,6 @@ def _problems(answer: bytes, cluster: Path, status: int) -> list[Problem]:
                 remedy="Run it by hand with the same options.",
             )
         ]
-
-
-# What a job has saved, for those who decide how it goes on.
-
-
-def newest_saved(save: str | None) -> int | None:
-    """Return the iteration of the newest checkpoint that is complete by names and sizes.
-
-    `save`: the folder of `--save`. None: there is none, or the folder cannot be read.
-    """
-    if save is None:
-        return None
-    try:
-        for checkpoint in checkpoints_in(Path(save)):
-            if look_at(checkpoint).is_usable:
-                return checkpoint.iteration
-    except OSError:
-        pass
-    return None
 
 
 def latest_named(save: str | None) -> str:

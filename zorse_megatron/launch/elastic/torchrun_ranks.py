@@ -5,17 +5,23 @@ follow the cluster file, so processes get new numbers, and meet where rank 0 of 
 """
 
 import contextlib
+import hashlib
 import json
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import wait
+from typing import Any
 
 from zorse_megatron.errors import LaunchError, Problem, ZorseError
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.launch.elastic.replan import GivenUp, JobFiles, Replanner, Starts
 from zorse_megatron.launch.rank_environment import OUTCOME
+from zorse_megatron.live.hub import NAMED_S
+from zorse_megatron.live.listener import TOKEN_CHARACTERS, LineSocket, Listener
+from zorse_megatron.log import say
+from zorse_megatron.plan.spans import spans_of, spell
 
 # All processes that torchrun starts tell the first one who they are, and hear what to do.
 #
@@ -25,8 +31,9 @@ from zorse_megatron.launch.rank_environment import OUTCOME
 
 
 _RETRY_S = 0.2
-_HELLO_S = 10.0
-_ENCODING = "utf-8"
+_CONNECT_S = 10.0
+_ANSWER_S = 10.0
+_MOST_ANSWER_BYTES = 1 << 24
 
 Answers = Sequence[Mapping[str, object]]
 """Number of a process, as torchrun counts them -> what it is to do."""
@@ -56,6 +63,15 @@ class Rendezvous:
     size: int
     address: str
     port: int
+    token: str
+    """See `token_of`."""
+    is_one_node: bool = False
+
+
+def token_of(run: str, secret: str) -> str:
+    """What processes of one run know each other by: its name and, if there is one, its secret."""
+    key = f"{len(run)}:{run}{secret}".encode("utf-8", "surrogateescape")
+    return hashlib.sha256(key).hexdigest()[:TOKEN_CHARACTERS]
 
 
 def rendezvous(
@@ -69,22 +85,25 @@ def rendezvous(
     """Return what this process is to do, as the first one has decided for all of them.
 
     `decide`: is called in the first process, with the arrivals in the order of their numbers.
-    `arrive_s`, `decide_s`: how long processes may take to arrive, and deciding. Raises LaunchError
-    where not all arrive, or the first one ends; what `decide` raises is raised in its process only.
+    `arrive_s`, `decide_s`: how long processes may take to arrive, and deciding. Who is missing is
+    told after 25 s. Raises LaunchError where not all arrive, or one of them ends; what `decide`
+    raises is raised in its process only.
     """
     if point.number == 0:
         return _host(point, me, decide, arrive_s)
-    with _connection(point, arrive_s) as connection:
-        hello = json.dumps({"number": point.number, **asdict(me)})
-        connection.settimeout(arrive_s + decide_s)
+    line = _connection(point, arrive_s)
+    with contextlib.closing(line):
+        line.send({"number": point.number, **asdict(me)})
         try:
-            connection.sendall(hello.encode(_ENCODING) + b"\n")
-            line = connection.makefile("r", encoding=_ENCODING).readline()
-        except OSError as error:
+            line.connection.settimeout(arrive_s + decide_s)
+            answer = line.connection.makefile("rb").readline(_MOST_ANSWER_BYTES)
+        except TimeoutError as error:
             raise _no_rendezvous(point, f"no answer ({error})") from error
-    if not line.endswith("\n"):
-        raise _no_rendezvous(point, "no answer: the first process has ended")
-    return dict(json.loads(line))
+        except OSError:
+            answer = b""  # reset, where it was closed before all of it was read
+    if not answer.endswith(b"\n"):
+        raise _no_rendezvous(point, "no answer: the first process has ended, or has another token")
+    return dict(json.loads(answer))
 
 
 def _host(
@@ -93,58 +112,115 @@ def _host(
     decide: Callable[[Sequence[Arrival]], Answers],
     arrive_s: float,
 ) -> Mapping[str, object]:
-    deadline_s = time.monotonic() + arrive_s
     with contextlib.ExitStack() as stack:
         try:
-            listener = socket.create_server(("", point.port), backlog=point.size)
+            listener = Listener(
+                point.address, point.port, point.token, is_one_node=point.is_one_node
+            )
         except (OSError, OverflowError) as error:
             raise _no_rendezvous(point, f"a port that cannot be used ({error})") from error
-        stack.enter_context(listener)
-        arrived = {0: replace(me, address=point.address)}
-        connections: dict[int, socket.socket] = {}
-        while len(arrived) < point.size:
-            listener.settimeout(max(0.01, deadline_s - time.monotonic()))
-            try:
-                connection, (host, *_) = listener.accept()
-                stack.enter_context(connection)
-                found = _hello(connection)
-            except OSError as error:
-                absent = point.size - len(arrived)
-                raise _no_rendezvous(
-                    point, f"{absent} processes not there after {arrive_s:g} s"
-                ) from error
-            if found is None or not 0 < found[0] < point.size:
-                continue  # it ended as soon as it came, or is somebody else
-            number, arrival = found
-            address = point.address if arrival.node == me.node else host
-            arrived[number] = replace(arrival, address=address)
-            connections[number] = connection
-        answers = decide([arrived[number] for number in range(point.size)])
-        for number, connection in connections.items():
-            with contextlib.suppress(OSError):  # it has ended: torchrun starts all again
-                connection.sendall(json.dumps(dict(answers[number])).encode(_ENCODING) + b"\n")
+        stack.enter_context(contextlib.closing(listener))
+        if listener.note:
+            say(f"note: {listener.note}")
+        host = _Host(point=point, me=me, listener=listener)
+        stack.callback(host.close)
+        answers = decide(host.arrivals(arrive_s))
+        host.answer(answers)
     return answers[0]
 
 
-def _hello(connection: socket.socket) -> tuple[int, Arrival] | None:
-    """What a process says of itself; None: this is none of ours."""
-    connection.settimeout(_HELLO_S)
+class _Host:
+    """The first process, which the others come to."""
+
+    def __init__(self, *, point: Rendezvous, me: Arrival, listener: Listener) -> None:
+        self._point = point
+        self._me = me
+        self._listener = listener
+        self._arrived = {0: replace(me, address=point.address)}
+        self._lines: dict[LineSocket, tuple[str, int | None]] = {}
+        """Connection -> its address, and the number of the process once it has said it."""
+
+    def arrivals(self, limit_s: float) -> list[Arrival]:
+        """Wait for all, and return who they are by their numbers. Raises LaunchError."""
+        began_s, is_told = time.monotonic(), limit_s <= NAMED_S
+        while len(self._arrived) < self._point.size:
+            waited_for: list[Any] = [*self._listener.sockets, *self._lines]
+            wait(waited_for, _RETRY_S)
+            now_s = time.monotonic()
+            for line, address in self._listener.admitted(now_s):
+                self._lines[line] = address, None
+            for line in list(self._lines):
+                self._hear(line)
+            if len(self._arrived) < self._point.size and now_s - began_s > limit_s:
+                raise _no_rendezvous(self._point, f"after {limit_s:g} s {self._missing()}")
+            if not is_told and now_s - began_s > NAMED_S:
+                is_told = True
+                say(f"note: after {NAMED_S:g} s {self._missing()}; the others wait {limit_s:g} s")
+        return [self._arrived[number] for number in range(self._point.size)]
+
+    def answer(self, answers: Answers) -> None:
+        """Tell each what it is to do."""
+        for line, (_, number) in self._lines.items():
+            if number is not None:
+                text = json.dumps(dict(answers[number]))
+                line.connection.settimeout(_ANSWER_S)
+                with contextlib.suppress(OSError):  # it has ended: torchrun starts all again
+                    line.connection.sendall(text.encode() + b"\n")
+
+    def close(self) -> None:
+        """End all connections."""
+        for line in self._lines:
+            line.close()
+
+    def _hear(self, line: LineSocket) -> None:
+        address, number = self._lines[line]
+        for message in line.receive():
+            if number is None and (found := _arrival(message, self._point.size)) is not None:
+                number, arrival = found
+                own = arrival.node == self._me.node
+                self._arrived[number] = replace(
+                    arrival, address=self._point.address if own else address
+                )
+                self._lines[line] = address, number
+        if not line.is_open:
+            del self._lines[line]
+            if number is not None:
+                node = self._arrived[number].node
+                raise _no_rendezvous(self._point, f"process {number}, on {node}, has ended")
+
+    def _missing(self) -> str:
+        absent = set(range(self._point.size)) - self._arrived.keys()
+        numbers = spell(spans_of(absent))
+        are = f"processes {numbers} are" if len(absent) > 1 else f"process {numbers} is"
+        nodes = ", ".join(dict.fromkeys(each.node for each in self._arrived.values()))
+        return f"{are} missing, and there are some of {nodes}"
+
+
+def _arrival(message: dict[str, Any], size: int) -> tuple[int, Arrival] | None:
+    """What a process says of itself; None: this is none of the job's."""
     try:
-        said = json.loads(connection.makefile("r", encoding=_ENCODING).readline())
-        return int(said.pop("number")), Arrival(**said)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        number, arrival = int(message.pop("number")), Arrival(**message)
+    except (ValueError, TypeError, KeyError):
         return None
+    return (number, arrival) if 0 < number < size else None
 
 
-def _connection(point: Rendezvous, limit_s: float) -> socket.socket:
+def _connection(point: Rendezvous, limit_s: float) -> LineSocket:
     """Wait until the first process listens."""
-    deadline_s = time.monotonic() + limit_s
+    began_s, is_told = time.monotonic(), limit_s <= NAMED_S
     while True:
         try:
-            return socket.create_connection((point.address, point.port), timeout=limit_s)
+            return LineSocket.connect(
+                point.address, point.port, point.token, timeout_s=min(limit_s, _CONNECT_S)
+            )
         except OSError as error:
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - began_s
+            if waited_s > limit_s:
                 raise _no_rendezvous(point, str(error)) from error
+            if not is_told and waited_s > NAMED_S:
+                is_told = True
+                where = f"{point.address}:{point.port}"
+                say(f"note: the first process is not at {where} ({error})", on_each_node=True)
             time.sleep(_RETRY_S)
 
 
@@ -154,7 +230,8 @@ def _no_rendezvous(point: Rendezvous, found: str) -> LaunchError:
         found=found,
         expected="all processes that torchrun has started to meet there",
         remedy="Look at what the first process says; torchrun starts all again, up to "
-        "--max-restarts times. Ports between nodes have to be open.",
+        "--max-restarts times. Ports between nodes have to be open, and ZORSE_TOKEN, if it is set, "
+        "the same on all.",
     )
     return LaunchError("the processes of this start did not meet", [problem])
 
@@ -220,8 +297,6 @@ def _place_of(rank: int, world_size: int, first: Arrival) -> dict[str, str]:
         "MASTER_ADDR": first.address,
         "MASTER_PORT": str(first.free_port),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        # Each agent counts its own failures, so that they differ; the store is a new one.
-        "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
