@@ -110,8 +110,11 @@ def _layout(row: dict[str, Any]) -> str:
     number, chunks = len(groups[2].split("|")), int(groups[3])
     said = f"{groups[1]}: {number} group{'s' * (number > 1)}"
     if groups[4] == "interleaved":
-        each = chunks // number
-        said += ", one chunk each" if each == 1 else f" of {_NUMBERS[each]} chunks"
+        each, more = divmod(chunks, number)
+        if more:  # groups have unlike numbers of them
+            said += f", {chunks} chunks"
+        else:
+            said += ", one chunk each" if each == 1 else f" of {_NUMBERS[each]} chunks"
     schedule = {"1f1b": "1F1B", "breadth_first": "breadth first"}.get(groups[4], groups[4])
     return f"{said}, {schedule}"
 
