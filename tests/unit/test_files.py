@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from zorse_megatron.errors import OutputError
 from zorse_megatron.files.read_write import NotWritten, append_line, write_bytes, write_text
-from zorse_megatron.files.writable import folder_problems, refuse_unwritable, unwritable_problems
+from zorse_megatron.files.writable import (
+    disk_problem,
+    folder_problems,
+    refuse_unwritable,
+    unwritable_problems,
+)
 
 NAMES = st.sampled_from(["a", "b", "c"])
 MODES = st.sampled_from([0o600, 0o640, 0o644, 0o664, 0o755])
@@ -151,6 +156,10 @@ def test_devices_stay_devices():
             write_text(name, "x")
         caught.value.kept.unlink()
         assert os.lstat(name).st_mode == before.st_mode
+
+
+def test_a_folder_that_is_not_there_is_no_full_disk(tmp_path):
+    assert disk_problem(tmp_path / "nowhere") is None
 
 
 def test_a_directory_that_takes_no_file_is_found_before_the_work():

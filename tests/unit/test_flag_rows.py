@@ -188,13 +188,18 @@ EXAMPLES = {
     "batch_is_another": [({}, "--global-batch-size 8", "--global-batch-size")],
     "batches_do_not_fit": [
         ({}, f"--step-batch-size-schedule {text} --train-samples 64", "--step-batch-size-schedule")
-        for text in ("4,8", "1K:16", "0:8", "0:1,1K:16")
+        for text in ("4,8", "1K:16", "0:8", "0:1,1K:16", "0:16,1K:8", "0:16,inf:32")
     ],
     "batches_are_counted_otherwise": [
         ({}, "--step-batch-size-schedule 0:16", "--step-batch-size-schedule")
     ],
     "batch_is_no_multiple": [
-        ({}, f"--micro-batch-size {size}", "--micro-batch-size") for size in (3, 0)
+        ({}, f"--micro-batch-size {given}", "--micro-batch-size")
+        for given in (
+            "3",
+            "0",
+            "4 --step-batch-size-schedule 0:6,1K:16 --train-samples 64",
+        )
     ],
     "model_is_another": [
         ({}, "--num-layers 9", "--num-layers"),

@@ -148,6 +148,8 @@ def admitted(listener: Listener, num: int) -> list[tuple[LineSocket, str]]:
         ("localhost", False, "127.0.0.1"),
         ("this-host", True, "127.0.1.1"),
         ("this-host", False, None),
+        ("this-host of two networks", True, "127.0.2.1"),
+        ("this-host of two networks", False, None),
         ("elsewhere", True, None),
         ("unknown", True, None),
     ],
@@ -156,13 +158,16 @@ def test_a_port_is_open_at_the_address_of_the_job(
     address: str, is_one_node: bool, bound: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a name that cannot be the right one here it is open at all, which is told."""
-    names = {"this-host": "127.0.1.1", "elsewhere": "203.0.113.7", "localhost": "127.0.0.1"}
+    names = {
+        **{"this-host": ["127.0.1.1"], "this-host of two networks": ["127.0.2.1", "203.0.113.8"]},
+        **{"elsewhere": ["203.0.113.7"], "localhost": ["127.0.0.1"]},
+    }
 
     def known(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
         if host == "unknown":
             raise socket.gaierror
-        place = (names.get(host, host), port)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place)]
+        places = [(each, port) for each in names.get(host, [host])]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
 
     with monkeypatch.context() as patched:
         patched.setattr(socket, "getaddrinfo", known)
@@ -171,6 +176,10 @@ def test_a_port_is_open_at_the_address_of_the_job(
     assert host == bound or (bound is None and host in ("::", "0.0.0.0"))
     assert bool(found.note) == (bound is None)
     assert bound is not None or (address in found.note and str(found.port) in found.note)
+    # As others may listen at it, not "::ffff:127.0.0.1".
+    line = LineSocket.connect(bound or "127.0.0.1", found.port, TOKEN, timeout_s=5)
+    assert admitted(found, 1)[0][1].startswith("127.0.")
+    line.close()
     found.close()
 
 

@@ -56,7 +56,10 @@ def test_a_second_job_is_refused_by_name(first: OneWriter, told: list[str]) -> N
     OneWriter(first.path.parent, "", tell=told.append).release()
 
 
-def test_a_job_on_another_host_is_known_by_its_signs(first: OneWriter, told: list[str]) -> None:
+def test_a_job_on_another_host_is_known_by_its_signs(
+    first: OneWriter, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_writer, "_SILENT_S", 30.0)  # the first sign ends it
     mine = first._me
     # The other one's file, which it touches.
     first._me = elsewhere(mine)
@@ -87,6 +90,17 @@ def test_what_is_left_behind_is_told_and_taken(where: str, tmp_path: Path, told:
     assert len(told) == (2 if where in ("elsewhere", "half") else 1)
     now.check()
     now.release()
+
+
+def test_a_process_of_the_same_run_may_take_its_time_to_end(tmp_path: Path) -> None:
+    ending = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({4 * BEAT_S})"])
+    threading.Thread(target=ending.wait).start()
+    other = replace(Writer.of_this_process("run"), process=ending.pid, token="ending")
+    left_by(replace(other, ticks=_ticks_of_zombie(ending.pid)), tmp_path)
+    with pytest.raises(CheckpointError, match=f"process {ending.pid} on"):
+        OneWriter(tmp_path, "another run", tell=str)
+    OneWriter(tmp_path, "run", tell=str).release()
+    assert ending.poll() == 0
 
 
 def _ticks_of_zombie(process: int) -> int:

@@ -116,14 +116,22 @@ STEPS = st.lists(
 def test_changes_are_where_a_count_of_samples_finds_them(
     later: list[tuple[int, int]], first: int, consumed: int
 ) -> None:
-    words = [f"{10 * at}:{size}" for at, size in [(0, first), *later]]
+    sizes = sorted([first, *(size for _, size in later)])
+    steps = [*zip([0, *sorted(at for at, _ in later)], sizes, strict=True)]
+    words = [f"{10 * at}:{size}" for at, size in steps]
     schedule = BatchSchedule.parse(" ".join(words), sequence_length=10)
     changes = dict(schedule.changes_after(consumed))
     size = changes[0]
     for number in range(90):
         size = changes.get(number, size)
-        assert size == [s for at, s in sorted([(0, first), *later]) if at <= consumed][-1]
+        assert size == [s for at, s in steps if at <= consumed][-1]
         consumed += size
+
+
+@pytest.mark.parametrize("text", ["0:8 1K:4", "0:inf", "0:1 infB:2", "0:0", "1K:8", "0:8,0:9", "0"])
+def test_a_schedule_that_megatron_could_not_use_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"schedule|finite|smaller|convert|unpack"):
+        BatchSchedule.parse(text, sequence_length=10)
 
 
 def test_equals_are_dealt_out_equally() -> None:

@@ -89,13 +89,16 @@ _SAVE_PROBE = bytes(1 << 20)
 def disk_problem(folder: Path) -> tuple[str, Path, int, int] | None:
     """Return why a folder takes no more; its disk, and the bytes that are free there and in all.
 
-    None: it takes a file of 1 MiB. A quota and a lack of inodes are told by that, too.
+    None: it takes a file of 1 MiB, or fails for another reason than room, of which a quota and a
+    lack of inodes are kinds.
     """
     try:
         with temporary_beside(folder / "any") as (descriptor, _):
             write_all(descriptor, _SAVE_PROBE)
             os.fsync(descriptor)
     except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return None
         disk = Path(os.path.realpath(folder))
         while not os.path.ismount(disk):
             disk = disk.parent

@@ -259,7 +259,7 @@ def batches_do_not_fit(case: Case, plan: Plan, name: str) -> Filled:
     except ValueError:
         yield {
             "found": repr(text),
-            "expected": "TOKENS:SAMPLES TOKENS:SAMPLES ... in ascending order, the first from 0 on",
+            "expected": "TOKENS:SAMPLES TOKENS:SAMPLES ..., both ascending, the first from 0 on",
             "way": "Such as '0:256 10B:512'.",
         }
         return
@@ -303,10 +303,22 @@ def batches_are_counted_otherwise(case: Case, name: str) -> Filled:
 
 
 def batch_is_no_multiple(case: Case, plan: Plan, name: str) -> Filled:
-    """Micro-batches that do not make the plan's batch."""
+    """Micro-batches that do not make the plan's batch, or one that is scheduled."""
     size = case.value(name)
-    if size is not None and (size < 1 or plan.global_batch_size % size):
-        yield {"planned": plan.global_batch_size}
+    for planned in _batches(case, plan):
+        if size is not None and (size < 1 or planned % size):
+            yield {"planned": planned}
+            return
+
+
+def _batches(case: Case, plan: Plan) -> tuple[int, ...]:
+    text, sequence_length = case.value("step_batch_size_schedule"), case.integer("seq_length")
+    if text is None or sequence_length is None:
+        return (plan.global_batch_size,)
+    try:
+        return BatchSchedule.parse(text, sequence_length=sequence_length).sizes
+    except ValueError:  # which `batches_do_not_fit` tells
+        return (plan.global_batch_size,)
 
 
 def model_is_another(case: Case, plan: Plan, name: str) -> Filled:

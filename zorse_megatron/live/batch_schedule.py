@@ -31,10 +31,17 @@ class BatchSchedule:
         ((0, 4), (20, 8))
         """
         pairs = [entry.split(":", 1) for entry in text.replace(",", " ").split()]
-        steps = sorted((_number(first) // sequence_length, _number(size)) for first, size in pairs)
+        try:
+            numbers = [(_number(first), _number(size)) for first, size in pairs]
+        except OverflowError as error:
+            raise ValueError(f"{text!r} has a number that is not finite") from error
+        steps = sorted((first // sequence_length, size) for first, size in numbers)
         firsts = [first for first, _ in steps]
-        if not steps or firsts[0] or len({*firsts}) < len(firsts) or min(s for _, s in steps) < 1:
+        sizes = [size for _, size in steps]
+        if not steps or firsts[0] or len({*firsts}) < len(firsts) or sizes[0] < 1:
             raise ValueError(f"{text!r} is no schedule from 0 on")
+        if sizes != sorted(sizes):
+            raise ValueError(f"{text!r} has batches that become smaller, which Megatron refuses")
         return cls(steps=tuple(steps))
 
     @property

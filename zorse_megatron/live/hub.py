@@ -275,8 +275,9 @@ def answers(address: str) -> bool:
     except OSError:
         return False
     with contextlib.closing(line):
-        waited_for: list[Any] = [line]
-        wait(waited_for, _CONNECT_S)
+        if line.is_open:
+            waited_for: list[Any] = [line]
+            wait(waited_for, _CONNECT_S)
         return bool(line.receive())
 
 

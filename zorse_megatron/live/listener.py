@@ -194,27 +194,36 @@ class Listener:
                 return
             connection.setblocking(False)
             self._strangers.append(
-                _Stranger(connection=connection, address=str(host), since_s=now_s)
+                _Stranger(connection=connection, address=_usual(str(host)), since_s=now_s)
             )
+
+
+def _usual(host: str) -> str:
+    """An address as others may listen at it: IPv4 as such, where it came by a socket of both."""
+    mapped = getattr(ipaddress.ip_address(host.partition("%")[0]), "ipv4_mapped", None)
+    return host if mapped is None else str(mapped)
+
+
+def _own(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def _bound(address: str, port: int, *, is_one_node: bool) -> tuple[socket.socket, str]:
     """A socket that listens at `address` or, where that cannot be, at all; then with the reason."""
-    found = set()
     try:
         places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:
         places = []
-    for family, _, _, _, place in places:
-        # /etc/hosts may say so of a host's own name, which others know by another address.
-        own = ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
-        found.add(str(place[0]))
-        if own and not (is_one_node or address in ("localhost", place[0])):
-            continue
+    found = {str(place[0]) for *_, place in places}
+    # /etc/hosts may lead to a loopback address for a host's own name, and a resolver to all that
+    # the host has; which of them others know is not known.
+    may_be_far = not is_one_node and address != "localhost"
+    is_known = not may_be_far or found == {address} or (len(found) == 1 and not _own(*found))
+    for family, _, _, _, place in places if is_known else ():
         try:
             return socket.create_server(place, family=family, backlog=socket.SOMAXCONN), ""
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 raise
     known = f"leads to {', '.join(sorted(found))}" if found else "is unknown"
     note = f"{address} {known} on its own node: port {{port}} is open at all of its addresses"

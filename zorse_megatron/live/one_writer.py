@@ -90,7 +90,7 @@ class OneWriter:
     def release(self) -> None:
         """Leave the folder to others."""
         self._is_over.set()
-        self._thread.join()
+        self._thread.join(_BEAT_S)  # the folder may be away
         with contextlib.suppress(OSError):
             if self._there() == self._me:
                 self.path.unlink()
@@ -100,7 +100,7 @@ class OneWriter:
             other = self._there()
             if other is not None and not self._is_gone(other):
                 raise CheckpointError("two jobs would write one folder", [self._problem(other)])
-            if other is None and (not self.path.exists() or self._is_touched()):
+            if other is None and (not os.path.lexists(self.path) or self._is_touched()):
                 continue  # it was released, or is being written
             if self._there() != other:
                 continue  # another job was faster
@@ -139,10 +139,22 @@ class OneWriter:
 
     def _is_gone(self, other: Writer) -> bool:
         if other.place == self._me.place and other.host == self._me.host:
-            return other.ticks != _ticks(other.process)
-        if other.run and other.run == self._me.run:
+            return self._has_ended(other)
+        if self._is_of_my_run(other):
             return True
         return not self._is_touched()
+
+    def _is_of_my_run(self, other: Writer) -> bool:
+        return bool(other.run) and other.run == self._me.run
+
+    def _has_ended(self, other: Writer) -> bool:
+        """Whether a process of this host has; one of the same run is to end, and may take 20 s."""
+        until_s = time.monotonic() + (_SILENT_S if self._is_of_my_run(other) else 0.0)
+        while other.ticks == _ticks(other.process):
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def _is_touched(self) -> bool:
         """Whether somebody changes the file while it is looked at."""

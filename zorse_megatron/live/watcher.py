@@ -195,7 +195,10 @@ class Watcher:
         found = [number for number in (-self.status, *self.passed_on) if number in _REQUESTS]
         if self.rank or self.post.stop is not None or self.status > 0 or not found:
             return ""
-        return f"ended by {signal.Signals(found[0]).name}. {self.saved()}"
+        saved = ""
+        with contextlib.suppress(Exception):  # the rank's exit status counts for more
+            saved = self.saved()
+        return f"ended by {signal.Signals(found[0]).name}. {saved}"
 
 
 def forward(process: int) -> list[int]:
