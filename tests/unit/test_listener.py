@@ -49,7 +49,7 @@ def test_strangers_at_the_hubs_port_change_nothing(listener: Listener) -> None:
     tracemalloc.stop()
     assert not strangers.kept
     gaps_s = [after - before for before, after in zip([began_s, *beats_s], beats_s, strict=False)]
-    assert max(gaps_s) < 1.5 * BEAT_S and len(beats_s) >= 3
+    assert max(gaps_s) < 3 * BEAT_S and len(beats_s) >= 3
     assert (hub.culprit, hub.hosts, told) == (None, {0: "node 0", 1: "node 1"}, [])
     assert member.stop is None and len(hub.sockets) == 2
     assert most_bytes < MOST_KEPT_BYTES

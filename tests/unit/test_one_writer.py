@@ -92,15 +92,19 @@ def test_what_is_left_behind_is_told_and_taken(where: str, tmp_path: Path, told:
     now.release()
 
 
-def test_a_process_of_the_same_run_may_take_its_time_to_end(tmp_path: Path) -> None:
-    ending = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({4 * BEAT_S})"])
-    threading.Thread(target=ending.wait).start()
+def test_a_process_of_the_same_run_may_take_its_time_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_writer, "_SILENT_S", 30.0)  # its end ends it
+    waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    ending = subprocess.Popen(waits, stdin=subprocess.PIPE)
     other = replace(Writer.of_this_process("run"), process=ending.pid, token="ending")
     left_by(replace(other, ticks=_ticks_of_zombie(ending.pid)), tmp_path)
     with pytest.raises(CheckpointError, match=f"process {ending.pid} on"):
         OneWriter(tmp_path, "another run", tell=str)
+    threading.Timer(3 * BEAT_S, ending.communicate).start()
     OneWriter(tmp_path, "run", tell=str).release()
-    assert ending.poll() == 0
+    assert ending.wait() == 0
 
 
 def _ticks_of_zombie(process: int) -> int:
