@@ -22,7 +22,7 @@ from zorse_megatron.planner.orders import (
     littles_law,
     with_in_flight,
 )
-from zorse_megatron.planner.search.climb import Climb, with_best_order
+from zorse_megatron.planner.search.climb import Climb, climbed_from
 from zorse_megatron.planner.search.orders_in_memory import in_order, uniform
 from zorse_megatron.planner.search.placements import near, v_shaped, with_placement
 from zorse_megatron.planner.search.plan_moves import PlanMoves
@@ -194,7 +194,7 @@ def test_climbing_ends_near_the_best_placement_of_all(seed):
     if start is None:
         return  # one group is fastest, and its layers have one place
     evaluator = Evaluator(inputs, Estimator(inputs))
-    climbed = with_best_order(evaluator, [start], 400_000)
+    climbed = climbed_from(evaluator, [start], 400_000)
     assert climbed.fits and climbed.iteration_s <= start.iteration_s
     tried = [
         in_order(evaluator, plan, uniform(plan, False, factor, 0.0), {})

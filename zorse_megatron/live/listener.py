@@ -204,7 +204,7 @@ def _usual(host: str) -> str:
     return host if mapped is None else str(mapped)
 
 
-def _own(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
@@ -218,7 +218,9 @@ def _bound(address: str, port: int, *, is_one_node: bool) -> tuple[socket.socket
     # /etc/hosts may lead to a loopback address for a host's own name, and a resolver to all that
     # the host has; which of them others know is not known.
     may_be_far = not is_one_node and address != "localhost"
-    is_known = not may_be_far or found == {address} or (len(found) == 1 and not _own(*found))
+    is_known = (
+        not may_be_far or found == {address} or (len(found) == 1 and not _is_loopback(*found))
+    )
     for family, _, _, _, place in places if is_known else ():
         try:
             return socket.create_server(place, family=family, backlog=socket.SOMAXCONN), ""

@@ -37,7 +37,7 @@ from zorse_megatron.planner.outcome import (
     SearchStats,
     Strategy,
 )
-from zorse_megatron.planner.search.climb import with_best_order
+from zorse_megatron.planner.search.climb import climbed_from
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.finish_plan import (
     with_best_levels,
@@ -192,7 +192,7 @@ def _finished(
     for some in filter(None, ways):
         best = some[0]
         if strategy == "zorse":
-            best = with_best_order(evaluator, some, _climb(evaluator.inputs), on_progress)
+            best = climbed_from(evaluator, some, _climb(evaluator.inputs), on_progress)
         best = with_best_levels(evaluator, best)
         best = with_narrow_gradients(evaluator, best)
         finished.append(with_changes(evaluator, best) if strategy == "zorse" else best)

@@ -63,19 +63,19 @@ _PARTS = (0.4, 0.6, 0.8)
 """Of what is in flight, whether it takes no less: first all of them are tried, then the last."""
 
 
-def with_best_order(
+def climbed_from(
     evaluator: Evaluator,
     found: Sequence[Evaluation],
-    computations: int,
+    most: int,
     on_progress: Callable[[SearchProgress], None] = lambda progress: None,
 ) -> Evaluation:
     """The fastest plan that climbing finds from the first plans of the search.
 
     `found`: fastest first. Plans whose time was extrapolated stay as they are: they would have to
-    be simulated in full. `computations`: the forwards and backwards of all plans that are ordered;
+    be simulated in full. `most`: forwards and backwards that may be ordered, of all plans together;
     a simulation counts as several orders.
     """
-    climb = Climb(evaluator, computations, on_progress)
+    climb = Climb(evaluator, most, on_progress)
     starts: dict[object, Ordered] = {}
     best_s = found[0].iteration_s
     for one in climb.unlike(found, _MOST_BEHIND * best_s):
@@ -99,7 +99,7 @@ class Climb:
     def __init__(
         self,
         evaluator: Evaluator,
-        computations: int,
+        most: int,
         on_progress: Callable[[SearchProgress], None],
     ) -> None:
         self.evaluator = evaluator
@@ -109,7 +109,7 @@ class Climb:
         """Of ranks: those of the search may be tensor-parallel groups."""
         self.forecast = Forecast(self.inputs)
         self.moves = PlanMoves(evaluator)
-        self.most = self.left = computations
+        self.most = self.left = most
 
     # Where it starts: the fastest plans of unlike groups, each in the best of a few orders.
 
