@@ -10,6 +10,7 @@ from multiprocessing.connection import wait
 import pytest
 
 from tests.unit.strangers import Visit
+from zorse_megatron.live import listener as listener_module
 from zorse_megatron.live.hub import BEAT_S, Hub, Member
 from zorse_megatron.live.listener import LineSocket, Listener
 from zorse_megatron.live.root_cause import Timeouts
@@ -171,6 +172,8 @@ def test_a_port_is_open_at_the_address_of_the_job(
 
     with monkeypatch.context() as patched:
         patched.setattr(socket, "getaddrinfo", known)
+        # 127.0.2.1 stands for an address that other nodes may know.
+        patched.setattr(listener_module, "_is_loopback", {"127.0.0.1", "127.0.1.1"}.__contains__)
         found = Listener(address, 0, TOKEN, is_one_node=is_one_node)
     host = found._socket.getsockname()[0]
     assert host == bound or (bound is None and host in ("::", "0.0.0.0"))
