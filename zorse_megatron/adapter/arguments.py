@@ -46,6 +46,7 @@ def argument_hooks(
         **({under_plan.CHECK_HEADS: with_any_heads} if has_own_heads else {}),
         under_plan.PARSE_ARGS: _parsing,
         under_plan.VALIDATE_ARGS: partial(_validating, plan, world_size, fit),
+        under_plan.GPU_GENERATION: _without_queue_rule,
         under_plan.PRINT_ARGS: without_defaults,
         under_plan.PAD_VOCABULARY: _padding_for_the_command,
     }
@@ -91,6 +92,10 @@ def _validating(
             args.world_size = world_size
 
     return validate_args
+
+
+def _without_queue_rule(stock: Callable[[], int]) -> Callable[[], int]:
+    return lambda: max(stock(), 10)
 
 
 def _padding_for_the_command(stock: Callable[..., int]) -> Callable[..., int]:

@@ -160,9 +160,8 @@ def _is_no_rng_alarm(record: logging.LogRecord) -> bool:
 # `core/pipeline_parallel/p2p_communication.py`, `training/utils/common_utils.py`).
 
 
-# Megatron asserts `CUDA_DEVICE_MAX_CONNECTIONS=1` for devices older than this (Blackwell), a rule
-# about CUDA work queues that means nothing on a CPU (`training/arguments.py`).
-_CAPABILITY = (10, 0)
+# An A100's: what stock checks for older GPUs than Blackwell is checked here, too.
+_CAPABILITY = (8, 0)
 
 _torch_lazy_call = torch.cuda._lazy_call
 

@@ -30,6 +30,16 @@ VALIDATE_ARGS = _training(
     "groups have no such quotient",
     delete_when="validate_args stops assuming equal data-parallel groups",
 )
+GPU_GENERATION = _record(
+    target="megatron.training.arguments:get_device_arch_version",
+    parameters=(),
+    becomes="At least 10, from which on stock asks for no `CUDA_DEVICE_MAX_CONNECTIONS=1`.",
+    why="with tensor parallelism, stock wants one hardware queue on older GPUs, so that a transfer "
+    "starts before the computation beside it; a plan's streams need a queue each, or they wait "
+    "for one another",
+    test=f"{_EXACT}::test_follows_stock",
+    delete_when="the check knows of layouts whose streams need more than one queue",
+)
 PRINT_ARGS = _record(
     target="megatron.training.arguments:_print_args",
     parameters=("title", "args"),
@@ -287,6 +297,7 @@ EVALUATE = _reporting(
 UNDER_A_PLAN = (
     PARSE_ARGS,
     VALIDATE_ARGS,
+    GPU_GENERATION,
     PRINT_ARGS,
     PAD_VOCABULARY,
     PRETRAIN,
