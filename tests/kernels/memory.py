@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GUARD = 64
 

@@ -21,7 +21,6 @@ from zorse_megatron.emulate.rank_jobs import (
     ForkClient,
     RankJob,
     RanksEnd,
-    end_of_spawned,
     output_of,
     tail_of,
 )
@@ -30,11 +29,11 @@ from zorse_megatron.launch.rank_environment import SHARE_GPUS
 
 REPOSITORY = Path(__file__).parents[2]
 ON_GPU = os.environ.get("ZORSE_TEST_DEVICE", "cpu") == "cuda"
-"""Whether ranks run on the machine's GPUs. Not verified: see docs/limits.md."""
+"""Whether ranks run on the machine's GPUs."""
 GRACE_AFTER_FAILURE_S = 5.0
 """After one rank has failed the others wait for it in vain: they get this long to fail as well."""
-GPU_START_FACTOR = 4.0
-"""Ranks that are not forked import everything themselves."""
+GPU_FACTOR = 4.0
+"""On GPUs ranks start CUDA and connect over sockets first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,9 @@ class MegatronServer:
     """A process that has Megatron imported. Not for use by two threads at once."""
 
     def __init__(self) -> None:
-        self._client = ForkClient("tests.megatron.server", working_directory=REPOSITORY)
+        self._client = ForkClient(
+            "tests.megatron.server", on_gpu=ON_GPU, working_directory=REPOSITORY
+        )
 
     def run_ranks(
         self,
@@ -104,7 +105,7 @@ class MegatronServer:
                 working_directory=directory,
                 grace_after_failure_s=grace_after_failure_s,
             )
-            end = end_of_spawned(_on_gpu(job)) if ON_GPU else self.run_job(job)
+            end = self.run_job(_on_gpu(job) if ON_GPU else job)
             result = RunResult(
                 returncodes=tuple(-SIGABRT if each is None else each for each in end.statuses),
                 outputs=tuple(output_of(job.directory, rank) for rank in range(world_size)),
@@ -124,11 +125,9 @@ class MegatronServer:
 
 
 def _on_gpu(job: RankJob) -> RankJob:
-    """Each rank a process of its own, as no fork survives with CUDA; ranks may share a GPU."""
+    """Ranks may share a GPU."""
     return dataclasses.replace(
-        job,
-        limit_s=job.limit_s * GPU_START_FACTOR,
-        environment={"PYTHONPATH": str(REPOSITORY), SHARE_GPUS: "1", **job.environment},
+        job, limit_s=job.limit_s * GPU_FACTOR, environment={SHARE_GPUS: "1", **job.environment}
     )
 
 

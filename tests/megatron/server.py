@@ -18,10 +18,7 @@ def preload() -> None:
     """Import what every rank needs, and start no thread and no process group."""
     # It wraps stdout, and no test logs to it.
     sys.modules["wandb"] = None  # type: ignore[assignment]
-    from zorse_megatron.adapter import cpu_mode
-
-    if cpu_mode.needed():
-        server_main.preload()
+    server_main.preload()
     for name in RUN_PACKAGES:
         package = importlib.import_module(f"zorse_megatron.{name}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

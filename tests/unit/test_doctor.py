@@ -59,7 +59,12 @@ TAKEN = [
 
 def kernel_answer(share=0.9, reason=None, disagrees=None):
     rows = {"pack": {"share_of_copy": share, "disagrees": disagrees}}
-    return {"in_plain_torch_because": reason, "copy_bytes_per_s": 1e12, "kernels": rows}
+    return {
+        "in_plain_torch_because": reason,
+        "num_bytes": 10**9,
+        "copy_bytes_per_s": 1e12,
+        "kernels": rows,
+    }
 
 
 class Ranks:

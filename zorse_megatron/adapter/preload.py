@@ -34,12 +34,10 @@ def remember_flags() -> None:
     unknown_problems([], [word for action in stock._actions for word in action.option_strings])
 
 
-def hooks_of_forked_ranks() -> Replacements:
-    """What this process has built is at hand in its ranks, and they fork their helpers."""
-    return {
-        without_plan.ADD_ARGUMENTS: _from_parent,
-        without_plan.SAVE_QUEUE: _forked,
-    }
+def hooks_of_forked_ranks(*, on_gpu: bool) -> Replacements:
+    """What this process has built is at hand in its ranks, and without CUDA they fork helpers."""
+    helpers = {} if on_gpu else {without_plan.SAVE_QUEUE: _forked}
+    return {without_plan.ADD_ARGUMENTS: _from_parent, **helpers}
 
 
 def _from_parent(stock: Callable[..., Any]) -> Callable[..., Any]:

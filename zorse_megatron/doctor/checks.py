@@ -309,7 +309,7 @@ def kernels(run: DoctorRun) -> Finding:
     answer: dict[str, Any] = run.answer("kernels")
     rows, reason = answer["kernels"], answer["in_plain_torch_because"]
     figures = {f"{name}_share_of_copy": row["share_of_copy"] for name, row in rows.items()}
-    figures["copy_bytes_per_s"] = answer["copy_bytes_per_s"]
+    figures |= {key: answer[key] for key in ("num_bytes", "copy_bytes_per_s")}
     wrong = [f"{name}: {row['disagrees']}" for name, row in rows.items() if row["disagrees"]]
     if wrong:
         return failed(f"results differ from plain torch's: {'; '.join(wrong)}", **figures)

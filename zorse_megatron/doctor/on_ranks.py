@@ -33,7 +33,9 @@ from zorse_megatron.schedule.communicators import WORLD_CTAS, Communicator, plan
 _TIMEOUT = timedelta(seconds=60)
 _COPIED_BYTES = 256 * 10**6
 _KERNEL_BYTES, _LAUNCHES = 512 * 10**6, 10
-"""The GPU takes longer for a kernel of so many bytes than the host to launch the next one."""
+_KERNEL_S = 1e-3
+"""What a kernel takes at least: several times what the host takes to launch the next one."""
+_MOST_OF_MEMORY = 1 / 16
 
 
 def machine() -> dict[str, Any]:
@@ -63,23 +65,31 @@ def copies() -> float:
 def kernels() -> dict[str, Any]:
     """Each kernel beside plain torch, and its speed beside that of a copy of as many bytes."""
     device = torch.device("cuda", 0)
-    yardstick = copy_case(_KERNEL_BYTES, device)
-    copy_bytes_per_s = yardstick.num_bytes / _each_s(yardstick.kernel, device)
-    del yardstick
+    most = int(_MOST_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory)
+    num_bytes = max(_KERNEL_BYTES, min(most, int(_KERNEL_S * _copy_bytes_per_s(_KERNEL_BYTES))))
+    copy_bytes_per_s = _copy_bytes_per_s(num_bytes)
     rows = []
     for make in CASES:
-        case = make(_KERNEL_BYTES, device)
+        case = make(num_bytes, device)
         bytes_per_s = case.num_bytes / _each_s(case.kernel, device)
         del case  # frees its tensors
         disagrees = _disagreement(make, device)
         rows.append({"share_of_copy": bytes_per_s / copy_bytes_per_s, "disagrees": disagrees})
     return {
         "in_plain_torch_because": why_not_triton(device),
+        "num_bytes": num_bytes,
         "copy_bytes_per_s": copy_bytes_per_s,
         "kernels": {
             make.__name__.removesuffix("_case"): row for make, row in zip(CASES, rows, strict=True)
         },
     }
+
+
+def _copy_bytes_per_s(num_bytes: int) -> float:
+    """Read and written."""
+    device = torch.device("cuda", 0)
+    yardstick = copy_case(num_bytes, device)
+    return yardstick.num_bytes / _each_s(yardstick.kernel, device)
 
 
 def _disagreement(make: Callable[..., Case], device: torch.device) -> str | None:
@@ -113,10 +123,14 @@ def communicators(plan_file: str) -> list[dict[str, Any]]:
     share a GPU see what all of them have taken.
     """
     device, plan = _start(), load_plan(plan_file)
+    in_host = dist.new_group(backend="gloo")
+    dist.barrier(in_host)  # all that share the GPU have started CUDA
     rank, before_bytes = dist.get_rank(), _free_bytes(device)
+    dist.barrier(in_host)
     one = torch.ones(1, device=device)
     dist.all_reduce(one)
     assert one.item() == dist.get_world_size(), "the all-reduce gave a wrong sum"
+    dist.barrier(in_host)
     taken = {planned_communicators(plan)[0]: before_bytes - _free_bytes(device)}
     channels = nccl_channels(plan)
     for communicator, connect_it in _connecting(plan, channels, device).items():

@@ -38,10 +38,30 @@ def serve(preload: Callable[[], None]) -> None:
     gc.disable()  # of what is imported nothing is garbage
     preload()
     prepare_forks()
+    _refuse_broken_cuda()
     gc.enable()
     print(json.dumps({"ready": True}), file=answers)
     while line := sys.stdin.readline():
         print(json.dumps(_run(json.loads(line))), file=answers)
+
+
+def _refuse_broken_cuda() -> None:
+    """Exit where the children could not use GPUs that are visible: import has started CUDA."""
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.ones(1, device="cuda")
+            status = 0
+        except RuntimeError as error:
+            print(error, file=sys.stderr, flush=True)
+        os._exit(status)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit("a forked process cannot use CUDA, as what was imported has started it")
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:

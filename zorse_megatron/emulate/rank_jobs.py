@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.log import say
 from zorse_megatron.processes import end_with_parent, free_port, rank_variables
 
 TAIL_LINES = 40
@@ -93,14 +94,19 @@ _END_TIMEOUT_S = 5.0
 class ForkClient:
     """A server, for several jobs. Not for use by two threads at once."""
 
-    def __init__(self, module: str, *, working_directory: Path | None = None) -> None:
-        """Start `module`, which calls `fork_server.serve`. Raises RankFailure where that fails."""
+    def __init__(
+        self, module: str, *, on_gpu: bool = False, working_directory: Path | None = None
+    ) -> None:
+        """Start `module`, which calls `fork_server.serve`. Raises RankFailure where that fails.
+
+        `on_gpu`: its ranks may use the GPUs of this machine.
+        """
         self.module = module
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the server)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             cwd=working_directory,
-            env=server_environment(),
+            env=server_environment(on_gpu=on_gpu),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -151,15 +157,16 @@ class ForkClient:
         return self._process.wait()
 
 
-def server_environment() -> dict[str, str]:
+def server_environment(*, on_gpu: bool = False) -> dict[str, str]:
     """The environment of a server, in which nothing starts a thread before the fork."""
+    # A parent that has asked the CUDA runtime for GPUs leaves its forked children with a CUDA that
+    # fails; NVML (torch's "PYTORCH_NVML_BASED_CUDA_CHECK") does no harm.
+    gpus = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
     return os.environ | {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        # Its ranks run on CPU; and a parent that has asked the CUDA runtime for GPUs leaves its
-        # forked children with a CUDA that fails.
-        "CUDA_VISIBLE_DEVICES": "",
+        **gpus,
         # As if rank 0 of one: the server must not print for each rank what rank 0 prints.
         "RANK": "0",
         "PYTHONWARNINGS": "ignore",
@@ -175,13 +182,19 @@ RunJob = Callable[[RankJob], None]
 def runner_here(*, has_gpu: bool) -> Iterator[RunJob]:
     """What runs jobs on this machine; what it has started ends with the block.
 
-    No fork survives CUDA, so ranks with GPUs import everything themselves. The others are forked
-    from a process that has Megatron imported.
+    Ranks are forked from a process that has Megatron imported. Where its children cannot use CUDA,
+    as an imported package has started it, ranks import everything themselves, and a line says so.
     """
-    if has_gpu:
+    try:
+        server = ForkClient(SERVER, on_gpu=has_gpu)
+    except RankFailure as failure:
+        if not has_gpu:
+            raise
+        reason = failure.problems[0].remedy.strip().splitlines()[-1]
+        say(f"each rank imports Megatron itself, which takes longer: {reason}")
         yield run_spawned
         return
-    with contextlib.closing(ForkClient(SERVER)) as client:
+    with contextlib.closing(server) as client:
         yield lambda job: client.run(job).check()
 
 

@@ -1,4 +1,4 @@
-"""Forks the ranks of emulated jobs: `python -m zorse_megatron.emulate.on_ranks.server_main`."""
+"""Forks ranks, on GPUs where any are visible: `python -m zorse_megatron.emulate.on_ranks.server_main`."""
 
 from zorse_megatron.emulate.fork_server import serve
 
@@ -7,7 +7,8 @@ def preload() -> None:
     """Import what every rank needs, and start no thread and no process group."""
     from zorse_megatron.adapter import cpu_mode
 
-    cpu_mode.enable()
+    if cpu_mode.needed():
+        cpu_mode.enable()
     from zorse_megatron.adapter.patches.registry import REGISTRY
     from zorse_megatron.adapter.preload import (
         hooks_of_forked_ranks,
@@ -16,7 +17,7 @@ def preload() -> None:
     )
 
     import_late_modules_of_stock()
-    REGISTRY.apply(hooks_of_forked_ranks())
+    REGISTRY.apply(hooks_of_forked_ranks(on_gpu=not cpu_mode.enabled()))
     remember_flags()
     # What a rank imports late, once it has its plan and its flags.
     import zorse_megatron.adapter.gpt_entry
