@@ -78,7 +78,15 @@ class Ranks:
             "training": dict.fromkeys(range(1, 6), (5.0, 1.0)),
             "resumed": {3: (5.0, 1.0)},
         }
-        small = ("stock", "2|1|2", "the same", "interleaved", "breadth-first", "bf16")
+        small = (
+            "stock",
+            "2|1|2",
+            "tensor-parallel",
+            "the same",
+            "interleaved",
+            "breadth-first",
+            "bf16",
+        )
         self.three = {name: dict.fromkeys(range(1, 4), (5.0, 1.0)) for name in small}
         self.answers = usual | (answers or {})
         self.failure, self.jobs = failure or {}, []

@@ -15,6 +15,7 @@ from zorse_megatron.plan.plan import (
     Recompute,
     Replica,
     Schedule,
+    TpShards,
 )
 
 ITERATIONS, SAVE_EVERY = 3, 2
@@ -112,8 +113,25 @@ MIXED = plan_of(
     ((0, 4), (1, 2)),
     ONE_F_ONE_B,
 )
+TENSOR_PARALLEL = plan_of(
+    (
+        Group(replicas=(replace(replica(0, 4, 6), ranks=(0, 1)),)),
+        Group(
+            replicas=(
+                replace(
+                    replica(2, 3, 8),
+                    ranks=(2, 3),
+                    tp_shards=TpShards(kv_groups=(3, 1), mlp_columns=(256, 128)),
+                ),
+            )
+        ),
+    ),
+    ((0, 4), (1, 2)),
+    ONE_F_ONE_B,
+)
 CASES = (
     PlanCase(name="2|1|2", plan=UNEVEN_PLAN),
+    PlanCase(name="tensor-parallel groups, equal and unequal parts", plan=TENSOR_PARALLEL),
     PlanCase(name="interleaved", plan=INTERLEAVED),
     PlanCase(name="interleaved, one hardware queue", plan=INTERLEAVED, queues=1),
     PlanCase(name="breadth-first, all offloaded", plan=BREADTH_FIRST),

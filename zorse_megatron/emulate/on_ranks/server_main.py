@@ -1,4 +1,4 @@
-"""Forks ranks, on GPUs if any are visible: `python -m zorse_megatron.emulate.on_ranks.server_main`."""
+"""Forks ranks, on GPUs if there are any: `... zorse_megatron.emulate.on_ranks.server_main`."""
 
 from zorse_megatron.emulate.fork_server import serve
 
