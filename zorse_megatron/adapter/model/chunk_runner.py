@@ -155,7 +155,8 @@ class MegatronChunkRunner:
             )
             if self.activations is not None and not is_last:
                 self.activations.hand_on(output)
-        if self.place is None or self.place.index == 0:
+        # Before the last chunk it is a zero on the host, and the copy of that would be waited for.
+        if is_last and (self.place is None or self.place.index == 0):
             self.num_tokens += num_tokens.to(self.num_tokens.device)
         if not inputs.forward_only:
             self.saved[chunk, micro_batch.index] = (activation, output)
