@@ -543,6 +543,20 @@ def test_follows_stock_s_own_tensor_parallelism(corpus: Path, tmp_path: Path) ->
             assert difference <= MAX_RELATIVE_WEIGHT_DIFFERENCE, name
 
 
+@pytest.mark.parametrize("kinds", ["alike", "unlike"])
+def test_unlike_gpus_start_from_the_same_weights(kinds: str, corpus: Path) -> None:
+    """Tied embeddings, replicas and a TP group, whose ranks draw other numbers from one seed."""
+    row = Row(
+        plan=BESIDE_A_RANK,
+        steps=2,
+        entry="unlike_draws_entry",
+        env={"ZORSE_TEST_KINDS": kinds},
+    )
+    run = started(row, corpus)
+    assert "initial weights are sent by rank 0" in run.outputs[0]
+    assert_follows(run, stock_of(row.command(corpus)))
+
+
 @pytest.mark.parametrize("plant", ["norm", "sum"])
 def test_a_planted_mistake_is_seen(plant: str, corpus: Path) -> None:
     """A norm that counts on two ranks what a TP group holds whole, and a gradient summed twice."""

@@ -48,6 +48,8 @@ class ChunkBuilder:
     """For what the plan offloads."""
     weight_gradients: WeightGradients | None
     """Of a group that splits backwards."""
+    are_replaced: bool
+    """Whether a checkpoint, or the run before a move, brings all weights."""
 
     def one_by_one(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return what takes the place of `unimodal_build_distributed_models` (`stock`).
@@ -145,6 +147,7 @@ class ChunkBuilder:
                 collection=self.at.collection,
                 seed_everything=self._seed_as_single_process,
                 keep_exactly=self.at.is_mixed,
+                must_be_alike=not self.are_replaced,
             )
 
     def _seed_as_single_process(self) -> None:

@@ -81,7 +81,8 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     try:
         with written_alone(args.save, run.elastic_run) as refuse_other_writer:
             chosen = None if load is None else check_before_load(load)
-            hooks = _hooks(session, cfg.model, local_sizes)
+            are_replaced = chosen is not None or run.moved is not None
+            hooks = _hooks(session, cfg.model, local_sizes, are_replaced=are_replaced)
             hooks[checkpoints.SAVE_CHECKPOINT] = partial(_save_once, run.enter, refuse_other_writer)
             with (
                 logged_once(),
@@ -164,7 +165,11 @@ def _configure(cfg: Any, at: RankPlan) -> LocalSizes | None:
 
 
 def _hooks(
-    session: PlanSession, model_config: Any, local_sizes: LocalSizes | None
+    session: PlanSession,
+    model_config: Any,
+    local_sizes: LocalSizes | None,
+    *,
+    are_replaced: bool,
 ) -> dict[Rebinding, Make]:
     at = session.at
     build = ChunkBuilder(
@@ -173,6 +178,7 @@ def _hooks(
         local_sizes=local_sizes,
         link=session.link,
         weight_gradients=session.weight_gradients,
+        are_replaced=are_replaced,
     )
     hooks: dict[Rebinding, Make] = {
         **PARALLEL_HOOKS,

@@ -7,18 +7,23 @@ of it into its chunk, and drops it as soon as it is built. The same seed so give
 under any plan, for every layer implementation. The cost is one initialisation of the whole model
 per rank, and memory for the embedding, the head and one layer more than the chunks keep then: of
 those whose parameters are released, their shards, and no gradients.
+
+From one seed, unlike GPUs draw unlike numbers (see `OneSource`): there, rank 0 sends what it has
+drawn, so the weights are those of a stock run on a GPU of rank 0's kind.
 """
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
@@ -30,7 +35,9 @@ from zorse_megatron.adapter.groups.process_groups import PipelinePosition
 from zorse_megatron.adapter.parameter_parts import taken
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.errors import Problem, SeamError
 from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.log import say
 
 
 def copy_single_process_weights(
@@ -41,13 +48,15 @@ def copy_single_process_weights(
     collection: ProcessGroupCollection,
     seed_everything: Callable[[], None],
     keep_exactly: bool,
+    must_be_alike: bool,
 ) -> None:
     """Overwrite the parameters of the chunks with those of a stock single-process run.
 
     `chunks`: [first, stop) of the layers -> the wrapped chunk that holds them; `model_config`: the
     script's model config (`cfg_container.model`); `dtype`: in which the single process computes;
     `seed_everything`: seeds as stock does on the first pipeline stage; `keep_exactly`: remember
-    values that a chunk's own type cannot hold (see `compute_dtype`).
+    values that a chunk's own type cannot hold (see `compute_dtype`); `must_be_alike`: whether ranks
+    need the same values, as nothing takes their place; then a collective call. Raises SeamError.
     """
     set_value = partial(_set, dtype, keep_exactly)
     targets = {
@@ -55,9 +64,13 @@ def copy_single_process_weights(
         for (first, _), chunk in chunks.items()
         for number, layer in enumerate(unwrap_model(chunk).decoder.layers)
     }
-    with _random_state_kept(), one_rank_alone(collection.cp):
-        seed_everything()
-        whole = _build_whole(model_config, dtype, collection, targets=targets)
+
+    def build(source: OneSource) -> torch.nn.Module:
+        with _random_state_kept(), one_rank_alone(collection.cp):
+            seed_everything()
+            return _build_whole(model_config, dtype, collection, targets=targets, source=source)
+
+    whole = _built_alike(build) if must_be_alike else build(OneSource(sends=False))
     values = dict(whole.named_parameters())
     for chunk in chunks.values():
         for name, parameter in unwrap_model(chunk).named_parameters():
@@ -69,6 +82,82 @@ def copy_single_process_weights(
                 source = values["embedding.word_embeddings.weight"]
             assert source is not None and not source.is_meta, f"no initial value for {name}"
             set_value(chunk, parameter, source)
+
+
+@dataclass(kw_only=True)
+class OneSource:
+    """Lets all ranks have the same numbers, and knows whether they do.
+
+    CUDA's generator gives each thread a stream of its own, and how many threads share a tensor
+    depends on the number of multiprocessors (ATen's `calc_execution_policy`), for more than 40,960
+    elements on a T4 and 270,336 on an H100. So unlike GPUs draw unlike weights from one seed.
+    """
+
+    sends: bool
+    """Whether rank 0 sends its numbers to all others."""
+    digest: list[torch.Tensor] = field(default_factory=list)
+    """Of each parameter two sums of its bits."""
+
+    @torch.no_grad()
+    def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Give the parameters rank 0's values, if it sends them; a collective call."""
+        for parameter in parameters:
+            if parameter.is_meta:
+                continue
+            if self.sends:
+                dist.broadcast(parameter.data, src=0)
+            bits = parameter.detach().reshape(-1).view(_BITS[parameter.element_size()])
+            self.digest.append(torch.stack([bits.sum(), bits[::2].sum()]))
+
+    def is_alike(self) -> bool:
+        """Whether all ranks have the same; a collective call."""
+        return _is_everywhere(torch.stack(self.digest).flatten())
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _built_alike(build: Callable[[OneSource], torch.nn.Module]) -> torch.nn.Module:
+    """Build the model with the same numbers on all ranks; a collective call.
+
+    Raises SeamError where they differ although rank 0 has sent them.
+    """
+    source = OneSource(sends=not _is_everywhere(_kind_of_gpu()))
+    whole = build(source)
+    if not source.sends and not source.is_alike():
+        source = OneSource(sends=True)
+        whole = build(source)
+    if source.sends:
+        say("the ranks' GPUs draw different random numbers: initial weights are sent by rank 0")
+        if not source.is_alike():
+            raise SeamError("The ranks do not start from the same weights", [_UNLIKE_WEIGHTS])
+    return whole
+
+
+_UNLIKE_WEIGHTS = Problem(
+    where="initial weights",
+    found="other values on some ranks than rank 0 has sent",
+    expected="the same on all ranks",
+    remedy="Some parameters are initialised after their module is built. Start from a checkpoint "
+    "(--load), and report it with the flags of the model.",
+)
+
+
+def _kind_of_gpu() -> torch.Tensor:
+    """What draws depend on, in numbers."""
+    seen = torch.cuda.get_device_properties(torch.cuda.current_device())
+    numbers = zlib.crc32(seen.name.encode()), seen.multi_processor_count
+    return torch.tensor(numbers, dtype=torch.int64, device="cuda")
+
+
+def _is_everywhere(mine: torch.Tensor) -> bool:
+    """Whether all ranks have the same numbers; a collective call."""
+    if dist.get_world_size() == 1:
+        return True
+    extremes = torch.cat([mine, -mine])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, negated = extremes.chunk(2)
+    return torch.equal(largest, -negated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +188,7 @@ def _build_whole(
     collection: ProcessGroupCollection,
     *,
     targets: Mapping[int, _Target],
+    source: OneSource,
 ) -> torch.nn.Module:
     """Build the single-process model, without the memory of its layers; fills `targets`."""
     # Shallow copies: a config holds hooks and process groups that must not be duplicated.
@@ -113,17 +203,20 @@ def _build_whole(
     alone = copy.copy(collection)
     alone.pp = PipelinePosition(0, 1)
     alone.tp = alone.tp_cp = alone.expt_tp = alone.tp_ep = collection.cp
-    with REGISTRY.applied({under_plan.BUILD_MODULE: partial(_dropping_layers, targets)}):
+    with REGISTRY.applied({under_plan.BUILD_MODULE: partial(_dropping_layers, targets, source)}):
         builder = config.get_builder_cls()(config)
-        return builder.build_model(alone, pre_process=True, post_process=True)
+        whole: torch.nn.Module = builder.build_model(alone, pre_process=True, post_process=True)
+    source.take(whole.parameters())
+    return whole
 
 
 def _dropping_layers(
-    targets: Mapping[int, _Target], build_module: Callable[..., Any]
+    targets: Mapping[int, _Target], source: OneSource, build_module: Callable[..., Any]
 ) -> Callable[..., Any]:
     def build_and_drop(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
         module = build_module(spec_or_module, *args, **kwargs)
         if isinstance(module, BaseTransformerLayer):
+            source.take(module.parameters())
             target = targets.get(kwargs["layer_number"] - 1)
             if target is not None:
                 _copy_parameters(module, target)
