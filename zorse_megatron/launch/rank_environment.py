@@ -371,7 +371,7 @@ def queue_problems(
 #
 # NCCL refuses two ranks on one GPU of one host (`src/init.cc`, "Duplicate GPU detected"). With
 # names of their own for the host (NCCL's user guide, "NCCL_HOSTID") ranks are on different machines
-# as far as it knows, and talk over sockets. Slow, and not verified: no GPU was available.
+# as far as it knows, and talk over sockets. Slow; up to five ranks have shared an H200 so.
 
 
 SHARE_GPUS = "ZORSE_SHARE_GPUS"
