@@ -1,5 +1,7 @@
 """What a rank finds out about its GPU, asked of a torch that pretends to have some."""
 
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 
 from zorse_megatron.adapter import start_checks as module
 from zorse_megatron.adapter.start_checks import found_software, gpu_of, take_gpu
+from zorse_megatron.flags.installed_software import SeenGpu
+from zorse_megatron.flags.torch_builds import start_problems
 
 
 @pytest.fixture
@@ -68,3 +72,79 @@ def test_packages_that_are_broken_are_not_there(monkeypatch):
     assert found.transformer_engine == "of an unknown version"
     assert found.flash_attention is None
     assert found.extensions == ("apex.normalization",)
+
+
+@pytest.fixture
+def machine(gpus, monkeypatch, tmp_path):
+    """A machine with two NVIDIA GPUs and a driver, of which torch sees none."""
+    gpus(0)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvme0"):
+        (tmp_path / name).touch()
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27\n")
+    monkeypatch.setattr(module, "_DEVICES", tmp_path)
+    monkeypatch.setattr(module, "_DRIVER", driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def too_old():
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 11040)")
+
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return tmp_path
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(machine, monkeypatch):
+    found = found_software(0, 0, "here")
+    said = "2 NVIDIA GPU(s) with driver 470.82.01 (The NVIDIA driver on your system is too old)"
+    assert found.unusable_gpus == said
+    (problem,) = start_problems([found, found_software(1, 1, "here")])
+    assert problem.where == "ranks 0, 1 on here"
+    assert problem.found == f"{said}, with torch {torch.__version__}"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found = found_software(0, 0, "here")
+    assert found.unusable_gpus is not None and "without CUDA" in found.unusable_gpus
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles", None])
+def test_gpus_that_are_hidden_or_not_there_are_left_alone(hidden, machine, monkeypatch):
+    if hidden is None:
+        for number in range(2):
+            (machine / f"nvidia{number}").unlink()
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    found = found_software(0, 0, "here")
+    assert found.unusable_gpus is None and start_problems([found]) == []
+
+
+def test_what_torch_compile_needs_is_looked_for_before_it_is_needed(gpus, monkeypatch, tmp_path):
+    gpus(1)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    found = found_software(0, 0, "here")
+    header = f"Python headers ({tmp_path}/Python.h)"
+    assert found.missing_to_compile == ("C compiler", header)
+    (problem,) = start_problems([found])
+    assert problem.found == f"no C compiler and no {header}"
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert found_software(0, 0, "here").missing_to_compile == ()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert found_software(0, 0, "here").missing_to_compile == ()
+
+
+@pytest.mark.parametrize(("minor", "is_off"), [((6, 0), "1"), ((7, 0), None)])
+def test_torch_compile_is_off_below_what_it_serves(minor, is_off, monkeypatch, capsys):
+    gpu = SeenGpu(name="a GPU", uuid="1", capability=minor)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.config", SimpleNamespace(disable=False))
+    module._leave_dynamo_to_newer(gpu)
+    try:
+        assert os.environ.get("TORCHDYNAMO_DISABLE") == is_off
+        assert sys.modules["torch._dynamo.config"].disable == (is_off is not None)
+        assert ("compute capability 6.0" in capsys.readouterr().out) == (is_off is not None)
+    finally:
+        os.environ.pop("TORCHDYNAMO_DISABLE", None)

@@ -53,7 +53,7 @@ def enable() -> None:
     problems = _obstacles()
     if problems:
         raise SeamError("CPU mode cannot be enabled", problems)
-    _disable_dynamo()
+    disable_dynamo()
     for name, stand_in in CUDA_SURFACE.items():
         owner, attribute = _owner(name)
         setattr(owner, attribute, stand_in)
@@ -130,8 +130,8 @@ def _keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _disable_dynamo() -> None:
-    """torch.compile gains nothing here and costs 4 s of start-up."""
+def disable_dynamo() -> None:
+    """torch.compile gains nothing on the CPU, and costs 4 s of start-up."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     dynamo_config = sys.modules.get("torch._dynamo.config")
     if dynamo_config is not None:  # it has read the variable already

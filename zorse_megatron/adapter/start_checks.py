@@ -7,13 +7,18 @@ code cannot take part in a collective call.
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+import re
+import shutil
+import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from zorse_megatron.adapter.cpu_mode import disable_dynamo
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.errors import PlanError
 from zorse_megatron.flags.installed_software import (
@@ -24,7 +29,7 @@ from zorse_megatron.flags.installed_software import (
     with_gpu_flags,
 )
 from zorse_megatron.flags.torch_builds import refuse_start
-from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.gpus.gpu import TRITON_FROM, ComputeDtype, spell
 from zorse_megatron.gpus.known_gpus import GPU_KIND, canonical_kind, kind_of_device
 from zorse_megatron.inputs.rank_placement import RankLocation, placement_problems, unchecked_kinds
 from zorse_megatron.log import say
@@ -49,11 +54,12 @@ def checked_gpu_flags(
     mine = found_software(int(os.environ.get("RANK", "0")), _local_rank(), node)
     words = list(flags)
     command = None
-    if mine.gpu is not None:
+    if (found := mine.gpu) is not None:
         command = with_gpu_flags(flags, mine)
         words = list(command.words)
         # The others have to know of refused flags, or they would wait for this rank.
         mine = replace(mine, transformer_impl=command.transformer_impl, refused=command.refused)
+        _leave_dynamo_to_newer(found)
     ranks = [mine] if store is None else _exchanged(store, mine)
     refuse_start(ranks, () if store is None else dtypes, sees_all=store is not None)
     for line in found_lines(ranks):
@@ -62,6 +68,17 @@ def checked_gpu_flags(
     if added is not None:
         say(added, on_each_node=True)
     return words
+
+
+def _leave_dynamo_to_newer(gpu: SeenGpu) -> None:
+    """torch.compile ends in an error below Triton's oldest GPU: Megatron's functions run as is."""
+    if gpu.capability < TRITON_FROM and not _is_dynamo_off():
+        disable_dynamo()
+        say(
+            f"{gpu.name} has compute capability {spell(gpu.capability)}, which torch.compile does "
+            "not serve: TORCHDYNAMO_DISABLE=1",
+            on_each_node=True,
+        )
 
 
 def refuse_unusable_gpu(*, rank: int, local_rank: int, node: str) -> None:
@@ -103,6 +120,7 @@ def take_gpu() -> None:
 def found_software(rank: int, local_rank: int, node: str) -> RankSoftware:
     """Look at this process's GPU and at what is installed."""
     gpu = _gpu(gpu_of(local_rank)) if torch.cuda.device_count() else None
+    compiles = gpu is not None and gpu.capability >= TRITON_FROM and not _is_dynamo_off()
     return RankSoftware(
         rank=rank,
         node=node,
@@ -113,6 +131,8 @@ def found_software(rank: int, local_rank: int, node: str) -> RankSoftware:
         transformer_engine=_version("transformer-engine", "transformer_engine"),
         flash_attention=_version("flash-attn", "flash_attn"),
         extensions=tuple(name for name in EXTENSIONS if _is_there(name)),
+        unusable_gpus=_unusable_gpus() if gpu is None else None,
+        missing_to_compile=tuple(_missing_to_compile()) if compiles else (),
         host_id=os.environ.get("NCCL_HOSTID"),
     )
 
@@ -124,6 +144,43 @@ def _gpu(number: int) -> SeenGpu:
         uuid=f"GPU-{properties.uuid}",
         capability=(properties.major, properties.minor),
     )
+
+
+_DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
+_HIDDEN = ("", "-1", "NoDevFiles")
+"""What CUDA_VISIBLE_DEVICES is where a user, or Slurm, wants no GPU."""
+
+
+def _unusable_gpus() -> str | None:
+    """NVIDIA's GPUs that this process should see, if torch sees none; and why it does not."""
+    devices = [each for each in _DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name)]
+    if not devices or os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN:
+        return None
+    if torch.version.cuda is None:
+        reason = "a build of torch without CUDA"
+    else:
+        try:
+            torch.cuda.init()
+            reason = "torch sees none"
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+    text = _DRIVER.read_text(errors="replace") if _DRIVER.exists() else ""
+    version = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    driver = f"driver {version[1]}" if version else "a driver that tells no version"
+    return f"{len(devices)} NVIDIA GPU(s) with {driver} ({reason})"
+
+
+def _is_dynamo_off() -> bool:
+    return os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+def _missing_to_compile() -> Iterator[str]:
+    """As Triton looks for them (`triton.runtime.build`)."""
+    if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
+        yield "C compiler"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        yield f"Python headers ({header})"
 
 
 def _version(distribution: str, module: str) -> str | None:

@@ -42,6 +42,10 @@ class RankSoftware:
     flash_attention: str | None
     extensions: tuple[str, ...]
     """Those CUDA extensions that `installed_software` knows and that are installed."""
+    unusable_gpus: str | None = None
+    """The GPUs that the machine has and torch cannot use, and why; None: there are none such."""
+    missing_to_compile: tuple[str, ...] = ()
+    """What Triton and torch.compile need there and do not find."""
     host_id: str | None = None
     """What NCCL takes for the name of the host, where that is set for this rank (NCCL_HOSTID)."""
     transformer_impl: str | None = None

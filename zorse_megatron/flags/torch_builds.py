@@ -199,7 +199,9 @@ def start_problems(
     """Everything that is wrong, ranks with the same problem together."""
     return [
         *_refused(ranks),
+        *_unusable(ranks),
         *_without_gpu(ranks),
+        *_without_compiler(ranks),
         *_without_code(ranks),
         *_without_bf16(ranks, dtypes),
         *_shared(ranks),
@@ -218,8 +220,34 @@ def _refused(ranks: Sequence[RankSoftware]) -> Iterator[Problem]:
             yield replace(problem, where=f"{problem.where}{on_some}")
 
 
+def _unusable(ranks: Sequence[RankSoftware]) -> Iterator[Problem]:
+    """GPUs that are there: to train on the CPU beside them must be asked for."""
+    having = [rank for rank in ranks if rank.gpu is None and rank.unusable_gpus]
+    for same in _grouped(having, lambda rank: (rank.unusable_gpus, rank.torch)):
+        yield Problem(
+            where=_ranks(same),
+            found=f"{same[0].unusable_gpus}, with torch {same[0].torch}",
+            expected="GPUs that torch can use",
+            remedy="Builds for CUDA 13.0 need driver 580 or newer, those for 12.6 and 12.8 need "
+            "525: update the driver, or install another build on every node (docs/gpus.md lists "
+            "them by GPU). To train on the CPU, hide the GPUs: CUDA_VISIBLE_DEVICES= (empty).",
+        )
+
+
+def _without_compiler(ranks: Sequence[RankSoftware]) -> Iterator[Problem]:
+    lacking = [rank for rank in ranks if rank.gpu is not None and rank.missing_to_compile]
+    for same in _grouped(lacking, lambda rank: rank.missing_to_compile):
+        yield Problem(
+            where=_ranks(same),
+            found=f"no {' and no '.join(same[0].missing_to_compile)}",
+            expected="both a C compiler and Python's headers, which torch.compile needs",
+            remedy="Install them (Debian: gcc and python3-dev), or set TORCHDYNAMO_DISABLE=1, with "
+            "which Megatron's fused functions are not compiled.",
+        )
+
+
 def _without_gpu(ranks: Sequence[RankSoftware]) -> Iterator[Problem]:
-    lacking = [rank for rank in ranks if rank.gpu is None]
+    lacking = [rank for rank in ranks if rank.gpu is None and not rank.unusable_gpus]
     if lacking and len(lacking) < len(ranks):
         yield Problem(
             where=_ranks(lacking),
