@@ -47,7 +47,6 @@ from zorse_megatron.launch.rank_environment import (
     node_name,
     note_outcome,
     queue_environment,
-    queue_problems,
     share_gpus,
     torch_environment,
 )
@@ -154,10 +153,6 @@ def _checked(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if misfits := check_command(training, plan, kinds, world_size=world_size):
         raise FlagError("The command does not fit the plan", misfits)
-    overlaps = training.args.overlap_grad_reduce
-    problems = queue_problems(plan, os.environ, overlaps_reductions=overlaps)
-    if problems:
-        raise FlagError("Reductions could hang", problems)
     of_group = compute_dtypes(plan, job_dtype(training.args))
     return _CheckedPlan(
         plan=plan,

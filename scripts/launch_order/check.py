@@ -35,7 +35,7 @@ LIMITS: tuple[tuple[int | None, Room], ...] = (
     *((None, room) for room in (4, 2, 1)),
 )
 """(hardware queues, room for NCCL kernels) of each column."""
-WAYS = ("as they are launched", "with --overlap-grad-reduce", "receives launched when opened")
+WAYS = ("as they are launched", "receives launched when opened")
 SEEDS = 2
 
 
@@ -71,10 +71,10 @@ class Launched:
         """In one of the `WAYS`."""
         lists = lower_plan(plan, forward_only=forward_only)
         bounds = bounds_of(plan, lists)
-        if way == WAYS[2]:
+        if way == WAYS[1]:
             lists = ActionLists(ranks=tuple(map(launched_when_opened, lists.ranks)))
         return cls(
-            launches=launches_of(plan, lists, overlaps_reductions=way == WAYS[1]),
+            launches=launches_of(plan, lists),
             resident=bounds,
         )
 

@@ -17,8 +17,6 @@ from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_sett
 from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 
 MAIN, SIDE, TO_HOST, FROM_HOST = "main", "side", "to host", "from host"
-# Of reductions that overlap with the backward that they follow.
-_BUCKETS = 2
 Operation = tuple[Communicator, int]
 """A communicator, and how many of its operations come before."""
 
@@ -41,16 +39,11 @@ class Launch:
     """Whether the host launches nothing more until it is done."""
 
 
-def launches_of(
-    plan: Plan, lists: ActionLists, *, overlaps_reductions: bool = False
-) -> list[list[Launch]]:
-    """For each rank what its list launches, in order.
-
-    `overlaps_reductions`: as with --overlap-grad-reduce.
-    """
+def launches_of(plan: Plan, lists: ActionLists) -> list[list[Launch]]:
+    """For each rank what its list launches, in order."""
     communicators = communicators_of(plan, [lists])
     return [
-        _Launches(plan, rank, actions, communicators, overlaps_reductions).all()
+        _Launches(plan, rank, actions, communicators).all()
         for rank, actions in enumerate(lists.ranks)
     ]
 
@@ -61,7 +54,6 @@ class _Launches:
     rank: int
     actions: Sequence[Action]
     communicators: Sequence[Communicator]
-    overlaps_reductions: bool
     found: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,12 +75,6 @@ class _Launches:
         self.reducing: list[Launch] = []
         self.leaving: Launch | None = None
         """A shard of gradients on its way to the host."""
-        self.reduced_early: dict[int | None, list[Launch]] = {}
-        self.last_backward = {
-            a.chunk: at
-            for at, a in enumerate(self.actions)
-            if a.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-        }
 
     def all(self) -> list[Launch]:
         opens_at: dict[int, list[int]] = defaultdict(list)
@@ -147,13 +133,6 @@ class _Launches:
         forward = action.kind is Kind.FORWARD
         inputs = self.received.pop((forward, action.chunk, action.micro_batch), [])
         self._on_main(str(action), *inputs, *self.gathers.pop(action.chunk, []))
-        is_last = not forward and self.last_backward[action.chunk] == at
-        if self.overlaps_reductions and self.is_resident and is_last:
-            # The buckets of its last layers leave while its first ones are computed.
-            reduced = self.reduced_early[action.chunk] = []
-            for _ in range(_BUCKETS):
-                reduced += self._reduce(action.chunk)
-                self._on_main(f"{action}, other layers")
 
     def _reduce(self, chunk: int | None) -> list[Launch]:
         word, group = f"{chunk}REDUCE_GRAD", self.of_use.get(("group", None))
@@ -184,12 +163,7 @@ class _Launches:
         group = self.plan.groups[self.group]
         if not self.is_resident or group.grad_reduce_dtype is not None or group.hierarchical:
             self._finish_reductions(action)
-        reduced = self.reduced_early.pop(action.chunk, [])
-        if not reduced:
-            early = self.overlaps_reductions and self.is_resident
-            buckets = range(_BUCKETS if early else 1)
-            reduced = [each for _ in buckets for each in self._reduce(action.chunk)]
-        self.reducing += reduced
+        self.reducing += self._reduce(action.chunk)
 
     def _finish_reductions(self, action: Action) -> None:
         reducing, self.reducing = self.reducing, []

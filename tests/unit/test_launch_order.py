@@ -11,7 +11,7 @@ from tests.unit.made_plans import even_plan
 from zorse_megatron.schedule import communicators
 from zorse_megatron.schedule.communicators import Communicator
 
-AS_LAUNCHED, _, WHEN_OPENED = WAYS
+AS_LAUNCHED, WHEN_OPENED = WAYS
 LINKS = [Communicator(use="link", ranks=edge) for edge in ((0, 1), (1, 0))]
 
 

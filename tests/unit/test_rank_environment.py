@@ -23,7 +23,13 @@ from zorse_megatron.emulate.rank_jobs import (
     run_spawned,
 )
 from zorse_megatron.errors import LaunchError, RankFailure
-from zorse_megatron.launch.rank_environment import hosts_in, launched_rank, share_gpus
+from zorse_megatron.launch.rank_environment import (
+    VARIABLE,
+    hosts_in,
+    launched_rank,
+    queue_environment,
+    share_gpus,
+)
 from zorse_megatron.processes import num_processors
 
 TORCHRUN = {
@@ -209,6 +215,11 @@ def test_what_fails_says_its_last_lines(tmp_path):
         run_spawned(job)
     run_spawned(dataclasses.replace(job, entry="this"))
     assert "Beautiful is better than ugly" in (tmp_path / "rank_0.txt").read_text()
+
+
+def test_a_run_has_as_many_hardware_queues_as_there_are_unless_its_user_has_chosen():
+    assert queue_environment({}) == {VARIABLE: "32"}
+    assert queue_environment({VARIABLE: "1"}) == {}
 
 
 def test_each_rank_that_shares_is_another_host_to_nccl():

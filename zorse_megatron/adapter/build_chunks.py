@@ -100,6 +100,9 @@ class ChunkBuilder:
             place=at.place,
             mixed_group=None if has_equal_tp_shards(at.group) else at.group,
             delays_weights=self.weight_gradients is not None,
+            # Between groups, ranks whose backward waits for the device (for memory, say) would
+            # launch its reductions and messages in another order than the others, and hang.
+            reduces_in_list=len(at.plan.groups) > 1,
             regions=at.groups.regions,
             **kwargs,
         )

@@ -60,9 +60,10 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     tensor-parallel group. `mixed_group`: the plan's group, if its replicas cut layers differently:
     what a rank owns is packed then (see `mixed_tp_shards`), and `sharded` says whether it is all it
     keeps. `delays_weights`: weight gradients come after their backward (see
-    `adapter.model.weight_gradients`), so no reduction starts in one: overlap_grad_reduce has no
-    effect. `regions`: of a hierarchical group. Options that unequal shards cannot keep have been
-    refused as flags (`zorse_megatron.flags`).
+    `adapter.model.weight_gradients`). `reduces_in_list`: no reduction starts within a backward,
+    before its place in the list: overlap_grad_reduce has no effect. `regions`: of a hierarchical
+    group. Options that unequal shards cannot keep have been refused as flags
+    (`zorse_megatron.flags`).
     """
 
     bucket_groups: list[Any]
@@ -86,6 +87,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         place: TpRank | None = None,
         mixed_group: Group | None = None,
         delays_weights: bool = False,
+        reduces_in_list: bool = False,
         regions: RegionGroups | None = None,
     ) -> None:
         self.has_uneven_tp_shards = place is not None and not place.tp_shards.are_equal
@@ -93,7 +95,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             ddp_config = _without_overlap(ddp_config)
             disable_bucketing = False
             full_param_layout = bucket_per_layer(module, ddp_config, pg_collection)
-        elif delays_weights:
+        elif delays_weights or reduces_in_list:
             ddp_config = _without_overlap(ddp_config)
         self.place = place
         self.delays_weights = delays_weights
