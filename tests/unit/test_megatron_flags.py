@@ -278,6 +278,19 @@ def test_flags_are_not_abbreviated():
     assert read_command(["--global-batch", "8"]).unknown == ("--global-batch",)
 
 
+@pytest.mark.parametrize(
+    "schedule", [["--step-batch-size-schedule", "0:8"], ["--step-batch-size-schedule=0:8"]]
+)
+def test_what_counts_by_batches_needs_batches_of_one_size(schedule):
+    plan = ["--zorse-plan", "plan.json"]
+    counting = ["--zorse-rebalance", "on", "--zorse-status", "here"]
+    with pytest.raises(FlagError) as raised:
+        split_command([*plan, *counting, *schedule])
+    assert [each.where for each in raised.value.problems] == ["--zorse-rebalance", "--zorse-status"]
+    split_command([*plan, *counting])
+    split_command([*plan, "--zorse-rebalance", "off", *schedule])
+
+
 def test_the_update_of_shards_is_one_of_three():
     plan = ["--zorse-plan", "plan.json"]
     assert split_command(plan).options.update == "auto"

@@ -18,7 +18,7 @@ from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.rank_plan import RankPlan
-from zorse_megatron.errors import FlagError, OutputError, Problem
+from zorse_megatron.errors import OutputError
 from zorse_megatron.files.read_write import write_text
 from zorse_megatron.inputs.status import RUNNING_PLAN_NAME, STATUS_NAME, Status, dump_status
 from zorse_megatron.live.move import MoveError, take_request
@@ -398,18 +398,6 @@ def make_watch(
     options = run.options
     if not options.rebalances and options.status is None:
         return None
-    if at.schedule is not None:
-        raise FlagError(
-            "The command does not fit the plan",
-            [
-                Problem(
-                    where="--zorse-rebalance, --zorse-status",
-                    found="one of them with --step-batch-size-schedule",
-                    expected="batches of one size, by which they count",
-                    remedy="Leave them out until the batch has its final size.",
-                )
-            ],
-        )
     links = LinkTimes(edges=edges_of((at.training,)), world_size=at.plan.world_size)
     status = RunStatus(
         plan=at.plan,

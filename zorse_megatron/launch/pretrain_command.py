@@ -64,6 +64,9 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
     update = _choice("--zorse-update", ours, _UPDATES, _CHOSEN, problems)
     damaged = _choice("--zorse-damaged-checkpoint", ours, ("stop", "skip"), _SKIPPED, problems)
     rebalance = _choice("--zorse-rebalance", ours, ("on", "off"), _REBALANCED, problems)
+    counting = {"--zorse-rebalance": rebalance == "on", "--zorse-status": ours["--zorse-status"]}
+    if _BATCH_SCHEDULE in (word.partition("=")[0] for word in megatron):
+        problems += [_counts_by_batches(flag) for flag, given in counting.items() if given]
     timeouts = _timeouts(ours["--zorse-silence-limit"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
@@ -85,6 +88,18 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
         ),
         timeouts=timeouts,
         megatron=megatron,
+    )
+
+
+_BATCH_SCHEDULE = "--step-batch-size-schedule"
+
+
+def _counts_by_batches(flag: str) -> Problem:
+    return Problem(
+        where=flag,
+        found=f"the flag with {_BATCH_SCHEDULE}",
+        expected="batches of one size, by which it counts",
+        remedy="Leave it out until the batch has its final size.",
     )
 
 
