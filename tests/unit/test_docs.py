@@ -50,7 +50,7 @@ NOT_OURS |= {"offload.json", "config.json", "corrected.json", "workstation.json"
 NOT_OURS |= {"doctor.json", "doctor/doctor.json"}
 NOT_OURS |= {"zorse-manifest.json", "zorse-writer.json", "metadata.json", "integrity.json"}
 PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
-OF_PIP_AND_SLURM = {"--index-url", "--gpus-per-task"}
+OF_PIP_AND_SLURM = {"--index-url", "--no-build-isolation", "--gpus-per-task"}
 # Where this repository stands in a command that is run elsewhere.
 ELSEWHERE = "/path/to/zorse-megatron/"
 
