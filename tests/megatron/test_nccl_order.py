@@ -11,7 +11,7 @@ import pytest
 from scripts.launch_order.launches import launches_of
 from tests.megatron.comparison import flags_for
 from tests.megatron.launch import run_ranks
-from tests.megatron.plans import BOTH_ENDS, TRIO, hierarchical, in_the_host, with_settings
+from tests.megatron.plans import BOTH_ENDS, LAYOUTS, TRIO, hierarchical, in_the_host, with_settings
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.plan.plan import Schedule
 from zorse_megatron.plan.plan_file import save_plan
@@ -23,6 +23,7 @@ PLANS = {
         in_the_host(BOTH_ENDS), schedule=Schedule(name="interleaved")
     ),
     "hierarchical": hierarchical(TRIO, "aab"),
+    "resident, with --overlap-grad-reduce": LAYOUTS["2|1|2"],
 }
 Launch = dict[str, Any]
 
@@ -33,7 +34,9 @@ def test_nccl_branches_train_the_same_and_their_launches_fit(
 ) -> None:
     plan = PLANS[name]
     save_plan(plan, tmp_path / "plan.json")
-    flags = [*SCRIPT, *flags_for(corpus, steps=STEPS), "--zorse-plan", str(tmp_path / "plan.json")]
+    overlap = ("--overlap-grad-reduce", "--ddp-num-buckets", "2") if "overlap" in name else ()
+    training = flags_for(corpus, *overlap, steps=STEPS)
+    flags = [*SCRIPT, *training, "--zorse-plan", str(tmp_path / "plan.json")]
     steps = {}
     for entry in ("recording_entry", "nccl_over_gloo_entry"):
         record = tmp_path / entry
