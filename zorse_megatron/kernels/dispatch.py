@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from itertools import combinations
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -109,10 +109,10 @@ class Problems:
         self.kernel = kernel
         self.found: list[str] = []
 
-    def need(self, fits: bool, problem: str) -> None:
-        """Note a problem where something does not fit."""
+    def need(self, fits: bool, problem: Callable[[], str]) -> None:
+        """Note a problem where something does not fit; the host has no time to word the others."""
         if not fits:
-            self.found.append(problem)
+            self.found.append(problem())
 
     def need_flat(
         self,
@@ -124,21 +124,27 @@ class Problems:
         """A contiguous 1-D tensor of one of `dtypes`, as long as `like` and on its device."""
         self.need(
             tensor.ndim == 1 and tensor.is_contiguous(),
-            f"found {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
-            "expected it 1-D and contiguous",
+            lambda: (
+                f"found {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+                "expected it 1-D and contiguous"
+            ),
         )
         self.need_dtype(name, tensor, dtypes)
         if like is not None:
             self.need(
                 tensor.numel() == like.numel() and tensor.device == like.device,
-                f"found {name} with {tensor.numel()} elements on {tensor.device}; expected "
-                f"{like.numel()} on {like.device}",
+                lambda: (
+                    f"found {name} with {tensor.numel()} elements on {tensor.device}; expected "
+                    f"{like.numel()} on {like.device}"
+                ),
             )
 
     def need_dtype(self, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         """A tensor of one of `dtypes`."""
-        expected = " or ".join(map(str, dtypes))
-        self.need(tensor.dtype in dtypes, f"found {name} in {tensor.dtype}; expected {expected}")
+        self.need(
+            tensor.dtype in dtypes,
+            lambda: f"found {name} in {tensor.dtype}; expected {' or '.join(map(str, dtypes))}",
+        )
 
     def need_factor(self, name: str, factor: float | torch.Tensor, device: torch.device) -> None:
         """A number, or a tensor with one fp32 element on `device`."""
@@ -146,27 +152,25 @@ class Problems:
             self.need_dtype(name, factor, (torch.float32,))
             self.need(
                 factor.numel() == 1 and factor.device == device,
-                f"found {name} with {factor.numel()} elements on {factor.device}; expected one on "
-                f"{device}",
+                lambda: (
+                    f"found {name} with {factor.numel()} elements on {factor.device}; "
+                    f"expected one on {device}"
+                ),
             )
 
     def need_apart(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Contiguous tensors; no two share memory, as one is written while another is read."""
-        for (name, one), (other, two) in combinations(tensors.items(), 2):
-            self.need(
-                not _overlap(one, two),
-                f"found {name} and {other} in the same memory; expected them apart",
-            )
+        places = [(t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items()]
+        filled = sorted(place for place in places if place[0] < place[1])
+        for (_, stop, one), (start, _, other) in pairwise(filled):
+            if stop > start:
+                names = " and ".join(name for name in tensors if name in {one, other})
+                self.found.append(f"found {names} in the same memory; expected them apart")
 
     def stop(self) -> None:
         """Raise ValueError if there is any problem."""
         if self.found:
             raise ValueError(f"{self.kernel}: " + "; ".join(self.found))
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    start, stop = one.data_ptr(), one.data_ptr() + one.nbytes
-    return max(start, other.data_ptr()) < min(stop, other.data_ptr() + other.nbytes)
 
 
 def chunks(numel: int) -> Iterator[slice]:

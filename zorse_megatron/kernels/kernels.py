@@ -32,12 +32,15 @@ class AdamW:
         problems = Problems("AdamW")
         for name in ("lr", "eps", "weight_decay"):
             value = getattr(self, name)
-            problems.need(math.isfinite(value), f"found {name} {value}; expected a finite number")
+            if not math.isfinite(value):
+                problems.found.append(f"found {name} {value}; expected a finite number")
         problems.need(
             0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
-            f"found betas ({self.beta1}, {self.beta2}); expected them in [0, 1)",
+            lambda: f"found betas ({self.beta1}, {self.beta2}); expected them in [0, 1)",
         )
-        problems.need(self.step >= 1, f"found step {self.step}; expected steps counted from 1")
+        problems.need(
+            self.step >= 1, lambda: f"found step {self.step}; expected steps counted from 1"
+        )
         problems.stop()
 
     @property
@@ -185,7 +188,7 @@ def norm_and_flag(shards: Sequence[torch.Tensor], device: torch.device) -> NormA
         problems.need_flat(f"shards[{number}]", shard, FLOATS)
         problems.need(
             shard.device == device,
-            f"found shards[{number}] on {shard.device}; expected it on {device}",
+            lambda: f"found shards[{number}] on {shard.device}; expected it on {device}",
         )
     problems.stop()
     return NormAndFlag(both=pick("norm_and_flag", device, norm_and_flag_torch)(shards, device))
@@ -228,7 +231,7 @@ def sum_parts(
     problems.need_flat("out", out, (torch.float32,))
     problems.need(
         len(factors) == len(parts),
-        f"found {len(factors)} weights for {len(parts)} parts; expected one each",
+        lambda: f"found {len(factors)} weights for {len(parts)} parts; expected one each",
     )
     for number, part in enumerate(parts):
         problems.need_flat(f"parts[{number}]", part, FLOATS, like=out)
