@@ -92,6 +92,10 @@ class RankFailure(ZorseError):
     """A rank died or did not answer in time."""
 
 
+class OutOfTime(RankFailure):
+    """Ranks of which none had failed were ended when their time was up, or not even started."""
+
+
 class MeasureError(ZorseError):
     """The cluster cannot be measured, or not as it was asked for."""
 

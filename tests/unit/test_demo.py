@@ -90,7 +90,9 @@ def test_what_an_earlier_demo_left_goes_and_nothing_else(tmp_path, monkeypatch):
 
 
 def test_gpus_that_are_not_there_are_refused(tmp_path, monkeypatch):
-    nothing = Machine(gpus=(), torch="", nccl=None, transformer_engine=None)
+    nothing = Machine(
+        gpus=(), torch="", nccl=None, transformer_engine=None, driver=None, num_processors=1
+    )
     monkeypatch.setattr(demo, "_planned", lambda *_: UNEVEN_PLAN)
     monkeypatch.setattr(demo, "stands_for_table", lambda plan: "")
     monkeypatch.setattr(demo, "machine_here", lambda *_: nothing)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.emulate.rank_jobs import RankJob, RunJob
-from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.errors import OutOfTime, Problem, RankFailure
 from zorse_megatron.gpus.gpu import BF16_FROM, Capability
 from zorse_megatron.launch.rank_environment import SHARE_GPUS
 from zorse_megatron.plan.plan import Plan
@@ -33,6 +33,7 @@ class Status(StrEnum):
     PASS = "pass"
     FAIL = "fail"
     NOT_POSSIBLE = "not possible here"
+    NO_TIME = "no time left"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Finding:
     check: str = ""
     title: str = ""
     remedy: str = ""
-    """What to do about a failure."""
+    """What to do about a failure, or for more time."""
     duration_s: float = 0.0
 
     def __str__(self) -> str:
@@ -70,6 +71,12 @@ def not_possible(reason: str) -> Finding:
     return Finding(status=Status.NOT_POSSIBLE, said=reason)
 
 
+def no_time() -> Finding:
+    """A check that was not begun, or cut off, when the time for all was up."""
+    remedy = "Give it more with --time-limit, or make fewer checks (--check)"
+    return Finding(status=Status.NO_TIME, said="not checked", remedy=remedy)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One GPU."""
@@ -87,6 +94,9 @@ class Machine:
     torch: str
     nccl: str | None
     transformer_engine: str | None
+    driver: str | None
+    """Its version, as nvidia-smi has it."""
+    num_processors: int
 
     @property
     def dtype_flag(self) -> str:
@@ -111,11 +121,13 @@ class Report:
     machine: Machine
     findings: tuple[Finding, ...]
     version: str
+    date: str
+    """When they were begun."""
 
     @property
-    def has_failed(self) -> bool:
-        """Whether any check has."""
-        return any(each.status == Status.FAIL for each in self.findings)
+    def is_well(self) -> bool:
+        """Whether all was checked that this machine can check, and nothing has failed."""
+        return all(each.status in {Status.PASS, Status.NOT_POSSIBLE} for each in self.findings)
 
     @property
     def summary(self) -> str:
@@ -127,7 +139,7 @@ class Report:
         """For programs, and to be sent: `doctor.json`."""
         values = asdict(self)
         checks = values.pop("findings")
-        return {"ok": not self.has_failed, "summary": self.summary, **values, "checks": checks}
+        return {"ok": self.is_well, "summary": self.summary, **values, "checks": checks}
 
 
 T = TypeVar("T")
@@ -135,6 +147,8 @@ ON_RANKS = "zorse_megatron.doctor.on_ranks"
 STAGED = "zorse_megatron.doctor.staged"
 _CORPUS_BYTES = 200_000
 _CONNECTION_LIMIT_S = 60.0
+_LEAST_S = 1.0
+"""With less left, nothing is begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +247,11 @@ class DoctorRun:
         """Let the next check take so long."""
         self._check_ends_s = time.monotonic() + limit_s
 
+    @property
+    def is_time_up(self) -> bool:
+        """Whether there is none left for any check."""
+        return time.monotonic() + _LEAST_S >= self.ends_s
+
     def place(self, name: str) -> Path:
         """The directory of a job, which is made for it."""
         directory = self.directory / "".join(c if c.isalnum() else "-" for c in name)
@@ -251,8 +270,8 @@ class DoctorRun:
     ) -> None:
         """Run a job in its place, while there is time. Raises RankFailure."""
         left_s = min(self.ends_s, self._check_ends_s) - time.monotonic()
-        if left_s <= 1:
-            raise RankFailure("The time is up", [_TIME_IS_UP])
+        if left_s <= _LEAST_S:
+            raise OutOfTime("The time is up", [_TIME_IS_UP])
         share = {SHARE_GPUS: "1"} if self.machine.shares_gpus(world_size) else {}
         self.run_job(
             RankJob(
@@ -353,7 +372,7 @@ class DoctorRun:
 
 _TIME_IS_UP = Problem(
     where="zorse doctor",
-    found="no time left for this check",
-    expected="all checks to be done by then",
-    remedy="Give it more with --time-limit, or select fewer with --check.",
+    found="no time left for this check's next job",
+    expected="the jobs before it to take less",
+    remedy="Make this check alone (--check), with nothing else on this machine",
 )

@@ -5,8 +5,10 @@ Rank 0 writes the answer. Without a GPU they talk over gloo, which is how they a
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -26,6 +28,7 @@ from zorse_megatron.launch.rank_environment import queue_environment, share_gpus
 from zorse_megatron.measure.on_ranks.ranks import median_s
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.processes import num_processors
 from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.transport import connect, link_groups, world_options
 from zorse_megatron.schedule.communicators import WORLD_CTAS, Communicator, planned_communicators
@@ -47,8 +50,23 @@ def machine() -> dict[str, Any]:
         Gpu(name=gpu.name, capability=(gpu.major, gpu.minor), total_bytes=gpu.total_memory)
         for gpu in properties
     )
-    return asdict(Machine(gpus=gpus, torch=found.torch, nccl=found.nccl,
-                          transformer_engine=found.transformer_engine))  # fmt: skip
+    here = Machine(
+        gpus=gpus,
+        torch=found.torch,
+        nccl=found.nccl,
+        transformer_engine=found.transformer_engine,
+        driver=_driver() if gpus else None,
+        num_processors=num_processors(),
+    )
+    return asdict(here)
+
+
+def _driver() -> str | None:
+    """Version of the GPUs' driver; None where nvidia-smi does not tell it."""
+    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(words, text=True).splitlines()[0]
+    return None
 
 
 def copies() -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.errors import OutOfTime, Problem, RankFailure
 from zorse_megatron.log import say
 from zorse_megatron.processes import end_with_parent, free_port, rank_variables
 
@@ -68,7 +68,8 @@ class RanksEnd:
             if status != 0
         ]
         if problems:
-            raise RankFailure(f"The job {job.name!r} failed", problems)
+            failure = RankFailure if any(self.statuses) else OutOfTime
+            raise failure(f"The job {job.name!r} failed", problems)
 
 
 def output_of(directory: Path | str, rank: int) -> str:
