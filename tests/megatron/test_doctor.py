@@ -8,7 +8,7 @@ import pytest
 
 from tests.megatron.launch import run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from zorse_megatron.doctor import checks, plans
+from zorse_megatron.doctor import checks, plans, timed
 from zorse_megatron.doctor.checks import CHECKS, examine
 from zorse_megatron.doctor.doctor_run import DoctorRun, Finding, Gpu, Status, compared, machine_here
 from zorse_megatron.doctor.plans import (
@@ -52,7 +52,7 @@ def dry_run(corpus_prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_dry_run(dry_run: DoctorRun) -> None:
+def test_dry_run(dry_run: DoctorRun, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dry_run.machine.gpus
     told: list[Finding] = []
     findings = examine(dry_run, CHECKS, told.append)
@@ -69,6 +69,7 @@ def test_dry_run(dry_run: DoctorRun) -> None:
     assert_mistakes_are_found(dry_run)
     assert_staged_is_gloo(dry_run)
     assert_ranks_connect(dry_run)
+    assert_speed_is_measured(dry_run, monkeypatch)
 
 
 def assert_mistakes_are_found(run: DoctorRun) -> None:
@@ -106,3 +107,13 @@ def assert_ranks_connect(run: DoctorRun) -> None:
     assert found == {(each.use, each.ranks) for each in planned}
     assert len(taken) == sum(len(communicator.ranks) for communicator in planned)
     assert 0 < run.answer("gather", "1000000", world_size=2) < 10
+
+
+def assert_speed_is_measured(run: DoctorRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock and plan train the same from the same flags; how long they take here says nothing."""
+    small = timed.TimedSize(hidden=128, micro_batch=1)
+    monkeypatch.setattr(timed, "size_for", lambda machine: small)
+    monkeypatch.setattr(timed, "_TURN_ITERATIONS", 3)
+    finding = timed.speed(run)
+    assert finding.said.startswith("stock "), finding.said
+    assert finding.figures["ratio"] > 0
