@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from scripts.launch_order.hardware_queues import find_hang
 from scripts.launch_order.launches import Launch, launches_of
 from scripts.receives_ahead import EXAMPLES, inputs_of
-from tests.strategies import lowerable_plans, plans
-from zorse_megatron.plan.plan import Plan
+from tests.strategies import lowerable_plans, plans, trained_plans
+from zorse_megatron.plan.plan import ModelFingerprint, Plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError
 from zorse_megatron.schedule.actions import Action, ActionLists
@@ -37,6 +37,10 @@ LIMITS: tuple[tuple[int | None, Room], ...] = (
 """(hardware queues, room for NCCL kernels) of each column."""
 WAYS = ("as they are launched", "receives launched when opened")
 SEEDS = 2
+_MODEL = ModelFingerprint(
+    num_layers=6, hidden_size=96, ffn_hidden_size=384, num_attention_heads=12, vocab_size=768
+)
+"""Of plans with tensor-parallel groups and regions."""
 
 
 def launched_when_opened(actions: Sequence[Action]) -> tuple[Action, ...]:
@@ -106,6 +110,7 @@ def random_plans(count: int, max_world: int) -> list[Plan]:
             plans(max_world, 5),
             lowerable_plans(max_world, 5, schedule_names=("breadth_first",)),
             lowerable_plans(max_world, 4, schedule_names=("interleaved",)),
+            trained_plans(_MODEL, 8, max_world=max_world, max_ranks_per_replica=3),
         )
     )
     def draw(plan: Plan) -> None:

@@ -17,6 +17,8 @@ from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_sett
 from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 
 MAIN, SIDE, TO_HOST, FROM_HOST = "main", "side", "to host", "from host"
+# Of a computation on a tensor-parallel group: one in attention, one in the MLP.
+_TP_SUMS = 2
 Operation = tuple[Communicator, int]
 """A communicator, and how many of its operations come before."""
 
@@ -133,9 +135,17 @@ class _Launches:
         forward = action.kind is Kind.FORWARD
         inputs = self.received.pop((forward, action.chunk, action.micro_batch), [])
         self._on_main(str(action), *inputs, *self.gathers.pop(action.chunk, []))
+        for part in range(_TP_SUMS):
+            self._sum_over_tp_group(f"{action}, part {part}")
+
+    def _sum_over_tp_group(self, word: str) -> None:
+        """A sum that the main stream waits for; nothing where the rank has no such group."""
+        if (group := self.of_use.get(("tp_group", None))) is not None:
+            self._on_main(f"{word} waits", self._start(group, "sum", word, self.tail))
 
     def _reduce(self, chunk: int | None) -> list[Launch]:
         word, group = f"{chunk}REDUCE_GRAD", self.of_use.get(("group", None))
+        self._sum_over_tp_group(f"{word}, of what is held whole")
         if (across := self.of_use.get(("across", None))) is not None:
             inside = self.of_use.get(("region", None))
             foreign = self._start(inside, word, f"{word} for others", self.tail)

@@ -61,7 +61,8 @@ def test_all_kernels_fit_beside_the_computations(edges, num_sms):
         return
     ctas = max_ctas(links, num_sms)
     for rank, room in enumerate(num_sms):
-        held = sum(count for c, count in ctas.items() if rank in c.ranks)
+        # NCCL rounds the channels of messages up to a power of two.
+        held = sum(1 << (count - 1).bit_length() for c, count in ctas.items() if rank in c.ranks)
         assert held <= room / 4
     assert min(ctas.values()) >= 1
     assert max_ctas(links[::-1], num_sms) == ctas

@@ -88,18 +88,22 @@ def max_ctas(
 ) -> dict[Communicator, int]:
     """Communicator -> `max_ctas` of its NCCL configuration, the same on all of its ranks.
 
-    `num_sms`: rank -> multiprocessors of its GPU. See `ranks_at_risk` for those that are too few.
+    A link's is a power of two, as NCCL rounds the channels of messages up to one
+    (`ncclTopoComputeP2pChannels`), and would take more than it was given. `num_sms`: rank ->
+    multiprocessors of its GPU. See `ranks_at_risk` for those that are too few.
     """
     budgets = {
         rank: max(1, most_ctas(num_sms[rank]) // count)
         for rank, count in resident_kernels(communicators).items()
     }
-    return {
-        communicator: WORLD_CTAS
-        if communicator.use == "world"
-        else min(_MOST_CTAS, *(budgets[rank] for rank in communicator.ranks))
-        for communicator in communicators
-    }
+    return {each: _ctas(each, budgets) for each in communicators}
+
+
+def _ctas(communicator: Communicator, budgets: Mapping[int, int]) -> int:
+    if communicator.use == "world":
+        return WORLD_CTAS
+    most = min(_MOST_CTAS, *(budgets[rank] for rank in communicator.ranks))
+    return 1 << most.bit_length() - 1 if communicator.use == "link" else most
 
 
 def ranks_at_risk(plan: Plan, num_sms: Mapping[int, int] | Sequence[int]) -> dict[int, int]:
