@@ -47,8 +47,15 @@ def machine() -> dict[str, Any]:
         Gpu(name=gpu.name, capability=(gpu.major, gpu.minor), total_bytes=gpu.total_memory)
         for gpu in properties
     )
-    return asdict(Machine(gpus=gpus, torch=found.torch, nccl=found.nccl,
-                          transformer_engine=found.transformer_engine))  # fmt: skip
+    return asdict(
+        Machine(
+            gpus=gpus,
+            torch=found.torch,
+            nccl=found.nccl,
+            transformer_engine=found.transformer_engine,
+            unusable_gpus=found.unusable_gpus,
+        )
+    )
 
 
 def copies() -> float:
