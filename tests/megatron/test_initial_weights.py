@@ -1,6 +1,7 @@
 """Initial weights that rank 0 sends, where parameters are, and what is kept meanwhile."""
 
 import weakref
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -66,3 +67,25 @@ def test_the_model_is_not_there_twice_where_it_is_built_again() -> None:
     ((sent, outlived),) = run_megatron_ranks(1, _build_twice)
     assert sent == [False, True]
     assert not outlived
+
+
+def _who_brings_all() -> tuple[list[str], bool]:
+    """The strictnesses under which a checkpoint does; and whether no checkpoint does."""
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    from zorse_megatron.adapter.checkpoint.before_load import brings_all_weights
+
+    chosen: Any = object()
+    values = [each.value for each in StrictHandling]
+    names = [name for name in values if brings_all_weights(chosen, _strictness(name))]
+    return names, brings_all_weights(None, _strictness(names[0]))
+
+
+def _strictness(name: str) -> Namespace:
+    return Namespace(dist_ckpt_strictness=name)
+
+
+def test_a_load_that_may_pass_over_parameters_leaves_them_as_they_start() -> None:
+    ((names, without),) = run_megatron_ranks(1, _who_brings_all)
+    assert names == ["assume_ok_unexpected", "raise_unexpected", "raise_all"]
+    assert not without
