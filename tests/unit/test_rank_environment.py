@@ -237,6 +237,8 @@ def test_ranks_on_gpus_are_spawned_where_they_cannot_be_forked(log, reason, monk
         """Nothing takes the place of forked ranks on a CPU."""
 
 
+# The child ends at once; a real server has no thread beside its own.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 @pytest.mark.parametrize("lost", [RuntimeError("CUDA is lost\nelsewhere"), None])
 def test_a_server_whose_children_cannot_use_cuda_ends(lost, monkeypatch, capfd):
     def ones(*_args, **_kwargs):
