@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from tests.megatron.launch import MegatronServer
+from tests.megatron.launch import ONE_QUEUE, MegatronServer
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.turns import Board
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
@@ -194,6 +194,7 @@ def paired_steps(
             "ZORSE_TIMES": str(times),
             "ZORSE_TURNS": str(scratch / "turns"),
             "ZORSE_JOB": str(number),
+            **ONE_QUEUE,
         }
         servers[number].run_ranks(
             flags[JOBS[number]],

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 from scripts.bench_executor_overhead import add_layout, job_flags, layout_of
-from tests.megatron.launch import default_server, run_ranks
+from tests.megatron.launch import ONE_QUEUE, default_server, run_ranks
 from tests.megatron.profiled_entry import iterations
 
 STEPS = 4
@@ -26,7 +26,7 @@ _MAIN = ", main thread"
 def counts_of(flags: list[str], world_size: int, scratch: Path, *, steps: int) -> dict[str, float]:
     """Name -> count in a step, or seconds; the mean over ranks. See `profiled_entry.iterations`."""
     with tempfile.TemporaryDirectory(dir=scratch) as counts:
-        env = {"ZORSE_COUNTS": counts, "ZORSE_COUNTED_STEPS": str(steps)}
+        env = {"ZORSE_COUNTS": counts, "ZORSE_COUNTED_STEPS": str(steps), **ONE_QUEUE}
         entry = "tests.megatron.profiled_entry"
         run_ranks(flags, world_size, entry=entry, timeout_s=500, env=env).check()
         ranks = [

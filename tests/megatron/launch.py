@@ -25,11 +25,13 @@ from zorse_megatron.emulate.rank_jobs import (
     tail_of,
 )
 from zorse_megatron.errors import Problem, RankFailure
-from zorse_megatron.launch.rank_environment import SHARE_GPUS
+from zorse_megatron.launch.rank_environment import SHARE_GPUS, VARIABLE
 
 REPOSITORY = Path(__file__).parents[2]
 ON_GPU = os.environ.get("ZORSE_TEST_DEVICE", "cpu") == "cuda"
 """Whether ranks run on the machine's GPUs."""
+ONE_QUEUE = {VARIABLE: "1"}
+"""What stock demands of tensor parallelism before Blackwell, and in CPU mode; a plan does not."""
 GRACE_AFTER_FAILURE_S = 5.0
 """After one rank has failed the others wait for it in vain: they get this long to fail as well."""
 GPU_FACTOR = 4.0

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.megatron.launch import MegatronServer, RunResult
+from tests.megatron.launch import ONE_QUEUE, MegatronServer, RunResult
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_WORKERS
 
 # The flags of `zorse_megatron.adapter.corpus.tokenizer_flags`, spelled out: the test
@@ -34,5 +34,9 @@ def stock(
 ) -> RunResult:
     """Train stock Megatron; raises RankFailure unless every rank ends with status 0."""
     return server.run_ranks(
-        flags, world_size, entry="tests.megatron.stock_entry", timeout_s=timeout_s
+        flags,
+        world_size,
+        entry="tests.megatron.stock_entry",
+        timeout_s=timeout_s,
+        env=ONE_QUEUE,
     ).check()

@@ -47,6 +47,7 @@ from tests.megatron.comparison import (
     run_recorded,
     stock_run,
 )
+from tests.megatron.launch import ONE_QUEUE
 from tests.megatron.plans import (
     BOTH_ENDS,
     FIRST_LAYER,
@@ -532,8 +533,7 @@ def test_follows_stock_s_own_tensor_parallelism(corpus: Path, tmp_path: Path) ->
     for rank in (0, 1):
         torch.save(run.initial[rank], tmp_path / f"initial-rank{rank}.pt")
     flags = ROWS["a TP group of two"].command(corpus)
-    one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # which stock demands; a plan does not
-    stock = run_recorded(flags, 2, env={"ZORSE_TEST_INITIAL": str(tmp_path), **one_queue})
+    stock = run_recorded(flags, 2, env={"ZORSE_TEST_INITIAL": str(tmp_path), **ONE_QUEUE})
     assert max(stock.grad_norms) > 0.5, "clipping must be at work in this test"
     assert_equal_steps(run, stock)
     for mine, theirs in zip(run.of_ranks, stock.of_ranks, strict=True):

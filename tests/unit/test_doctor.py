@@ -21,6 +21,7 @@ from zorse_megatron.doctor.doctor_run import (
     Trained,
     compared,
     failed,
+    machine_here,
     no_time,
     not_possible,
     passed,
@@ -38,6 +39,7 @@ from zorse_megatron.doctor.timed import (
 )
 from zorse_megatron.emulate.rank_jobs import RankJob, RanksEnd
 from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.flags.torch_builds import StartError
 from zorse_megatron.gpus.known_gpus import CAPABILITIES, GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.plan.plan_file import load_plan
@@ -185,6 +187,16 @@ FAULTS = [
     ("gathers", machine(A100), {}, "not possible here", "one GPU gathers nothing"),
     ("prediction", EIGHT, {"peak_bytes": 10**9}, "fail", "expected within 10% in time and 8%"),
 ]  # fmt: skip
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_for_a_dry_run(tmp_path):
+    there = dataclasses.replace(machine(), unusable_gpus="2 NVIDIA GPU(s) with driver 470")
+
+    def write(job):
+        Path(job.arguments[-1]).write_text(json.dumps(dataclasses.asdict(there)))
+
+    with pytest.raises(StartError, match=r"2 NVIDIA GPU.* with torch 2\.13"):
+        machine_here(write, tmp_path)
 
 
 @pytest.mark.parametrize(("check", "there", "wrong", "status", "said"), FAULTS)

@@ -1,5 +1,6 @@
 """What a rank finds out about its GPU, asked of a torch that pretends to have some."""
 
+import errno
 import os
 import sys
 from types import SimpleNamespace
@@ -117,18 +118,47 @@ def test_gpus_that_are_hidden_or_not_there_are_left_alone(hidden, machine, monke
     assert found.unusable_gpus is None and start_problems([found]) == []
 
 
+@pytest.mark.parametrize(("number", "is_withheld"), [(errno.EPERM, True), (errno.EACCES, False)])
+def test_gpus_that_a_cgroup_withholds_are_not_this_process_s(
+    number, is_withheld, machine, monkeypatch
+):
+    """As Slurm does (ConstrainDevices) for a job without GPUs, on a node with some."""
+    opened = os.open
+
+    def refusing(path, *args, **kwargs):
+        if str(path).startswith(str(machine)):
+            raise OSError(number, os.strerror(number))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(module.os, "open", refusing)
+    assert (found_software(0, 0, "here").unusable_gpus is None) == is_withheld
+
+
+def test_gpus_that_are_not_there_are_told_with_what_hides_them(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    found = found_software(0, 0, "here").unusable_gpus
+    assert found is not None and "torch sees none with CUDA_VISIBLE_DEVICES=7" in found
+
+
 def test_what_torch_compile_needs_is_looked_for_before_it_is_needed(gpus, monkeypatch, tmp_path):
     gpus(1)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    monkeypatch.setattr(module.shutil, "which", lambda name: None)
-    monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    there = {"cc", "/opt/cc"}
+    monkeypatch.setattr(module.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(module.sysconfig, "get_default_scheme", lambda: "posix_local")
+    paths = {"posix_prefix": {"include": str(tmp_path)}}
+    monkeypatch.setattr(module.sysconfig, "get_paths", paths.get)
     found = found_software(0, 0, "here")
     header = f"Python headers ({tmp_path}/Python.h)"
     assert found.missing_to_compile == ("C compiler", header)
     (problem,) = start_problems([found])
     assert problem.found == f"no C compiler and no {header}"
     (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CC", "/opt/cc -pipe")
+    (missing,) = found_software(0, 0, "here").missing_to_compile
+    assert missing == "C compiler '/opt/cc -pipe', which CC names"
     monkeypatch.setenv("CC", "/opt/cc")
     assert found_software(0, 0, "here").missing_to_compile == ()
     monkeypatch.delenv("CC")
@@ -136,15 +166,20 @@ def test_what_torch_compile_needs_is_looked_for_before_it_is_needed(gpus, monkey
     assert found_software(0, 0, "here").missing_to_compile == ()
 
 
-@pytest.mark.parametrize(("minor", "is_off"), [((6, 0), "1"), ((7, 0), None)])
-def test_torch_compile_is_off_below_what_it_serves(minor, is_off, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("minor", "chosen", "is_off"),
+    [((6, 0), None, "1"), ((7, 0), None, None), ((6, 0), "0", "0")],
+)
+def test_torch_compile_is_off_below_what_it_serves(minor, chosen, is_off, monkeypatch, capsys):
     gpu = SeenGpu(name="a GPU", uuid="1", capability=minor)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", chosen)
     monkeypatch.setitem(sys.modules, "torch._dynamo.config", SimpleNamespace(disable=False))
     module._leave_dynamo_to_newer(gpu)
     try:
         assert os.environ.get("TORCHDYNAMO_DISABLE") == is_off
-        assert sys.modules["torch._dynamo.config"].disable == (is_off is not None)
-        assert ("compute capability 6.0" in capsys.readouterr().out) == (is_off is not None)
+        assert sys.modules["torch._dynamo.config"].disable == (is_off == "1")
+        assert ("compute capability 6.0" in capsys.readouterr().out) == (is_off == "1")
     finally:
         os.environ.pop("TORCHDYNAMO_DISABLE", None)

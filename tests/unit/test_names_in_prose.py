@@ -39,7 +39,7 @@ NAMES_OF_OTHERS = {
     *("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"),
     *("ZeroRedundancyOptimizer", "_StorageInfo"),
     *("_assign_worker_ranks", "_single_tensor_adam", "n_microbatches", "reduce_dtype"),
-    *("compute_XY", "pinned_max_round_threshold_mb", "sm_XY"),
+    *("calc_execution_policy", "compute_XY", "pinned_max_round_threshold_mb", "sm_XY"),
     # transformers, Slurm, Linux, Sailor and the DeepSpeed that it brings
     *(
         "SlurmdTimeout",

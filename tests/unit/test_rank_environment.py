@@ -9,20 +9,23 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron import pretrain
+from zorse_megatron.emulate import fork_server, rank_jobs
 from zorse_megatron.emulate.rank_jobs import (
     ForkClient,
     RankJob,
     RanksEnd,
     run_spawned,
 )
-from zorse_megatron.errors import LaunchError, RankFailure
+from zorse_megatron.errors import LaunchError, Problem, RankFailure
 from zorse_megatron.launch.rank_environment import (
     VARIABLE,
     hosts_in,
@@ -215,6 +218,40 @@ def test_what_fails_says_its_last_lines(tmp_path):
         run_spawned(job)
     run_spawned(dataclasses.replace(job, entry="this"))
     assert "Beautiful is better than ugly" in (tmp_path / "rank_0.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"), [("what\nCUDA is lost", "CUDA is lost"), ("", "exit status 1")]
+)
+def test_ranks_on_gpus_are_spawned_where_they_cannot_be_forked(log, reason, monkeypatch, capsys):
+    def fail(*_args, **_kwargs):
+        remedy = f"Its last lines:\n{log}"
+        problem = Problem(where="server", found="exit status 1", expected="a line", remedy=remedy)
+        raise RankFailure("gone", [problem])
+
+    monkeypatch.setattr(rank_jobs, "ForkClient", fail)
+    with rank_jobs.runner_here(has_gpu=True) as run_job:
+        assert run_job is run_spawned
+    assert capsys.readouterr().out.endswith(f"takes longer: {reason}\n")
+    with pytest.raises(RankFailure), rank_jobs.runner_here(has_gpu=False):
+        """Nothing takes the place of forked ranks on a CPU."""
+
+
+# The child ends at once; a real server has no thread beside its own.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+@pytest.mark.parametrize("lost", [RuntimeError("CUDA is lost\nelsewhere"), None])
+def test_a_server_whose_children_cannot_use_cuda_ends(lost, monkeypatch, capfd):
+    def ones(*_args, **_kwargs):
+        if lost is not None:
+            raise lost
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", ones)
+    with nullcontext() if lost is None else pytest.raises(SystemExit):
+        fork_server._refuse_broken_cuda()
+    said = "" if lost is None else "a forked process cannot use CUDA: CUDA is lost\n"
+    assert capfd.readouterr().err == said
 
 
 def test_a_run_has_as_many_hardware_queues_as_there_are_unless_its_user_has_chosen():

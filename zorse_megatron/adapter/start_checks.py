@@ -4,6 +4,7 @@ Ranks tell each other through the store in which they meet, because a GPU for wh
 code cannot take part in a collective call.
 """
 
+import errno
 import importlib
 import importlib.util
 import os
@@ -72,7 +73,7 @@ def checked_gpu_flags(
 
 def _leave_dynamo_to_newer(gpu: SeenGpu) -> None:
     """torch.compile ends in an error below Triton's oldest GPU: Megatron's functions run as is."""
-    if gpu.capability < TRITON_FROM and not _is_dynamo_off():
+    if gpu.capability < TRITON_FROM and "TORCHDYNAMO_DISABLE" not in os.environ:
         disable_dynamo()
         say(
             f"{gpu.name} has compute capability {spell(gpu.capability)}, which torch.compile does "
@@ -153,8 +154,9 @@ _HIDDEN = ("", "-1", "NoDevFiles")
 
 def _unusable_gpus() -> str | None:
     """NVIDIA's GPUs that this process should see, if torch sees none; and why it does not."""
-    devices = [each for each in _DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name)]
-    if not devices or os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN:
+    numbered = [each for each in _DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in _HIDDEN or not (devices := [each for each in numbered if not _is_withheld(each)]):
         return None
     if torch.version.cuda is None:
         reason = "a build of torch without CUDA"
@@ -162,6 +164,8 @@ def _unusable_gpus() -> str | None:
         try:
             torch.cuda.init()
             reason = "torch sees none"
+            if visible is not None:
+                reason += f" with CUDA_VISIBLE_DEVICES={visible}"
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
     text = _DRIVER.read_text(errors="replace") if _DRIVER.exists() else ""
@@ -170,15 +174,30 @@ def _unusable_gpus() -> str | None:
     return f"{len(devices)} NVIDIA GPU(s) with {driver} ({reason})"
 
 
+def _is_withheld(device: Path) -> bool:
+    """Whether a cgroup keeps this process from it: Slurm, or a container, has given it to others.
+
+    Files that only belong to another user or group answer EACCES.
+    """
+    try:
+        os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return False
+
+
 def _is_dynamo_off() -> bool:
     return os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
 def _missing_to_compile() -> Iterator[str]:
     """As Triton looks for them (`triton.runtime.build`)."""
-    if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
-        yield "C compiler"
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    chosen = os.environ.get("CC")
+    if not any(map(shutil.which, ("gcc", "clang") if chosen is None else (chosen,))):
+        yield "C compiler" if chosen is None else f"C compiler {chosen!r}, which CC names"
+    scheme = sysconfig.get_default_scheme()  # Debian's own is where packages go, not headers
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
     if not header.exists():
         yield f"Python headers ({header})"
 

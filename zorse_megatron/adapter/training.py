@@ -12,6 +12,7 @@ from zorse_megatron.adapter.arguments import set_recompute
 from zorse_megatron.adapter.build_chunks import ChunkBuilder
 from zorse_megatron.adapter.checkpoint.before_load import (
     LOAD_HOOKS,
+    brings_all_weights,
     check_before_load,
     load_of,
     same_on_all,
@@ -81,7 +82,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     try:
         with written_alone(args.save, run.elastic_run) as refuse_other_writer:
             chosen = None if load is None else check_before_load(load)
-            are_replaced = chosen is not None or run.moved is not None
+            are_replaced = run.moved is not None or brings_all_weights(chosen, args)
             hooks = _hooks(session, cfg.model, local_sizes, are_replaced=are_replaced)
             hooks[checkpoints.SAVE_CHECKPOINT] = partial(_save_once, run.enter, refuse_other_writer)
             with (

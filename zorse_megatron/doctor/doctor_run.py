@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.emulate.rank_jobs import RankJob, RunJob
 from zorse_megatron.errors import OutOfTime, Problem, RankFailure
+from zorse_megatron.flags.torch_builds import StartError, unusable_gpus
 from zorse_megatron.gpus.gpu import BF16_FROM, Capability
 from zorse_megatron.launch.rank_environment import SHARE_GPUS
 from zorse_megatron.plan.plan import Plan
@@ -97,6 +98,8 @@ class Machine:
     driver: str | None
     """Its version, as nvidia-smi has it."""
     num_processors: int
+    unusable_gpus: str | None = None
+    """Those that torch cannot use, and why."""
 
     @property
     def dtype_flag(self) -> str:
@@ -210,9 +213,10 @@ def _apart(mine: float, theirs: float) -> float:
 
 
 def machine_here(run_job: RunJob, directory: Path, *, limit_s: float = 120.0) -> Machine:
-    """Look at this machine, in a process of its own. Raises RankFailure where even that fails.
+    """Look at this machine, in a process of its own.
 
     A process that has asked CUDA keeps hundreds of megabytes of each GPU, so this one never does.
+    Raises RankFailure where even that fails, StartError where there are GPUs that torch cannot use.
     """
     answer = directory / "machine.json"
     run_job(
@@ -225,7 +229,11 @@ def machine_here(run_job: RunJob, directory: Path, *, limit_s: float = 120.0) ->
             limit_s=limit_s,
         )
     )
-    return TypeAdapter(Machine).validate_json(answer.read_bytes())
+    machine = TypeAdapter(Machine).validate_json(answer.read_bytes())
+    if machine.unusable_gpus is not None:
+        problem = unusable_gpus("this machine", machine.unusable_gpus, machine.torch)
+        raise StartError([problem], is_of_one_rank=False)
+    return machine
 
 
 @dataclass(kw_only=True)

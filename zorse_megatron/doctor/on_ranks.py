@@ -57,6 +57,7 @@ def machine() -> dict[str, Any]:
         transformer_engine=found.transformer_engine,
         driver=_driver() if gpus else None,
         num_processors=num_processors(),
+        unusable_gpus=found.unusable_gpus,
     )
     return asdict(here)
 

@@ -46,7 +46,7 @@ def serve(preload: Callable[[], None]) -> None:
 
 
 def _refuse_broken_cuda() -> None:
-    """Exit where the children could not use GPUs that are visible: import has started CUDA."""
+    """Exit where children could not use GPUs that are visible, as where import has started CUDA."""
     import torch
 
     if torch.version.cuda is None or not torch.cuda.is_available():
@@ -57,11 +57,12 @@ def _refuse_broken_cuda() -> None:
         try:
             torch.ones(1, device="cuda")
             status = 0
-        except RuntimeError as error:
-            print(error, file=sys.stderr, flush=True)
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            print(f"a forked process cannot use CUDA: {why}", file=sys.stderr, flush=True)
         os._exit(status)
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        sys.exit("a forked process cannot use CUDA, as what was imported has started it")
+        sys.exit(1)
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:

@@ -184,14 +184,17 @@ def runner_here(*, has_gpu: bool) -> Iterator[RunJob]:
     """What runs jobs on this machine; what it has started ends with the block.
 
     Ranks are forked from a process that has Megatron imported. Where its children cannot use CUDA,
-    as an imported package has started it, ranks import everything themselves, and a line says so.
+    for one as an imported package has started it, ranks import everything themselves, and a line
+    says so.
     """
     try:
         server = ForkClient(SERVER, on_gpu=has_gpu)
     except RankFailure as failure:
         if not has_gpu:
             raise
-        reason = failure.problems[0].remedy.strip().splitlines()[-1]
+        (problem,) = failure.problems
+        _, *log = problem.remedy.strip().splitlines()
+        reason = log[-1] if log else problem.found
         say(f"each rank imports Megatron itself, which takes longer: {reason}")
         yield run_spawned
         return

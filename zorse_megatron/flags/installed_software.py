@@ -212,5 +212,5 @@ def _refused(rows: Sequence[MachineRow], given: Mapping[str, str]) -> Iterator[P
             expected=" or ".join(row.fine) or "no such flag",
             remedy=f"Leave it out or run on a GPU: {row.why}."
             if is_cpu
-            else "Install it (pip install 'zorse-megatron[gpu]'), or leave the flag out.",
+            else "Install it (docs/gpus.md), or leave the flag out.",
         )

@@ -224,14 +224,19 @@ def _unusable(ranks: Sequence[RankSoftware]) -> Iterator[Problem]:
     """GPUs that are there: to train on the CPU beside them must be asked for."""
     having = [rank for rank in ranks if rank.gpu is None and rank.unusable_gpus]
     for same in _grouped(having, lambda rank: (rank.unusable_gpus, rank.torch)):
-        yield Problem(
-            where=_ranks(same),
-            found=f"{same[0].unusable_gpus}, with torch {same[0].torch}",
-            expected="GPUs that torch can use",
-            remedy="Builds for CUDA 13.0 need driver 580 or newer, those for 12.6 and 12.8 need "
-            "525: update the driver, or install another build on every node (docs/gpus.md lists "
-            "them by GPU). To train on the CPU, hide the GPUs: CUDA_VISIBLE_DEVICES= (empty).",
-        )
+        yield unusable_gpus(_ranks(same), str(same[0].unusable_gpus), same[0].torch)
+
+
+def unusable_gpus(where: str, found: str, torch: str) -> Problem:
+    """What is wrong with GPUs that this torch cannot use."""
+    return Problem(
+        where=where,
+        found=f"{found}, with torch {torch}",
+        expected="GPUs that torch can use",
+        remedy="Builds for CUDA 13.0 need driver 580 or newer, those for 12.6 and 12.8 need "
+        "525: update the driver, or install another build on every node (docs/gpus.md lists "
+        "them by GPU). To train on the CPU, hide the GPUs: CUDA_VISIBLE_DEVICES= (empty).",
+    )
 
 
 def _without_compiler(ranks: Sequence[RankSoftware]) -> Iterator[Problem]:

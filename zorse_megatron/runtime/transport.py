@@ -138,7 +138,7 @@ class NcclTransport:
     Communicators are made when the transport is, all ranks in one order, because making one blocks
     the host until both ends do. Transfers are batches of one, as torch makes a second communicator
     for a single transfer but uses the group's own for a batch (`ProcessGroupNCCL::pointToPoint`).
-    Not run on GPUs yet: see docs/limits.md.
+    Not run between GPUs yet: see docs/limits.md.
     """
 
     def __init__(

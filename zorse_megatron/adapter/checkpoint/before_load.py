@@ -81,6 +81,12 @@ def check_before_load(load: Load) -> Checkpoint | None:
     return None
 
 
+def brings_all_weights(chosen: Checkpoint | None, args: Namespace) -> bool:
+    """Whether no parameter keeps its initial value: there is a checkpoint, and it must have all."""
+    may_lack = ("log_", "return_", "ignore_")  # values of --dist-ckpt-strictness
+    return chosen is not None and not args.dist_ckpt_strictness.startswith(may_lack)
+
+
 def _choose(chooser: Chooser) -> Look | None:
     """What is to be loaded; says what there is to say of it."""
     try:

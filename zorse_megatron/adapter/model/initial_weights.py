@@ -35,7 +35,6 @@ from zorse_megatron.adapter.groups.process_groups import PipelinePosition
 from zorse_megatron.adapter.parameter_parts import taken
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
-from zorse_megatron.errors import Problem, SeamError
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.log import say
 
@@ -56,7 +55,7 @@ def copy_single_process_weights(
     script's model config (`cfg_container.model`); `dtype`: in which the single process computes;
     `seed_everything`: seeds as stock does on the first pipeline stage; `keep_exactly`: remember
     values that a chunk's own type cannot hold (see `compute_dtype`); `must_be_alike`: whether ranks
-    need the same values, as nothing takes their place; then a collective call. Raises SeamError.
+    need the same values, as nothing takes their place; then a collective call.
     """
     set_value = partial(_set, dtype, keep_exactly)
     targets = {
@@ -96,7 +95,7 @@ class OneSource:
     sends: bool
     """Whether rank 0 sends its numbers to all others."""
     digest: list[torch.Tensor] = field(default_factory=list)
-    """Of each parameter two sums of its bits."""
+    """Of each piece of a parameter two sums of its bits."""
 
     @torch.no_grad()
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -104,10 +103,14 @@ class OneSource:
         for parameter in parameters:
             if parameter.is_meta:
                 continue
+            # Stock builds position embeddings and torch's norms in host memory, even on a GPU.
+            value = parameter.detach().cuda().contiguous()
             if self.sends:
-                dist.broadcast(parameter.data, src=0)
-            bits = parameter.detach().reshape(-1).view(_BITS[parameter.element_size()])
-            self.digest.append(torch.stack([bits.sum(), bits[::2].sum()]))
+                dist.broadcast(value, src=0)
+                parameter.copy_(value)
+            bits = value.view(-1).view(_BITS[value.element_size()])
+            for piece in bits.split(_PIECE):
+                self.digest.append(torch.stack([piece.sum(), piece[::2].sum()]))
 
     def is_alike(self) -> bool:
         """Whether all ranks have the same; a collective call."""
@@ -115,32 +118,20 @@ class OneSource:
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 22
+"""Elements: a sum first makes all of them 8 bytes long."""
 
 
 def _built_alike(build: Callable[[OneSource], torch.nn.Module]) -> torch.nn.Module:
-    """Build the model with the same numbers on all ranks; a collective call.
-
-    Raises SeamError where they differ although rank 0 has sent them.
-    """
-    source = OneSource(sends=not _is_everywhere(_kind_of_gpu()))
-    whole = build(source)
-    if not source.sends and not source.is_alike():
-        source = OneSource(sends=True)
+    """Build the model with the same numbers on all ranks; a collective call."""
+    if _is_everywhere(_kind_of_gpu()):
+        source = OneSource(sends=False)
         whole = build(source)
-    if source.sends:
-        say("the ranks' GPUs draw different random numbers: initial weights are sent by rank 0")
-        if not source.is_alike():
-            raise SeamError("The ranks do not start from the same weights", [_UNLIKE_WEIGHTS])
-    return whole
-
-
-_UNLIKE_WEIGHTS = Problem(
-    where="initial weights",
-    found="other values on some ranks than rank 0 has sent",
-    expected="the same on all ranks",
-    remedy="Some parameters are initialised after their module is built. Start from a checkpoint "
-    "(--load), and report it with the flags of the model.",
-)
+        if source.is_alike():
+            return whole
+        del whole  # or the next one would be beside it
+    say("the ranks' GPUs draw different random numbers: initial weights are sent by rank 0")
+    return build(OneSource(sends=True))
 
 
 def _kind_of_gpu() -> torch.Tensor:
