@@ -94,6 +94,7 @@ def _become_rank(request: dict, output: Sequence[int]) -> NoReturn:
     os.closerange(3, 1024)  # the sockets of others
     os.environ.clear()
     os.environ.update(request["environment"])
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
     os.chdir(request["directory"])
     torch.set_num_threads(1)
     module, *sys.argv[1:] = request["words"]
