@@ -1,10 +1,10 @@
 """Has the ranks of a job under Slurm forked by a process that has Megatron imported.
 
 Each import of Megatron takes seconds of CPU, and a job that is killed and stopped starts all ranks
-three times. The job's interpreter (`conftest`) runs this file where it is to run the module of the
-ranks: it hands over its environment, folder and output to `serve`, which forks the rank, passes on
-signals to it and ends as it does. `test_unmodified_megatron...` and the tutorial's job start ranks
-as Slurm does.
+three times. The job's interpreter (`conftest`) runs this file where it is to run the module, or the
+script, of the ranks: it hands over its environment, folder and output to `serve`, which forks the
+rank, passes on signals to it and ends as it does. One rank of `test_unmodified_megatron...`, of
+`test_launched_stock` and of the tutorial's job is started as Slurm or torchrun does.
 """
 
 import contextlib
@@ -24,15 +24,16 @@ VARIABLE = "ZORSE_TEST_FORKS"
 """The socket at which `serve` listens; it ends when that file is gone."""
 ENTRY = "tests.slurm.forked_ranks"
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGABRT)
+REPOSITORY = Path(__file__).parents[2]
 _POLL_S = 0.05
 _MESSAGE_BYTES = 1 << 17
 
 
 def stand_for_rank() -> NoReturn:
-    """`forked_ranks.py ... -m MODULE ARGUMENTS`: end as the rank that is forked does."""
+    """`forked_ranks.py PYTHONS_WORDS`: end as the rank that is forked does."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(os.environ[VARIABLE])
-    words = sys.argv[sys.argv.index("-m") + 1 :]
+    words = [word for word in sys.argv[1:] if word != "-u"]
     request = {"words": words, "environment": dict(os.environ), "directory": os.getcwd()}
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
@@ -98,6 +99,10 @@ def _become_rank(request: dict, output: Sequence[int]) -> NoReturn:
     os.chdir(request["directory"])
     torch.set_num_threads(1)
     module, *sys.argv[1:] = request["words"]
+    if module == "-m":
+        module, *sys.argv[1:] = sys.argv[1:]
+    else:  # a script of this repository
+        module = ".".join(Path(module).relative_to(REPOSITORY).with_suffix("").parts)
     sys.argv[0] = module
     leave(run_as_main(module))
 
@@ -124,6 +129,6 @@ def forking_server() -> Iterator[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    if "-m" in sys.argv:
-        stand_for_rank()
-    serve(sys.argv[1])
+    if __package__:
+        serve(sys.argv[1])
+    stand_for_rank()
