@@ -3,13 +3,12 @@
 Its shell blocks are run by bash, with the real torchrun and the real sbatch of a Slurm whose nodes
 are this machine (`tests/slurm`); where there can be none, lines with sbatch are left out. Only what
 the page tells its reader to edit is edited: settings.sh. Of what takes long and is proved elsewhere
-there is less: searches are short, and of the processes of each kind (those that discover, measure
-layers, train) one alone is started as the reader's is, the others are forked
-(`tests/slurm/forked_ranks`).
+there is less: searches are short, and of the processes that discover and of those that train one
+alone is started as the reader's is, the others are forked (`tests/slurm/forked_ranks`); one that
+measures layers is started in `test_measure`.
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -26,6 +25,7 @@ from tests.megatron.stock_log import iterations
 from tests.slurm import forked_ranks
 from tests.slurm.local_slurm import LocalSlurm, local_slurm, why_not
 from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.profile import load_profile
 from zorse_megatron.plan.plan_file import load_plan
 
 BLOCK = re.compile(r"^```(yaml)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -37,6 +37,7 @@ ASSIGNMENT = re.compile(r'^[A-Z]+=".*"$', re.MULTILINE)
 FILES = ("cluster.yaml", "workstation.yaml")
 PARTITIONS = {"new": {"new": 2}, "old": {"old": 2}}
 NODES = [("new", "A6000", "A6000"), ("old", "V100-16", "V100-16")]
+KINDS = {"A6000", "V100-16"}
 TIMEOUT_S = 400.0
 # The reader's training command, the least that there is to measure, all nodes, however fast they
 # seem to be where all are this machine, and where GPUs are.
@@ -58,7 +59,7 @@ if [[ "$*" == "-m zorse_megatron plan "* ]]; then
 fi
 process=${{SLURM_PROCID:-${{RANK:-0}}}}
 case "${{SLURM_PROCID:+srun}} $*" in
-    "srun -m zorse_megatron.pretrain "* | "srun -m zorse_megatron profile measure "*) process=any ;;
+    "srun -m zorse_megatron."* | "srun -m zorse_megatron profile measure "*) process=any ;;
 esac
 if [[ "$*" == *"-m zorse_megatron"* && $process != 0 ]]; then
     exec {sys.executable} -S -E {forked_ranks.__file__} "$@"
@@ -182,7 +183,7 @@ def test_the_tutorial_runs_as_printed(tmp_path: Path) -> None:
                 assert [(node.name, *node.gpu_kinds) for node in nodes] == NODES
     assert next(files, None) is None
     plan = load_plan(tmp_path / "plan.json")
-    layers = dict.fromkeys(("A6000", "V100-16"), 0)
+    layers = dict.fromkeys(KINDS, 0)
     for chunk in plan.chunks:
         kind = plan.cluster.gpu_kinds[plan.groups[chunk.group].ranks[0]]
         layers[kind] += chunk.layers[1] - chunk.layers[0]
@@ -190,7 +191,7 @@ def test_the_tutorial_runs_as_printed(tmp_path: Path) -> None:
     if slurm is not None:
         assert submitted == 3
         assert load_plan(tmp_path / "tiny.json").world_size == 4
-        assert json.loads((tmp_path / "profile.json").read_text())
+        assert {each.gpu_kind for each in load_profile(tmp_path / "profile.json").times} == KINDS
         (log,) = (path for path in tmp_path.glob("zorse-[0-9]*.txt"))
         assert_trained(log.read_text(), tmp_path / "tiny")
     said = (tmp_path / "said.txt").read_text()

@@ -8,6 +8,7 @@ rank, passes on signals to it and ends as it does. One rank of `test_unmodified_
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -27,6 +28,8 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, sig
 REPOSITORY = Path(__file__).parents[2]
 _POLL_S = 0.05
 _MESSAGE_BYTES = 1 << 17
+_MOST_FILES = 64
+_ASIDE = 512
 
 
 def stand_for_rank() -> NoReturn:
@@ -34,9 +37,10 @@ def stand_for_rank() -> NoReturn:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(os.environ[VARIABLE])
     words = [word for word in sys.argv[1:] if word != "-u"]
+    files = [number for number in range(_MOST_FILES) if _is_inherited(number)]
     request = {"words": words, "environment": dict(os.environ), "directory": os.getcwd()}
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
-    socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+    socket.send_fds(server, [json.dumps(request | {"files": files}).encode()], files)
     rank = int(server.recv(_MESSAGE_BYTES))
     for number in _FORWARDED:
         signal.signal(number, lambda number, _frame: os.kill(rank, number))
@@ -46,6 +50,13 @@ def stand_for_rank() -> NoReturn:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
+
+
+def _is_inherited(number: int) -> bool:
+    try:
+        return os.get_inheritable(number)
+    except OSError:  # it is not open
+        return False
 
 
 def serve(path: str) -> None:
@@ -61,12 +72,12 @@ def serve(path: str) -> None:
             _end(rank)
         if listener in ready:
             connection, _ = listener.accept()
-            message, output, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+            message, files, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, _MOST_FILES)
             rank = os.fork()
             if rank == 0:
-                _become_rank(json.loads(message), output)
+                _become_rank(json.loads(message), files)
             standing[rank] = connection
-            for number in output:
+            for number in files:
                 os.close(number)
             connection.send(str(rank).encode())
         for rank in list(standing):
@@ -82,7 +93,7 @@ def _end(rank: int) -> None:
         os.killpg(rank, signal.SIGKILL)
 
 
-def _become_rank(request: dict, output: Sequence[int]) -> NoReturn:
+def _become_rank(request: dict, files: Sequence[int]) -> NoReturn:
     import torch
 
     from zorse_megatron.emulate.fork_server import leave, run_as_main
@@ -90,9 +101,11 @@ def _become_rank(request: dict, output: Sequence[int]) -> NoReturn:
 
     os.setpgid(0, 0)
     end_with_parent()
-    for target, number in enumerate(output):
+    aside = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _ASIDE) for number in files]
+    os.closerange(3, _ASIDE)  # the sockets of others
+    for target, number in zip(request["files"], aside, strict=True):
         os.dup2(number, target)
-    os.closerange(3, 1024)  # the sockets of others
+        os.close(number)
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
