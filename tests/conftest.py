@@ -3,11 +3,14 @@
 import functools
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer import testing
 
 from tests.shared import share_in
+
+TESTS = Path(__file__).parent
 
 # Typer makes every command anew each time one is run: most of what a short one takes.
 testing._get_command = functools.cache(testing._get_command)
@@ -25,6 +28,28 @@ def _without_megatron() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_FailuresAtOnce(config))
+
+
+# Files whose tests mostly wait, for Slurm or for limits of time, the longest first.
+_WAITING = (
+    "slurm/test_elastic.py",
+    "slurm/test_slurm.py",
+    "megatron/test_tutorial.py",
+    "ranks/test_watch.py",
+)
+_APART = 16
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep files that wait apart: several at a time would leave processors without work."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting = [TESTS / name for name in _WAITING if TESTS / name in files]
+    order = [path for path in files if path not in waiting]
+    for number, path in enumerate(waiting):
+        order.insert(number * _APART, path)
+    items[:] = [item for path in order for item in files[path]]
 
 
 class _FailuresAtOnce:

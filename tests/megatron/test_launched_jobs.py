@@ -10,7 +10,9 @@ import pytest
 
 from tests.megatron.launch import MegatronServer
 from tests.printed import run_zorse, searching_little
+from zorse_megatron.launch.rank_environment import OUTCOME
 from zorse_megatron.live.checkpoint_files import read_tracker
+from zorse_megatron.live.watched_rank import ASKED_TO_END
 from zorse_megatron.processes import free_port
 
 CLUSTER = "nodes:\n  - gpus: [1 x A6000, 1 x A100-40]\n"
@@ -78,6 +80,26 @@ def test_every_way_to_end(directory: Path, megatron_server: MegatronServer) -> N
         ).check()
         assert read_tracker(saved).text == reached
         assert any(said in output for output in ended.outputs), ended.outputs
+
+
+def test_a_stopped_elastic_job_is_not_done(
+    directory: Path, megatron_server: MegatronServer
+) -> None:
+    """A torchrun ends its own ranks for a node that comes; that of the others must start again."""
+    flags = ("--train-iters", "6", "--save-interval", "6", "--eval-interval", "2")
+    ended = megatron_server.run_ranks(
+        words_for_ranks(launched(*flags, "--eval-iters", "2")),
+        2,
+        entry="tests.megatron.stopped_entry",
+        directory=directory,
+        env={"ZORSE_TEST_STOPPED": "0", "TORCHELASTIC_RUN_ID": "run", OUTCOME: "outcome"},
+        timeout_s=120,
+    )
+    assert ended.returncodes == (ASKED_TO_END, ASKED_TO_END), ended.outputs
+    assert read_tracker(directory / "saved").text == "2"
+    assert "zorse: ended by SIGTERM. The checkpoint of iteration 2" in ended.outputs[0]
+    assert not any("zorse: error" in output for output in ended.outputs)
+    assert not (directory / "outcome").exists()
 
 
 def test_a_rank_that_fails_ends_by_itself(directory: Path, megatron_server: MegatronServer) -> None:

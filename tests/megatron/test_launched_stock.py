@@ -12,6 +12,7 @@ from tests.megatron.launch import ON_GPU, REPOSITORY, MegatronServer
 from tests.megatron.small_run import small_run_flags
 from tests.megatron.stock_log import iterations
 from tests.printed import run_zorse
+from tests.slurm import forked_ranks
 from tests.unit.test_stock_plans import inputs_for
 from zorse_megatron.plan.plan import ClusterFingerprint
 from zorse_megatron.plan.plan_file import save_plan
@@ -31,6 +32,13 @@ STEPS = 3
 # Losses are printed with six digits after the point; layouts differ by rounding.
 MAX_DIFFERENCE = 2e-6
 TIMEOUT_S = 240
+# Of the two ranks one is started as a reader's is.
+PYTHON = f"""#!/bin/bash
+if [[ $RANK != 0 ]]; then
+    exec {sys.executable} -S -E {forked_ranks.__file__} "$@"
+fi
+exec {sys.executable} "$@"
+"""
 
 
 def losses(output: str) -> list[float]:
@@ -65,8 +73,12 @@ def test_an_uneven_layout_loses_what_one_process_does(
     lines = [line for line in said.splitlines() if line and line[0] != "#"]
     assert len(lines) == 2 and not any("zorse_megatron" in line for line in lines)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {"PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    variables = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "PYTHON_EXEC": str(python)}
     with contextlib.ExitStack() as stack:
+        variables |= stack.enter_context(forked_ranks.forking_server())
         outputs = [tmp_path / f"node-{number}.txt" for number in range(2)]
         nodes = []
         for line, output in zip(lines, outputs, strict=True):

@@ -5,7 +5,6 @@ dead one is named before torchrun ends the others.
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.forked import start
 from tests.ranks.test_watch import watched_environment
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
@@ -62,20 +62,27 @@ class Ended:
 
 
 def run(deaths: str, work: Path) -> Ended:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *words],
-            env=os.environ
-            | watched_environment(deaths, work)
-            | {"ZORSE_NODE_NAME": node.name, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node, words in zip(CLUSTER.nodes, torchrun_words(), strict=True)
-    ]
-    outputs = [process.communicate(timeout=60)[0] for process in started]
-    return Ended(statuses=[process.returncode for process in started], outputs=outputs)
+    pipes = [work / node.name for node in CLUSTER.nodes]
+    with ThreadPoolExecutor() as pool:
+        reading = []
+        for pipe in pipes:
+            os.mkfifo(pipe)
+            reading.append(pool.submit(pipe.read_text))
+        agents = [
+            start(
+                "torch.distributed.run",
+                words,
+                os.environ
+                | watched_environment(deaths, work)
+                | {"ZORSE_NODE_NAME": node.name, "OMP_NUM_THREADS": "1"},
+                pipe,
+            )
+            for node, words, pipe in zip(CLUSTER.nodes, torchrun_words(), pipes, strict=True)
+        ]
+        outputs = [each.result(timeout=60) for each in reading]
+        for agent in agents:
+            agent.join(60)
+        return Ended(statuses=[agent.exitcode for agent in agents], outputs=outputs)
 
 
 @pytest.fixture(scope="module")

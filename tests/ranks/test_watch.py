@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.forked import make_ready, start
 from zorse_megatron.live.root_cause import Timeouts
 from zorse_megatron.live.watched_rank import LOST_RANK, SharedState, WatchedRank
 from zorse_megatron.processes import free_port
 
 WORLD_SIZE = 3
 STARTED_S = 4.0
-"""What starting three interpreters may take, on a machine that has other work."""
+"""What starting three processes may take, on a machine that has other work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,31 +48,29 @@ def run(
     deaths: str, work: Path, timeouts: Timeouts | None = None, *, num_started: int = WORLD_SIZE
 ) -> Ended:
     """Run a job with one output for all ranks, as a launcher's; the last ones may not start."""
-    started_s = time.monotonic()
-    with (work / "output").open("w+") as output:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks.watched_entry"],
-                env=os.environ
-                | {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1"}
-                | watched_environment(deaths, work, timeouts),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            for rank in range(num_started)
-        ]
-        try:
-            for rank in ranks:
-                rank.wait(timeout=45)
-        finally:
-            for rank in ranks:
-                if rank.poll() is None:
-                    os.killpg(rank.pid, signal.SIGKILL)
-        wall_s = time.monotonic() - started_s
-        output.seek(0)
-        statuses = [rank.wait() for rank in ranks]
-        return Ended(statuses=statuses, output=output.read(), wall_s=wall_s)
+    started_s, output = time.monotonic(), work / "output"
+    ranks = [
+        start(
+            "tests.ranks.watched_entry",
+            (),
+            os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1"}
+            | watched_environment(deaths, work, timeouts),
+            output,
+        )
+        for rank in range(num_started)
+    ]
+    for rank in ranks:
+        rank.join(max(0.0, started_s + 45 - time.monotonic()))
+    for rank in ranks:
+        if rank.exitcode is None:
+            os.killpg(rank.pid, signal.SIGKILL)
+    wall_s = time.monotonic() - started_s
+    for rank in ranks:
+        rank.join()
+    return Ended(
+        statuses=[rank.exitcode for rank in ranks], output=output.read_text(), wall_s=wall_s
+    )
 
 
 # `test_torchrun` kills rank 1, and its watcher.
@@ -114,6 +111,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         work = tmp_path_factory.mktemp("job")
         return pool.submit(run, deaths, work, *timeouts, num_started=num_started)
 
+    make_ready()
     with ThreadPoolExecutor(max_workers=4) as pool:
         jobs = {deaths: begin(deaths, timeouts) for deaths, timeouts in LIMITED.items()}
         jobs[ABSENT] = begin("", Timeouts(meeting_s=3), num_started=WORLD_SIZE - 1)

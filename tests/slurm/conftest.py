@@ -28,7 +28,8 @@ case $SLURMD_NODENAME in
     new*) export ZORSE_GPU_KIND=L4 ;;
     old*) export ZORSE_GPU_KIND=T4 ;;
 esac
-if [[ ${{{forked_ranks.VARIABLE}-}} && "$1 $2" == "-m {MODULE}" ]]; then
+if [[ ${{{forked_ranks.VARIABLE}-}} ]] &&
+    [[ "$1 $2" == "-m {MODULE}" || "${{RANK-}} $1 $2" == [1-9]" -u "*.py ]]; then
     exec {sys.executable} -S -E {forked_ranks.__file__} "$@"
 fi
 exec {sys.executable} "$@"

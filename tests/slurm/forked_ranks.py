@@ -1,13 +1,14 @@
 """Has the ranks of a job under Slurm forked by a process that has Megatron imported.
 
 Each import of Megatron takes seconds of CPU, and a job that is killed and stopped starts all ranks
-three times. The job's interpreter (`conftest`) runs this file where it is to run the module of the
-ranks: it hands over its environment, folder and output to `serve`, which forks the rank, passes on
-signals to it and ends as it does. `test_unmodified_megatron...` and the tutorial's job start ranks
-as Slurm does.
+three times. The job's interpreter (`conftest`) runs this file where it is to run the module, or the
+script, of the ranks: it hands over its environment, folder and output to `serve`, which forks the
+rank, passes on signals to it and ends as it does. One rank of `test_unmodified_megatron...`, of
+`test_launched_stock` and of the tutorial's job is started as Slurm or torchrun does.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -24,18 +25,22 @@ VARIABLE = "ZORSE_TEST_FORKS"
 """The socket at which `serve` listens; it ends when that file is gone."""
 ENTRY = "tests.slurm.forked_ranks"
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGABRT)
+REPOSITORY = Path(__file__).parents[2]
 _POLL_S = 0.05
 _MESSAGE_BYTES = 1 << 17
+_MOST_FILES = 64
+_ASIDE = 512
 
 
 def stand_for_rank() -> NoReturn:
-    """`forked_ranks.py ... -m MODULE ARGUMENTS`: end as the rank that is forked does."""
+    """`forked_ranks.py PYTHONS_WORDS`: end as the rank that is forked does."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(os.environ[VARIABLE])
-    words = sys.argv[sys.argv.index("-m") + 1 :]
+    words = [word for word in sys.argv[1:] if word != "-u"]
+    files = [number for number in range(_MOST_FILES) if _is_inherited(number)]
     request = {"words": words, "environment": dict(os.environ), "directory": os.getcwd()}
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
-    socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+    socket.send_fds(server, [json.dumps(request | {"files": files}).encode()], files)
     rank = int(server.recv(_MESSAGE_BYTES))
     for number in _FORWARDED:
         signal.signal(number, lambda number, _frame: os.kill(rank, number))
@@ -45,6 +50,13 @@ def stand_for_rank() -> NoReturn:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
+
+
+def _is_inherited(number: int) -> bool:
+    try:
+        return os.get_inheritable(number)
+    except OSError:  # it is not open
+        return False
 
 
 def serve(path: str) -> None:
@@ -60,12 +72,12 @@ def serve(path: str) -> None:
             _end(rank)
         if listener in ready:
             connection, _ = listener.accept()
-            message, output, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+            message, files, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, _MOST_FILES)
             rank = os.fork()
             if rank == 0:
-                _become_rank(json.loads(message), output)
+                _become_rank(json.loads(message), files)
             standing[rank] = connection
-            for number in output:
+            for number in files:
                 os.close(number)
             connection.send(str(rank).encode())
         for rank in list(standing):
@@ -81,7 +93,7 @@ def _end(rank: int) -> None:
         os.killpg(rank, signal.SIGKILL)
 
 
-def _become_rank(request: dict, output: Sequence[int]) -> NoReturn:
+def _become_rank(request: dict, files: Sequence[int]) -> NoReturn:
     import torch
 
     from zorse_megatron.emulate.fork_server import leave, run_as_main
@@ -89,14 +101,21 @@ def _become_rank(request: dict, output: Sequence[int]) -> NoReturn:
 
     os.setpgid(0, 0)
     end_with_parent()
-    for target, number in enumerate(output):
+    aside = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _ASIDE) for number in files]
+    os.closerange(3, _ASIDE)  # the sockets of others
+    for target, number in zip(request["files"], aside, strict=True):
         os.dup2(number, target)
-    os.closerange(3, 1024)  # the sockets of others
+        os.close(number)
     os.environ.clear()
     os.environ.update(request["environment"])
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
     os.chdir(request["directory"])
     torch.set_num_threads(1)
     module, *sys.argv[1:] = request["words"]
+    if module == "-m":
+        module, *sys.argv[1:] = sys.argv[1:]
+    else:  # a script of this repository
+        module = ".".join(Path(module).relative_to(REPOSITORY).with_suffix("").parts)
     sys.argv[0] = module
     leave(run_as_main(module))
 
@@ -123,6 +142,6 @@ def forking_server() -> Iterator[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    if "-m" in sys.argv:
-        stand_for_rank()
-    serve(sys.argv[1])
+    if __package__:
+        serve(sys.argv[1])
+    stand_for_rank()

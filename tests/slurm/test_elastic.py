@@ -25,6 +25,7 @@ from tests.slurm.trained_job import (
     process_of,
     run_uninterrupted,
     steps_lost_to_kills,
+    wait_for_end,
     wait_for_step,
 )
 
@@ -96,6 +97,15 @@ class Command:
                 started.wait()
 
 
+@contextlib.contextmanager
+def stopped(process: int) -> Iterator[None]:
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
 @pytest.mark.timeout(1200)
 def test_a_job_goes_on_without_what_is_killed_and_ends_as_one_process(
     slurm: LocalSlurm, training: tuple[str, ...], tmp_path: Path
@@ -124,10 +134,13 @@ def test_a_job_goes_on_without_what_is_killed_and_ends_as_one_process(
         since = kill(agent)
         with command.running(tmp_path / "comes-back") as come:
             wait_for(2 * SAVED_EVERY + 1, since=since)
-            come.touch()
+            with stopped(process_of(1, conf, AGENT)):
+                come.touch()
+                wait_for_end(1, conf)
             about = slurm.wait(job, timeout_s=TIMEOUT_S)
     log = (tmp_path / f"zorse-{job}.txt").read_text()
     assert "Restarts=1" in about and "JobState=COMPLETED" in about, log
+    # With new1, too, whose agent hears of the node that comes when its rank has ended.
     everybody = ["new0", "new1", "old0"]
     assert starts(tmp_path) == [everybody] * 3 + [["new0", "new1"], everybody]
     stock = run_uninterrupted(training, 1, tmp_path)

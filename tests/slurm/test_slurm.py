@@ -105,7 +105,8 @@ STOCK_TRAINING = (
     *(*MODEL_FLAGS, *WITHOUT_EVALUATION, *WITHOUT_WORKERS, *TOKENIZER_FLAGS),
     *("--train-iters", "2", "--split", "90,5,5"),
 )
-SAVING = ("--save", "saved", "--save-interval", "2")
+# In Megatron's default format each rank would start a process that writes.
+SAVING = ("--save", "saved", "--save-interval", "2", "--ckpt-format", "torch")
 BY_HAND = (
     *("--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "Et|tt|tL"),
     "--use-distributed-optimizer",
@@ -123,8 +124,9 @@ def test_unmodified_megatron_trains_in_its_layout(
     save_plan(plan_of_grid(inputs, STOCK_GRID, STOCK_ORDER), tmp_path / "stock.json")
     files = ("stock.json", "--cluster", "two.yaml", "--stock", "--slurm", "stock.sh")
     run_zorse(["zorse", "launch", *files, *PARTITIONS, "--", str(STOCK_SCRIPT), *training, *SAVING])
-    job = slurm.submit(tmp_path / "stock.sh", **THIS_MACHINE, MAX_RESTARTS="0")
-    about = slurm.wait(job, timeout_s=TIMEOUT_S)
+    with forking_server() as forks:  # all but rank 0
+        job = slurm.submit(tmp_path / "stock.sh", **THIS_MACHINE, **forks, MAX_RESTARTS="0")
+        about = slurm.wait(job, timeout_s=TIMEOUT_S)
     said = (tmp_path / f"zorse-{job}.txt").read_text()
     assert "JobState=COMPLETED" in about, said
     started = sorted(re.findall(r"^started with (.*)$", said, re.MULTILINE))

@@ -1,5 +1,6 @@
 """A training job under Slurm: its steps, its processes, and the same job uninterrupted."""
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -51,6 +52,15 @@ def process_of(task: int, conf: Path, module: bytes = b"zorse_megatron.pretrain"
     if not found:
         raise LookupError(f"no process of task {task}")
     return min(found)[1]
+
+
+def wait_for_end(task: int, conf: Path) -> None:
+    """Wait until a task has no ranks."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    with contextlib.suppress(LookupError):
+        while process_of(task, conf):
+            assert time.monotonic() < deadline_s, f"task {task} still trains"
+            time.sleep(0.1)
 
 
 def run_uninterrupted(training: Sequence[str], world_size: int, directory: Path) -> Path:

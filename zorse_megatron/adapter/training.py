@@ -1,7 +1,8 @@
 """Stock's `pretrain`, called with the plan's groups and with the plan's hooks in place."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ from zorse_megatron.adapter.tied_embeddings import saved_once
 from zorse_megatron.adapter.watching import make_watch
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
 from zorse_megatron.flags.check import check_arguments
+from zorse_megatron.live.watched_rank import ASKED_TO_END
 from zorse_megatron.log import complain
 from zorse_megatron.plan.memory_settings import settings_of_rank
 from zorse_megatron.plan.plan import Offload
@@ -86,6 +88,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
             hooks = _hooks(session, cfg.model, local_sizes, are_replaced=are_replaced)
             hooks[checkpoints.SAVE_CHECKPOINT] = partial(_save_once, run.enter, refuse_other_writer)
             with (
+                _asking_for_another_start() if run.elastic_run else nullcontext(),
                 logged_once(),
                 REGISTRY.applied({**hooks, **moving_hooks(session)}),
                 REGISTRY.applied(same_on_all(args, load, chosen)),
@@ -97,6 +100,33 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
                 return result
     finally:
         _save_records(session, training_ended=sys.exception() is None)
+
+
+@contextmanager
+def _asking_for_another_start() -> Iterator[None]:
+    """Let a rank that ends because of a signal to any rank have a status of its own.
+
+    By status 0 a torchrun that has not heard of a new node yet would take the training for done,
+    and leave its node out of all further starts.
+    """
+    is_asked = False
+
+    def noted(stock: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def signals_received(handler: Any) -> list[Any]:
+            nonlocal is_asked
+            received = stock(handler)
+            is_asked = any(received)
+            return received
+
+        return signals_received
+
+    with REGISTRY.applied({under_plan.SIGNALS_RECEIVED: noted}):
+        try:
+            yield
+        except SystemExit as request:
+            if is_asked and not request.code:
+                request.code = ASKED_TO_END
+            raise
 
 
 def _session(at: RankPlan, run: PlanRun) -> PlanSession:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-import networkx as nx
-
 from zorse_megatron.costs.topology import MeasuredNode, Topology, region_link_name
 from zorse_megatron.inputs.cluster import Switch
 
@@ -52,6 +50,8 @@ class Routes:
     def __init__(self, spec: Topology) -> None:
         self.spec = spec
         self._between: dict[tuple[Attachment, Attachment], tuple[DirectedLink, ...]] = {}
+        import networkx as nx
+
         self._regions = nx.Graph()
         self._regions.add_nodes_from(sorted(spec.regions))
         for link in sorted(spec.region_links, key=lambda link: sorted(link.regions)):
@@ -135,6 +135,8 @@ class Routes:
         )
 
     def _between_regions(self, source: str, target: str) -> list[DirectedLink]:
+        import networkx as nx
+
         path = nx.dijkstra_path(self._regions, source, target, weight="latency_s")
         links = []
         for first, second in pairwise(path):

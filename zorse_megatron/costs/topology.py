@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations
-from typing import Any
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.costs.link_bandwidth import BandwidthCurve, Curves, LogFit, as_curves, curve_for
 from zorse_megatron.inputs.cluster import Cluster, Nics, Node, RegionLink, Switch
 from zorse_megatron.inputs.profile import Profile, UnequalShards
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +213,7 @@ def attachment(node: MeasuredNode) -> Vertex:
     return ("region", node.region) if node.switch is None else ("switch", node.switch)
 
 
-def full_graph(spec: Topology) -> nx.Graph:
+def full_graph(spec: Topology) -> "nx.Graph":
     """Everything down to single GPUs. O(GPUs + NICs); with meshes, O(pairs in a node)."""
     graph = _core_graph(spec)
     for index, node in enumerate(spec.nodes):
@@ -226,7 +227,7 @@ def full_graph(spec: Topology) -> nx.Graph:
     return graph
 
 
-def node_graph(spec: Topology) -> nx.Graph:
+def node_graph(spec: Topology) -> "nx.Graph":
     """The same with each node, its GPUs and its NICs as one vertex. O(nodes + switches)."""
     graph = _core_graph(spec)
     for index, node in enumerate(spec.nodes):
@@ -240,8 +241,10 @@ def node_graph(spec: Topology) -> nx.Graph:
     return graph
 
 
-def inner_graph(spec: Topology, node: int) -> nx.Graph:
+def inner_graph(spec: Topology, node: int) -> "nx.Graph":
     """The GPUs of one node, what is between them, and its host side."""
+    import networkx as nx
+
     graph = nx.Graph()
     for local, rank in enumerate(spec.ranks_of(node)):
         _add_gpu(graph, spec, node, local, rank)
@@ -250,7 +253,7 @@ def inner_graph(spec: Topology, node: int) -> nx.Graph:
     return graph
 
 
-def _add_gpu(graph: nx.Graph, spec: Topology, index: int, local: int, rank: int) -> None:
+def _add_gpu(graph: "nx.Graph", spec: Topology, index: int, local: int, rank: int) -> None:
     node = spec.nodes[index]
     name = f"{node.name}/gpu{local}"
     graph.add_edge(gpu(rank), host(index), **_edge(node.host_link_bytes_per_s, 0.0, f"{name}-pcie"))
@@ -259,7 +262,7 @@ def _add_gpu(graph: nx.Graph, spec: Topology, index: int, local: int, rank: int)
         graph.add_edge(gpu(rank), ("fabric", index), **_edge(rate, half_s, f"{name}-fabric"))
 
 
-def _add_mesh(graph: nx.Graph, spec: Topology, index: int) -> None:
+def _add_mesh(graph: "nx.Graph", spec: Topology, index: int) -> None:
     node = spec.nodes[index]
     first = spec.first_ranks[index]
     for i, j in combinations(range(node.num_gpus), 2):
@@ -268,8 +271,10 @@ def _add_mesh(graph: nx.Graph, spec: Topology, index: int) -> None:
         graph.add_edge(gpu(first + i), gpu(first + j), **_edge(rate, latency_s, name))
 
 
-def _core_graph(spec: Topology) -> nx.Graph:
+def _core_graph(spec: Topology) -> "nx.Graph":
     """Switches with nodes below them, and regions."""
+    import networkx as nx
+
     graph = nx.Graph()
     graph.add_nodes_from(("region", region) for region in spec.regions)
     for link in spec.region_links:

@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-import networkx as nx
-
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import did_you_mean
 from zorse_megatron.gpus.known_gpus import (
@@ -350,8 +348,10 @@ def _region_links(file: ClusterFile) -> Iterator[Problem]:
 
 
 def _unjoined(regions: tuple[str, ...], pairs: set[frozenset[str] | None]) -> Iterator[Problem]:
-    if None in pairs:  # the entry for all pairs
+    if None in pairs or len(regions) < 2:  # None: the entry for all pairs
         return
+    import networkx as nx  # a quarter of the time in which a command starts
+
     graph = nx.Graph(tuple(pair) for pair in pairs if pair is not None and len(pair) == 2)
     graph.add_nodes_from(regions)
     parts = [sorted(part & set(regions)) for part in nx.connected_components(graph)]

@@ -7,8 +7,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
-
 from zorse_megatron.errors import ClusterError, Problem
 from zorse_megatron.files.json_text import layout
 from zorse_megatron.files.strict import FileKind, built, read_file
@@ -163,6 +161,8 @@ def joined_without(cluster: Cluster, ranks: Collection[int]) -> bool:
     """Whether the regions of these ranks are joined by links of their own."""
     wanted = frozenset(ranks)
     regions = {node.region for node in cluster.nodes if wanted.intersection(node.ranks)}
+    import networkx as nx
+
     graph = nx.Graph()
     graph.add_nodes_from(regions)
     graph.add_edges_from(

@@ -96,6 +96,9 @@ LOST_RANK = 3
 
 BAD_INPUT = 2
 """Exit status for input that cannot be used, as for argparse."""
+
+ASKED_TO_END = 4
+"""Exit status of an elastic job's rank that has saved and ended because a rank got SIGTERM."""
 _LOOK_S = 0.1
 _LONGEST_REASON = 600
 _LIBRARIES = ("gloo", "NCCL", "Connection closed by peer", "Broken pipe")
@@ -142,7 +145,8 @@ class WatchedRank:
         except SystemExit as request:
             code = 0 if request.code is None else request.code
             status = code if isinstance(code, int) else 1
-            kind = FailureKind.EXITED if status else FailureKind.EXITED_WELL
+            is_well = status in (0, ASKED_TO_END)
+            kind = FailureKind.EXITED_WELL if is_well else FailureKind.EXITED
             self.say(kind, f"has exited alone, with status {status},")
             raise
         except KeyboardInterrupt:

@@ -24,7 +24,7 @@ from zorse_megatron.live.root_cause import (
     report_of_end,
     report_of_word,
 )
-from zorse_megatron.live.watched_rank import BAD_INPUT, LOST_RANK, SharedState
+from zorse_megatron.live.watched_rank import ASKED_TO_END, BAD_INPUT, LOST_RANK, SharedState
 
 _TICK_S = 0.1
 _GAP_S = 2.0
@@ -193,7 +193,8 @@ class Watcher:
         """What is said, once, where all ranks end because they were asked to."""
         assert self.status is not None
         found = [number for number in (-self.status, *self.passed_on) if number in _REQUESTS]
-        if self.rank or self.post.stop is not None or self.status > 0 or not found:
+        failed = self.status > 0 and self.status != ASKED_TO_END
+        if self.rank or self.post.stop is not None or failed or not found:
             return ""
         saved = ""
         with contextlib.suppress(Exception):  # the rank's exit status counts for more

@@ -293,6 +293,16 @@ EVALUATE = _reporting(
         "p2p_communicator",
     ),
 )
+SIGNALS_RECEIVED = _record(
+    target="megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
+    parameters=("self",),
+    becomes="The same; in an elastic job ranks that end for a signal then do so by a status of "
+    "their own.",
+    why="stock ends by status 0 on all ranks, which is what torchrun takes a training for that is "
+    "done, though the signal asked another node's ranks to start again",
+    test="tests/megatron/test_launched_jobs.py::test_a_stopped_elastic_job_is_not_done",
+    delete_when="stock's status tells a signal from the end of the training",
+)
 
 UNDER_A_PLAN = (
     PARSE_ARGS,
@@ -321,6 +331,7 @@ UNDER_A_PLAN = (
     COUNT_SEQUENCES,
     TRAIN_STEP,
     EVALUATE,
+    SIGNALS_RECEIVED,
 )
 
 # The name that ranks of a group with `split_backward` rebind.

@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import networkx as nx
-
 from zorse_megatron import __version__
 from zorse_megatron.errors import LaunchError, PlanError, Problem
 from zorse_megatron.files.read_write import NotWritten, append_line, write_text
@@ -93,6 +91,8 @@ def refuse_too_few(
 
 def _joined_parts(cluster: Cluster, nodes: list[Node]) -> Iterator[list[Node]]:
     """The nodes by regions that links join, in the order of their first nodes."""
+    import networkx as nx
+
     regions = list(dict.fromkeys(node.region for node in nodes))
     graph = nx.Graph()
     graph.add_nodes_from(regions)
