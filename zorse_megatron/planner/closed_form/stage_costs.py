@@ -75,6 +75,7 @@ class StageCostModel:
         self._costs: dict[tuple[object, ...], StageCost | None] = {}
         self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._counts: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._passes: dict[tuple[object, ...], tuple[StagePasses, ...]] = {}
         self.to_try = SettingsToTry(self)
         self._by_class = SettingsByClass(self)
         self._layer_times: dict[tuple[str, int], tuple[float, float]] = {}
@@ -207,6 +208,21 @@ class StageCostModel:
 
     def passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
         """One micro-batch of each GPU class through all of the stage's layers, ends included."""
+        position = stage.position
+        key = (
+            stage.device_group.look,
+            stage.num_layers,
+            stage.sizes,
+            position.is_first,
+            position.is_last,
+            tuple((own.mode, own.recomputed) for own in settings),
+        )
+        found = self._passes.get(key)
+        if found is None:
+            found = self._passes[key] = self._find_passes(stage, settings)
+        return found
+
+    def _find_passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
         position, layers, result = stage.position, stage.num_layers, []
         for gpu_class, size, own in zip(
             stage.device_group.gpu_classes, stage.sizes, settings, strict=True
