@@ -142,7 +142,7 @@ def a_pipeline(seed):
 
 def in_flight(inputs, plan, factor, delayed=0.0):
     orders = uniform(plan, delayed > 0, factor, delayed)
-    return in_order(Evaluator(inputs, Estimator(inputs)), plan, orders, {})
+    return in_order(Evaluator(inputs, Estimator(inputs)), plan, orders, {}, {})
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_climbing_ends_near_the_best_placement_of_all(seed):
     climbed = climbed_from(evaluator, [start], 400_000)
     assert climbed.fits and climbed.iteration_s <= start.iteration_s
     tried = [
-        in_order(evaluator, plan, uniform(plan, False, factor, 0.0), {})
+        in_order(evaluator, plan, uniform(plan, False, factor, 0.0), {}, {})
         for rows in all_placements(len(start.plan.groups), inputs.num_layers, 4)
         for factor in (1.5, 3.0)
         for plan in [with_placement(start.plan, rows)]
@@ -215,7 +215,8 @@ def test_no_more_is_in_flight_than_the_iteration_needs():
         if start is None:
             continue
         evaluator = Evaluator(inputs, Estimator(inputs))
-        full = in_order(evaluator, start.plan, uniform(start.plan, False, 3.0, 0.0), {}).evaluation
+        order = uniform(start.plan, False, 3.0, 0.0)
+        full = in_order(evaluator, start.plan, order, {}, {}).evaluation
         less = Climb(evaluator, 1, lambda progress: None).with_less_in_flight(full)
         assert less.fits and less.iteration_s <= full.iteration_s
         saved_bytes += sum(full.peaks_bytes) - sum(less.peaks_bytes)

@@ -9,13 +9,12 @@ a fifth as long and ranks them alike, within the memory that the last simulation
 Equal inputs find equal plans: computations are limited, not seconds.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
-from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations
+from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations, plan_key
 from zorse_megatron.planner.orders import (
     Base,
     GroupOrder,
@@ -50,6 +49,9 @@ _ORDERED = 120
 """Near plans that are ordered, those first whose busiest replica computes least."""
 _SIMULATED = 4
 """Of these so many are simulated, those first whose iteration is foretold to be shortest."""
+_START = 1.0
+_ORDERS_SIMULATED = 2
+"""The same of the orders that a start is tried in."""
 _REGROUPED = 12
 """The same of plans that differ in more than order and placement, whose memory is foretold less."""
 _TOLERANCE = 1.01
@@ -79,7 +81,7 @@ def climbed_from(
     starts: dict[object, Ordered] = {}
     best_s = found[0].iteration_s
     for one in climb.unlike(found, _MOST_BEHIND * best_s):
-        for plan in climb.placed(one.plan) if climb.left > 0 else ():
+        for plan in climb.placed(one.plan):
             for start in climb.started(plan, _HOPEFUL * best_s):
                 key = climb.kinds(start.plan), rows_of(start.plan)
                 if key not in starts or start.iteration_s < starts[key].iteration_s:
@@ -109,6 +111,10 @@ class Climb:
         """Of ranks: those of the search may be tensor-parallel groups."""
         self.forecast = Forecast(self.inputs)
         self.moves = PlanMoves(evaluator)
+        self.rooms: dict[object, Rooms] = {}
+        """Of plans that were simulated."""
+        self.tried: set[object] = set()
+        """Plans that were simulated."""
         self.most = self.left = most
 
     # Where it starts: the fastest plans of unlike groups, each in the best of a few orders.
@@ -140,7 +146,9 @@ class Climb:
         In other orders only where the first one takes less than `limit_s`.
         """
         for splits in (False, True) if self.space.split_backward else (False,):
-            first = self._in_order(plan, uniform(plan, splits, 2.0, 0.3), {})
+            first = None
+            if self._may_simulate(plan):
+                first = self._in_order(plan, uniform(plan, splits, 2.0, 0.3), {})
             if first is None or first.iteration_s > limit_s:
                 continue
             bases: list[tuple[Base, float]] = [("Little's law", factor) for factor in _FACTORS]
@@ -150,7 +158,8 @@ class Climb:
                 for base, factor in bases
                 for delayed in (_DELAYED if splits else (0.0,))
             )
-            found = self._simulated(first, tries, math.inf, _SIMULATED)
+            foretold_s = _START * self.forecast.iteration_s(first.plan)
+            found = self._simulated(first, tries, foretold_s, _ORDERS_SIMULATED)
             yield min([*found, first], key=lambda each: each.iteration_s)
 
     # How it goes on.
@@ -203,32 +212,38 @@ class Climb:
         self, here: Ordered, plans: Iterable[Near], limit_s: float, most: int
     ) -> Iterator[Ordered]:
         """Of these plans the fastest as foretold, simulated, where they fit."""
-        rated = []
+        rated, seen = [], {plan_key(here.plan), *self.tried}
         for at, one in enumerate(plans):
             rooms = {ranks: room for ranks, room in here.rooms.items() if ranks not in one.changed}
             limited = within(self.inputs, one.plan, one.orders, rooms)
-            if limited is None or limited.groups == here.plan.groups:
+            if limited is None or (key := plan_key(limited)) in seen:
                 continue
             if self.left <= 0:
                 break
+            seen.add(key)
             self.left -= computations(limited)
             done = min(self.most, self.most - self.left)
             self.tell(SearchProgress(phase="climbing", done=done, total=self.most))
             seconds = self.forecast.iteration_s(limited)
             if seconds < limit_s:
-                rated.append((seconds, len(one.plan.chunks), at, one, rooms))
-        for *_, one, rooms in sorted(rated, key=lambda each: each[:3])[:most]:
-            if self.left <= 0:
+                rated.append((seconds, len(one.plan.chunks), at, key, one, rooms))
+        for *_, key, one, rooms in sorted(rated, key=lambda each: each[:3])[:most]:
+            if not self._may_simulate(one.plan):
                 return
+            self.tried.add(key)
             found = self._in_order(one.plan, one.orders, rooms)
             if found is not None:
                 yield found
 
     def _in_order(self, plan: Plan, orders: tuple[GroupOrder, ...], rooms: Rooms) -> Ordered | None:
         before = self.evaluator.num_computations
-        found = in_order(self.evaluator, plan, orders, rooms)
+        found = in_order(self.evaluator, plan, orders, rooms, self.rooms)
         self.left -= _PER_SIMULATED * (self.evaluator.num_computations - before)
         return found
+
+    def _may_simulate(self, plan: Plan) -> bool:
+        """Whether one simulation of it is within the budget."""
+        return _PER_SIMULATED * computations(plan) <= self.left
 
     def _orders(self, best: Ordered) -> Iterator[Near]:
         """One group with more or less in flight, with more or fewer weight gradients that wait."""
