@@ -6,7 +6,7 @@ parameters, optimizer state and the inputs of layers wait in the host (see `host
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.costs.stage_formulas import micro_batches_per_replica, pass_s, samples_per_s
@@ -65,6 +65,31 @@ class StageCost:
     """What is left in the device group when all is placed; at least 0."""
 
 
+@dataclass(kw_only=True)
+class _Known:
+    """What stages cost, by what that depends on but for what all of a search have in common."""
+
+    inputs: Inputs
+    """Of the first search: they keep alive what identities stand for."""
+    costs: dict[tuple[object, ...], StageCost | None] = field(default_factory=dict)
+    counts: dict[tuple[object, ...], tuple[float, ...]] = field(default_factory=dict)
+    passes: dict[tuple[object, ...], tuple[StagePasses, ...]] = field(default_factory=dict)
+    busy: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> "_Known":
+        """Searches on some of the GPUs know what was found for the others."""
+        if inputs.tp_members is not None:
+            return cls(inputs=inputs)
+        key = (
+            *(id(inputs.compute), id(inputs.memory), inputs.space, inputs.global_batch_size),
+            *(inputs.num_layers, inputs.tied_embeddings),
+        )
+        found = inputs.kept.setdefault(key, cls(inputs=inputs))
+        assert isinstance(found, cls), "nothing else has such keys"
+        return found
+
+
 class StageCostModel:
     """Costs stages, each once."""
 
@@ -72,10 +97,10 @@ class StageCostModel:
         self.inputs = inputs
         self.memory = StageMemory(inputs)
         self.host = StageHostMemory(self.memory)
-        self._costs: dict[tuple[object, ...], StageCost | None] = {}
         self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._counts: dict[tuple[object, ...], tuple[float, ...]] = {}
-        self._passes: dict[tuple[object, ...], tuple[StagePasses, ...]] = {}
+        known = _Known.of(inputs)
+        self._costs, self._counts = known.costs, known.counts
+        self._passes, self._busy_of = known.passes, known.busy
         self.to_try = SettingsToTry(self)
         self._by_class = SettingsByClass(self)
         self._layer_times: dict[tuple[str, int], tuple[float, float]] = {}
@@ -292,7 +317,11 @@ class StageCostModel:
     def with_settings(self, stage: Stage, settings: ClassSettings, free: float) -> StageCost:
         """Times of a stage with these settings."""
         passes = self.passes(stage, settings)
-        busy_s, mean_s = self._busy(stage.device_group, passes)
+        key = stage.device_group.look, passes
+        found = self._busy_of.get(key)
+        if found is None:
+            found = self._busy_of[key] = self._busy(stage.device_group, passes)
+        busy_s, mean_s = found
         return StageCost(
             num_layers=stage.num_layers,
             settings=settings,

@@ -131,6 +131,13 @@ DEFAULT_MARGIN = 0.05
 _EMPTY = Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),))
 
 
+class Kept(dict[object, object]):
+    """What is quicker found again than sent to another process."""
+
+    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
+        return Kept, ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Everything that the search and its estimates ask for.
@@ -186,6 +193,8 @@ class Inputs:
     """Members some of which are TP groups; None: all are GPUs."""
     gpus: Mapping[str, GpuKind] | None = None
     """Kind -> its figures; None: processes take no memory beside their tensors."""
+    kept: Kept = field(default_factory=Kept, compare=False, repr=False)
+    """What searches have found out about these inputs, or about some of their GPUs."""
 
     @property
     def world_size(self) -> int:

@@ -9,6 +9,7 @@ a fifth as long and ranks them alike, within the memory that the last simulation
 Equal inputs find equal plans: computations are limited, not seconds.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -37,7 +38,7 @@ from zorse_megatron.planner.search.plan_moves import Near, PlanMoves
 
 _FINALISTS = 4
 """Plans of the search that are ordered, of unlike groups."""
-_CLIMBED = 2
+_CLIMBED = 4
 """Of these so many are climbed from."""
 _MOST_BEHIND = 1.2
 """A plan that is slower by more than that is not tried: it hardly ever gains so much."""
@@ -49,9 +50,6 @@ _ORDERED = 120
 """Near plans that are ordered, those first whose busiest replica computes least."""
 _SIMULATED = 4
 """Of these so many are simulated, those first whose iteration is foretold to be shortest."""
-_START = 1.0
-_ORDERS_SIMULATED = 2
-"""The same of the orders that a start is tried in."""
 _REGROUPED = 12
 """The same of plans that differ in more than order and placement, whose memory is foretold less."""
 _TOLERANCE = 1.01
@@ -158,8 +156,7 @@ class Climb:
                 for base, factor in bases
                 for delayed in (_DELAYED if splits else (0.0,))
             )
-            foretold_s = _START * self.forecast.iteration_s(first.plan)
-            found = self._simulated(first, tries, foretold_s, _ORDERS_SIMULATED)
+            found = self._simulated(first, tries, math.inf, _SIMULATED)
             yield min([*found, first], key=lambda each: each.iteration_s)
 
     # How it goes on.

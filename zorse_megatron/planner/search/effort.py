@@ -141,7 +141,7 @@ class Effort:
     """Finalists estimated at over this multiple of the best simulated time are not simulated."""
     tolerance: float = 1.1
     """Neighbours whose estimate is over this multiple are not simulated."""
-    climb: int = 400_000
+    climb: int = 500_000
     """Forwards and backwards that may be ordered to make the fastest plans faster still."""
 
     @property
