@@ -219,8 +219,7 @@ class Climb:
                 break
             seen.add(key)
             self.left -= computations(limited)
-            done = min(self.most, self.most - self.left)
-            self.tell(SearchProgress(phase="climbing", done=done, total=self.most))
+            self._tell()
             seconds = self.forecast.iteration_s(limited)
             if seconds < limit_s:
                 rated.append((seconds, len(one.plan.chunks), at, key, one, rooms))
@@ -236,7 +235,12 @@ class Climb:
         before = self.evaluator.num_computations
         found = in_order(self.evaluator, plan, orders, rooms, self.rooms)
         self.left -= _PER_SIMULATED * (self.evaluator.num_computations - before)
+        self._tell(found)
         return found
+
+    def _tell(self, found: Ordered | None = None) -> None:
+        best, done = found and found.evaluation, min(self.most, self.most - self.left)
+        self.tell(SearchProgress(phase="climbing", done=done, total=self.most, best=best))
 
     def _may_simulate(self, plan: Plan) -> bool:
         """Whether one simulation of it is within the budget."""
