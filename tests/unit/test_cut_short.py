@@ -11,6 +11,7 @@ from tests.unit.planner_cases import random_case
 from zorse_megatron.plan.plan_file import load_plan
 from zorse_megatron.planner.find_plan import SearchCutShort, find_plan
 from zorse_megatron.planner.outcome import CUT_SHORT
+from zorse_megatron.planner.search import finish_plan
 from zorse_megatron.planner.simulate_plan import simulate_plan
 
 SEED = 7
@@ -50,10 +51,10 @@ def test_an_interrupt_before_the_first_plan_gives_none():
     assert not isinstance(cut.value, SearchCutShort)
 
 
-def test_no_plan_is_told_that_is_not_one_of_this_batch():
-    """Of very large batches a part is searched, too."""
-    inputs = random_case(SEED)
-    told = []
+def test_plans_for_a_part_of_the_batch_are_not_taken(monkeypatch):
+    """Of a very large batch a part is searched, too."""
+    monkeypatch.setattr(finish_plan, "_LONG", 4)
+    inputs, told = random_case(SEED, most_gpus=2, most_layers=4), []
     find_plan(inputs, stock=(), on_progress=lambda progress: told.append(progress.best))
     assert {each.plan.global_batch_size for each in told if each} == {inputs.global_batch_size}
 
@@ -84,7 +85,11 @@ def plan_interrupted(directory: Path, *places: str) -> subprocess.CompletedProce
     (directory / "cluster.yaml").write_text(nodes)
     command = [sys.executable, "-c", PROGRAM, ",".join(places), "plan", *map(str, WORKLOAD)]
     return subprocess.run(
-        [*command, "--out", "found.json"], cwd=directory, capture_output=True, text=True, check=False
+        [*command, "--out", "found.json"],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

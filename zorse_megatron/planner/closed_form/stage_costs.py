@@ -69,25 +69,10 @@ class StageCost:
 class _Known:
     """What stages cost, by what that depends on but for what all of a search have in common."""
 
-    inputs: Inputs
-    """Of the first search: they keep alive what identities stand for."""
     costs: dict[tuple[object, ...], StageCost | None] = field(default_factory=dict)
     counts: dict[tuple[object, ...], tuple[float, ...]] = field(default_factory=dict)
     passes: dict[tuple[object, ...], tuple[StagePasses, ...]] = field(default_factory=dict)
     busy: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, inputs: Inputs) -> "_Known":
-        """Searches on some of the GPUs know what was found for the others."""
-        if inputs.tp_members is not None:
-            return cls(inputs=inputs)
-        key = (
-            *(id(inputs.compute), id(inputs.memory), inputs.space, inputs.global_batch_size),
-            *(inputs.num_layers, inputs.tied_embeddings),
-        )
-        found = inputs.kept.setdefault(key, cls(inputs=inputs))
-        assert isinstance(found, cls), "nothing else has such keys"
-        return found
 
 
 class StageCostModel:
@@ -98,7 +83,7 @@ class StageCostModel:
         self.memory = StageMemory(inputs)
         self.host = StageHostMemory(self.memory)
         self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
-        known = _Known.of(inputs)
+        known = inputs.shared("stages", _Known)
         self._costs, self._counts = known.costs, known.counts
         self._passes, self._busy_of = known.passes, known.busy
         self.to_try = SettingsToTry(self)
