@@ -12,6 +12,7 @@ Equal inputs find equal plans: computations are limited, not seconds.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
@@ -58,6 +59,10 @@ _PER_SIMULATED = 5
 """What simulating a forward or backward costs, in those that are ordered."""
 _FACTORS = (3.0, 2.0, 1.5, 1.0)
 """Of equally fast orders the one with more in flight: it bears more changes of placement."""
+_MANY = 150
+"""Plans that the budget lets order: with fewer the climb is a short one."""
+_OF_MANY_ORDERED = 10
+"""In which part of these near plans are ordered at a time, in a short climb."""
 _DELAYED = (0.15, 0.3, 0.6)
 _PARTS = (0.4, 0.6, 0.8)
 """Of what is in flight, whether it takes no less: first all of them are tried, then the last."""
@@ -78,6 +83,7 @@ def climbed_from(
     climb = Climb(evaluator, most, on_progress)
     starts: dict[object, Ordered] = {}
     best_s = found[0].iteration_s
+    climb.is_short = most < _MANY * computations(found[0].plan)
     for one in climb.unlike(found, _MOST_BEHIND * best_s):
         for plan in climb.placed(one.plan):
             for start in climb.started(plan, _HOPEFUL * best_s):
@@ -85,8 +91,8 @@ def climbed_from(
                 if key not in starts or start.iteration_s < starts[key].iteration_s:
                     starts[key] = start
                 best_s = min(best_s, start.iteration_s)
-    first = sorted(starts.values(), key=lambda each: each.iteration_s)[:_CLIMBED]
-    ends = [climb.climbed(start) for start in first]
+    first = sorted(starts.values(), key=lambda each: each.iteration_s)
+    ends = [climb.climbed(start) for start in first[: 1 if climb.is_short else _CLIMBED]]
     best = min(ends, key=lambda each: each.iteration_s, default=None)
     if best is None or best.iteration_s >= found[0].iteration_s:
         return found[0]
@@ -114,6 +120,8 @@ class Climb:
         self.tried: set[object] = set()
         """Plans that were simulated."""
         self.most = self.left = most
+        self.is_short = False
+        """Whether plans are so large that few can be ordered: then one or two of everything."""
 
     # Where it starts: the fastest plans of unlike groups, each in the best of a few orders.
 
@@ -124,7 +132,7 @@ class Climb:
             is_pipeline = one.plan.schedule.name != "breadth_first" and len(one.plan.groups) > 1
             if is_pipeline and one.iteration_s <= limit_s and not one.is_extrapolated:
                 by_kinds.setdefault(self.kinds(one.plan), one)
-        return list(by_kinds.values())[:_FINALISTS]
+        return list(by_kinds.values())[: 2 if self.is_short else _FINALISTS]
 
     def kinds(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
         """Which GPUs each group has, but for exchanges of equal ones."""
@@ -133,7 +141,7 @@ class Climb:
 
     def placed(self, plan: Plan) -> list[Plan]:
         """As it is, and as a V, in which samples come back through all groups but the last."""
-        if "interleaved" not in self.space.schedules:
+        if "interleaved" not in self.space.schedules or self.is_short:
             return [plan]
         v_like = v_shaped(rows_of(plan))
         return [plan, with_placement(plan, v_like)] if v_like != rows_of(plan) else [plan]
@@ -209,6 +217,9 @@ class Climb:
         self, here: Ordered, plans: Iterable[Near], limit_s: float, most: int
     ) -> Iterator[Ordered]:
         """Of these plans the fastest as foretold, simulated, where they fit."""
+        if self.is_short:
+            few = self.most // (_OF_MANY_ORDERED * computations(here.plan))
+            plans, most = islice(plans, max(6, few)), 1 + (most == _REGROUPED)
         rated, seen = [], {plan_key(here.plan), *self.tried}
         for at, one in enumerate(plans):
             rooms = {ranks: room for ranks, room in here.rooms.items() if ranks not in one.changed}
