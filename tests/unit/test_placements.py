@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies import plans
 from tests.unit.made_plans import even_plan
 from tests.unit.planner_cases import random_case
 from zorse_megatron.plan.memory_settings import offloads_anything, recomputes_anything
@@ -27,7 +28,7 @@ from zorse_megatron.planner.search.orders_in_memory import in_order, uniform
 from zorse_megatron.planner.search.placements import near, v_shaped, with_placement
 from zorse_megatron.planner.search.plan_moves import PlanMoves
 from zorse_megatron.planner.search.zorse_search import search
-from zorse_megatron.schedule.micro_batch_order import Pipeline
+from zorse_megatron.schedule.micro_batch_order import Pipeline, pipeline_spans_s
 from zorse_megatron.schedule.pipeline_schedules import policy_of
 from zorse_megatron.schedule.samples import Boundaries
 
@@ -107,6 +108,16 @@ def test_first_chunks_leave_room_for_samples_that_come_back(stages):
     plan = with_in_flight(plan, limits)
     pipeline = Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=False)
     assert list(pipeline.simulate()) and not pipeline.was_stuck
+
+
+@given(plan=plans(max_groups=4, num_layers=8, global_batch_size=24), part=st.floats(0.5, 1.5))
+def test_a_forecast_stops_only_where_the_pipeline_takes_longer(plan, part):
+    ends_s = [end_s for _, end_s in pipeline_spans_s(plan).values()]
+    spans_s = pipeline_spans_s(plan, part * max(ends_s))
+    assert spans_s in (None, pipeline_spans_s(plan))
+    assert part < 1 or spans_s is not None
+    if part < 0.99 and max(ends_s) > 1:  # of seconds, not of units of work
+        assert spans_s is None
 
 
 def all_placements(num_groups, num_layers, most_chunks):

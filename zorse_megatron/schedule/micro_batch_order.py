@@ -15,6 +15,7 @@ one in line goes on regardless of them. So the simulation always ends, and its o
 executed: see `validate`.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
@@ -160,6 +161,13 @@ class ReplicaProgress:
         self.ends = 0
         """When it is, or was last, done with what it has started."""
         self.forced: Computation | None = None
+
+    @property
+    def work(self) -> int:
+        """How long it computes in all."""
+        lines = [line for lines in self.passes for line in lines]
+        weights = [line.weights for line in lines if line.weights is not None]
+        return len(self.queue) * sum(line.duration for line in (*lines, *weights))
 
     def choose(self, now: int, *, strict: bool) -> Computation | None:
         """What it starts now, if anything: weight gradients where it would idle.
@@ -424,17 +432,38 @@ def _reserve(whole: float, forwards: Sequence[Line], backwards: Sequence[Line]) 
         forward.kept_later = [line for line in backwards[place + 1 :] if line.reserved]
 
 
-def pipeline_spans_s(plan: Plan) -> dict[int, tuple[float, float]]:
+def pipeline_spans_s(
+    plan: Plan, limit_s: float = math.inf
+) -> dict[int, tuple[float, float]] | None:
     """Group -> start of its first and end of its last computation, by the plan's `compute_s`.
 
-    Of 1f1b and interleaved. Complexity: as `Pipeline.simulate`.
+    None where a computation ends after `limit_s`. Of 1f1b and interleaved. Complexity: as
+    `Pipeline.simulate`.
     """
+    pipeline = Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=False)
+    if math.isinf(limit_s):
+        deque(pipeline.starts(), maxlen=0)
+    elif _takes_longer(pipeline, limit_s):
+        return None
     found: dict[int, tuple[int, int]] = {}
-    for (group, _), replica in _simulated(plan).workers.items():
+    for (group, _), replica in pipeline.workers.items():
         assert replica.first_start is not None, "it has micro-batches"
         start, end = found.get(group, (replica.first_start, 0))
         found[group] = min(start, replica.first_start), max(end, replica.ends)
     return {group: (start / NS_PER_S, end / NS_PER_S) for group, (start, end) in found.items()}
+
+
+def _takes_longer(pipeline: Pipeline, limit_s: float) -> bool:
+    """Whether a computation ends after the limit, which is known as soon as a replica has idled for
+    so long that what it has left does not fit."""
+    limit = (1 + 1e-12) * NS_PER_S * limit_s + 1  # rounding must not make it shorter
+    left = [replica.work for replica in pipeline.in_turn]
+    for _, (line, _) in pipeline.starts():
+        replica = line.replica
+        left[replica.number] -= line.duration
+        if replica.ends + left[replica.number] > limit:
+            return True
+    return False
 
 
 def most_held(plan: Plan) -> dict[Worker, int]:
@@ -442,10 +471,6 @@ def most_held(plan: Plan) -> dict[Worker, int]:
 
     Those whose weight gradients wait count, too. As `pipeline_spans_s`.
     """
-    return {key: replica.most_held for key, replica in _simulated(plan).workers.items()}
-
-
-def _simulated(plan: Plan) -> Pipeline:
     pipeline = Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=False)
     deque(pipeline.starts(), maxlen=0)
-    return pipeline
+    return {key: replica.most_held for key, replica in pipeline.workers.items()}

@@ -188,7 +188,11 @@ class Climb:
             plan = best.plan
             for number in range(len(plan.groups)):
                 tries = (in_flight_times(plan, number, part) for part in _PARTS[least:])
-                as_fast = (each for each in tries if self.forecast.iteration_s(each) <= foretold_s)
+                as_fast = (
+                    each
+                    for each in tries
+                    if self.forecast.iteration_s(each, foretold_s) <= foretold_s
+                )
                 plan = next(as_fast, plan)
             found = None if plan == best.plan else self.evaluator.evaluate_plan(plan)
             if found is not None and found.fits and found.iteration_s <= best.iteration_s:
@@ -231,7 +235,7 @@ class Climb:
             seen.add(key)
             self.left -= computations(limited)
             self._tell()
-            seconds = self.forecast.iteration_s(limited)
+            seconds = self.forecast.iteration_s(limited, limit_s)
             if seconds < limit_s:
                 rated.append((seconds, len(one.plan.chunks), at, key, one, rooms))
         for *_, key, one, rooms in sorted(rated, key=lambda each: each[:3])[:most]:
