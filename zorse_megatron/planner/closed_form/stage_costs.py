@@ -89,6 +89,7 @@ class StageCostModel:
         self.to_try = SettingsToTry(self)
         self._by_class = SettingsByClass(self)
         self._layer_times: dict[tuple[str, int], tuple[float, float]] = {}
+        self._updates: dict[tuple[str, int], float] = {}
         self._again: dict[tuple[str, int, RecomputeMode], float] = {}
         self._at_ends: dict[tuple[str, int, bool, bool], tuple[PassTimes, PassTimes]] = {}
 
@@ -187,10 +188,16 @@ class StageCostModel:
         """The optimizer step with even shards, what waits in the host included."""
         owned = self._owned(stage)
         compute_s = max(
-            self.inputs.compute.step_s(gpu_class.kind, owned)
-            for gpu_class in stage.device_group.gpu_classes
+            self._update_s(gpu_class.kind, owned) for gpu_class in stage.device_group.gpu_classes
         )
         return max(compute_s, self._copies_s(stage, settings))
+
+    def _update_s(self, kind: str, owned: int) -> float:
+        """The optimizer step of so many parameters."""
+        found = self._updates.get((kind, owned))
+        if found is None:
+            found = self._updates[kind, owned] = self.inputs.compute.step_s(kind, owned)
+        return found
 
     def _owned(self, stage: Stage) -> int:
         """Parameters of a GPU's shard, if shards are even."""
@@ -199,6 +206,8 @@ class StageCostModel:
 
     def _copies_s(self, stage: Stage, settings: ClassSettings) -> float:
         """What a step brings from the host, and takes back meanwhile, on the slowest host link."""
+        if not any(own.offloads_anything for own in settings):
+            return 0.0
         memory, owned, found = self.inputs.memory, self._owned(stage), 0.0
         for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True):
             copied = memory.state_bytes(owned) if own.offload_state else 0
@@ -209,6 +218,8 @@ class StageCostModel:
 
     def _fetches_s(self, stage: Stage, settings: ClassSettings) -> float:
         """See `StageCost.fetches_s`; of the slowest host link, whose directions share nothing."""
+        if not any(own.offloads_anything for own in settings):
+            return 0.0
         memory, owned, found = self.inputs.memory, self._owned(stage), 0.0
         for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True):
             comes = 2 * memory.parameter_bytes(owned) if own.offload_parameters else 0
