@@ -49,9 +49,9 @@ _LEAST_GAIN = 0.9995
 """What a step must bring, in parts of the iteration."""
 _ORDERED = 120
 """Near plans that are ordered, those first whose busiest replica computes least."""
-_SIMULATED = 4
+_SIMULATED = 3
 """Of these so many are simulated, those first whose iteration is foretold to be shortest."""
-_REGROUPED = 12
+_REGROUPED = 6
 """The same of plans that differ in more than order and placement, whose memory is foretold less."""
 _TOLERANCE = 1.01
 """They are simulated even if they are foretold to be slower by that."""
