@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies import plans
 from tests.unit.made_plans import even_plan
 from tests.unit.planner_cases import random_case
 from zorse_megatron.plan.memory_settings import offloads_anything, recomputes_anything
@@ -27,7 +28,7 @@ from zorse_megatron.planner.search.orders_in_memory import in_order, uniform
 from zorse_megatron.planner.search.placements import near, v_shaped, with_placement
 from zorse_megatron.planner.search.plan_moves import PlanMoves
 from zorse_megatron.planner.search.zorse_search import search
-from zorse_megatron.schedule.micro_batch_order import Pipeline
+from zorse_megatron.schedule.micro_batch_order import Pipeline, pipeline_spans_s
 from zorse_megatron.schedule.pipeline_schedules import policy_of
 from zorse_megatron.schedule.samples import Boundaries
 
@@ -109,6 +110,16 @@ def test_first_chunks_leave_room_for_samples_that_come_back(stages):
     assert list(pipeline.simulate()) and not pipeline.was_stuck
 
 
+@given(plan=plans(max_groups=4, num_layers=8, global_batch_size=24), part=st.floats(0.5, 1.5))
+def test_a_forecast_stops_only_where_the_pipeline_takes_longer(plan, part):
+    ends_s = [end_s for _, end_s in pipeline_spans_s(plan).values()]
+    spans_s = pipeline_spans_s(plan, part * max(ends_s))
+    assert spans_s in (None, pipeline_spans_s(plan))
+    assert part < 1 or spans_s is not None
+    if part < 0.99 and max(ends_s) > 1:  # of seconds, not of units of work
+        assert spans_s is None
+
+
 def all_placements(num_groups, num_layers, most_chunks):
     """Every assignment of layers to groups with no more runs than that."""
     for owners in product(range(num_groups), repeat=num_layers):
@@ -142,7 +153,7 @@ def a_pipeline(seed):
 
 def in_flight(inputs, plan, factor, delayed=0.0):
     orders = uniform(plan, delayed > 0, factor, delayed)
-    return in_order(Evaluator(inputs, Estimator(inputs)), plan, orders, {})
+    return in_order(Evaluator(inputs, Estimator(inputs)), plan, orders, {}, {})
 
 
 @pytest.mark.slow
@@ -197,7 +208,7 @@ def test_climbing_ends_near_the_best_placement_of_all(seed):
     climbed = climbed_from(evaluator, [start], 400_000)
     assert climbed.fits and climbed.iteration_s <= start.iteration_s
     tried = [
-        in_order(evaluator, plan, uniform(plan, False, factor, 0.0), {})
+        in_order(evaluator, plan, uniform(plan, False, factor, 0.0), {}, {})
         for rows in all_placements(len(start.plan.groups), inputs.num_layers, 4)
         for factor in (1.5, 3.0)
         for plan in [with_placement(start.plan, rows)]
@@ -215,7 +226,8 @@ def test_no_more_is_in_flight_than_the_iteration_needs():
         if start is None:
             continue
         evaluator = Evaluator(inputs, Estimator(inputs))
-        full = in_order(evaluator, start.plan, uniform(start.plan, False, 3.0, 0.0), {}).evaluation
+        order = uniform(start.plan, False, 3.0, 0.0)
+        full = in_order(evaluator, start.plan, order, {}, {}).evaluation
         less = Climb(evaluator, 1, lambda progress: None).with_less_in_flight(full)
         assert less.fits and less.iteration_s <= full.iteration_s
         saved_bytes += sum(full.peaks_bytes) - sum(less.peaks_bytes)

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -76,10 +76,9 @@ def find(
     """Search for the plan of all GPUs, or of those that train fastest. `costs`: on all of them.
 
     `with_stock`: and for what stock Megatron takes, which the strategies zorse and stock need.
-    Raises NoPlanError where nothing fits, that of all GPUs.
+    Raises NoPlanError where nothing fits, that of all GPUs; FoundSoFar where it is interrupted and
+    has found a plan.
     """
-    from zorse_megatron.planner.gpu_selection import explore
-
     searches = _Searches(
         costs=costs,
         costs_of=costs_of,
@@ -88,20 +87,20 @@ def find(
         may_leave_out=may_leave_out,
         with_stock=with_stock,
     )
-    if strategy == "stock":
-        points = searches.points_of_stock()
-        return searches.found_on(points[0].ranks, points if may_leave_out else ())
-    if not may_leave_out:
-        return searches.found_on(tuple(range(costs.cluster.world_size)), ())
-    points = explore(
-        costs.inputs,
-        searches.iteration_s,
-        part_of=searches.part_of,
-        short=None if strategy == "zorse" else searches.iteration_s,
-        stock_s=searches.stock_s() if strategy == "zorse" else None,
-        on_progress=on_progress,
-    )
-    return searches.found_on(points[0].ranks, points)
+    try:
+        return searches.found()
+    except KeyboardInterrupt:
+        if not searches.outcomes:
+            raise
+        raise FoundSoFar(searches.found_so_far()) from None
+
+
+class FoundSoFar(KeyboardInterrupt):
+    """An interrupt after a plan was found."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()
+        self.found = found
 
 
 @dataclass(kw_only=True)
@@ -117,6 +116,44 @@ class _Searches:
     outcomes: dict[tuple[int, ...], tuple[WorkloadCosts, "Outcome"]] = field(default_factory=dict)
     failure: "NoPlanError | None" = None
     """The first one."""
+
+    def found(self) -> Found:
+        """The plan of the GPUs that train fastest, as far as they may be chosen."""
+        from zorse_megatron.planner.gpu_selection import explore
+
+        if self.strategy == "stock":
+            points = self.points_of_stock()
+            return self.found_on(points[0].ranks, points if self.may_leave_out else ())
+        if not self.may_leave_out:
+            return self.found_on(tuple(range(self.costs.cluster.world_size)), ())
+        is_ours = self.strategy == "zorse"
+        points = explore(
+            self.costs.inputs,
+            self.iteration_s,
+            part_of=self.part_of,
+            short=None if is_ours else self.iteration_s,
+            stock_s=self.stock_s() if is_ours else None,
+            on_progress=self.on_progress,
+        )
+        return self.found_on(points[0].ranks, points)
+
+    def found_so_far(self) -> Found:
+        """The same of the searches that have found a plan."""
+        from zorse_megatron.planner.gpu_selection import Point
+        from zorse_megatron.planner.outcome import CUT_SHORT
+
+        tokens = self.costs.inputs.global_batch_size * self.costs.inputs.sequence_length
+        points = sorted(
+            (
+                Point(ranks=ranks, iteration_s=outcome.iteration_s, tokens=tokens)
+                for ranks, (_, outcome) in self.outcomes.items()
+            ),
+            key=lambda point: (point.iteration_s, point.ranks),
+        )
+        found = self.found_on(points[0].ranks, tuple(points) if self.may_leave_out else ())
+        notes = dict.fromkeys((CUT_SHORT, *found.outcome.notes))
+        outcome = replace(found.outcome, was_cut_short=True, notes=tuple(notes))
+        return replace(found, outcome=outcome)
 
     @cached_property
     def stock(self) -> "StockSearches | None":
@@ -192,7 +229,7 @@ class _Searches:
     def iteration_s(self, ranks: tuple[int, ...]) -> float:
         """Infinite where nothing fits."""
         from zorse_megatron.planner.find_plan import find_plan
-        from zorse_megatron.planner.outcome import NoPlanError
+        from zorse_megatron.planner.outcome import NoPlanError, SearchCutShort
 
         if ranks not in self.outcomes:
             costs = self._costs_on(ranks)
@@ -206,6 +243,9 @@ class _Searches:
             except NoPlanError as error:
                 self.failure = self.failure or error
                 return math.inf
+            except SearchCutShort as cut:
+                self.outcomes[ranks] = costs, cut.outcome
+                raise
             self.outcomes[ranks] = costs, outcome
         return self.outcomes[ranks][1].iteration_s
 

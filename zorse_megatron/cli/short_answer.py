@@ -209,6 +209,8 @@ def _shortest(*texts: str) -> str:
 
 
 def _warnings(answer: "Answer") -> Iterator[str]:
+    if answer.outcome.was_cut_short:
+        yield answer.outcome.notes[0]
     if answer.cannot_train is not None:
         yield answer.cannot_train
     note = short_build_note(list(answer.costs.cluster.kinds))

@@ -133,7 +133,7 @@ class Evaluator:
 
     def evaluate_plan(self, plan: Plan, estimate: Estimate | None = None) -> Evaluation | None:
         """Simulate a plan; None where it breaks the plan file's rules or cannot be lowered."""
-        key = (plan.groups, plan.chunks, plan.schedule.name)
+        key = plan_key(plan)
         if key not in self._evaluations:
             evaluation = self._evaluated(plan, estimate)
             # A result holds every task of the simulation: only the newest one is handed out.
@@ -266,6 +266,11 @@ class _Shorter:
         whole.num_simulated += 1
         whole.num_computations += computations(plan)
         return result
+
+
+def plan_key(plan: Plan) -> object:
+    """Equal for plans that take as long, of those for one cluster, model and batch."""
+    return plan.groups, plan.chunks, plan.schedule.name
 
 
 def computations(plan: Plan) -> int:

@@ -28,11 +28,13 @@ from zorse_megatron.planner.describe_plan import describe_plan, structure
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, best_first, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs, refuse_too_large
 from zorse_megatron.planner.outcome import (
+    CUT_SHORT,
     STRATEGIES,
     NoPlanError,
     Outcome,
     PlannerInputError,
     Rejected,
+    SearchCutShort,
     SearchProgress,
     SearchStats,
     Strategy,
@@ -56,6 +58,7 @@ __all__ = [
     "Outcome",
     "PlannerInputError",
     "Rejected",
+    "SearchCutShort",
     "SearchProgress",
     "SearchStats",
     "Strategy",
@@ -80,16 +83,34 @@ def find_plan(
     `stock`: its layouts on all GPUs, fastest first: the strategy stock takes the first one, and
     zorse finds no slower plan; None: they are searched. The result depends on the inputs only, but
     for `plan_time_s`. Raises NoPlanError with the smallest missing amount where nothing fits,
-    PlannerInputError for what is too large, ValueError for a strategy that does not exist.
+    PlannerInputError for what is too large, ValueError for a strategy that does not exist; and
+    where it is interrupted SearchCutShort if the strategy zorse has found a plan by then.
     """
     started_s = time.perf_counter()
     refuse_too_large(inputs)
     if stock is None and strategy in {"zorse", "stock"}:
         stock = stock_layouts(inputs)
-    search = _searched(inputs, strategy, stock or (), on_progress or (lambda progress: None))
-    if not search.evaluations:
-        raise no_plan(inputs) if strategy == "zorse" else _no_baseline(inputs, strategy)
-    best = _finished(search, strategy, on_progress or (lambda progress: None))
+    so_far = _SoFar(on_progress=on_progress)
+    try:
+        search = _searched(inputs, strategy, stock or (), so_far.report)
+        if not search.evaluations:
+            raise no_plan(inputs) if strategy == "zorse" else _no_baseline(inputs, strategy)
+        best = _finished(search, strategy, so_far.report)
+    except KeyboardInterrupt:
+        if strategy != "zorse":
+            raise
+        search = so_far.searched(inputs, stock or ())
+        if not search.evaluations:
+            raise
+        outcome = _outcome(inputs, strategy, search, search.evaluations[0], started_s)
+        notes = (CUT_SHORT, *outcome.notes)
+        raise SearchCutShort(replace(outcome, notes=notes, was_cut_short=True)) from None
+    return _outcome(inputs, strategy, search, best, started_s)
+
+
+def _outcome(
+    inputs: Inputs, strategy: Strategy, search: "_Searched", best: Evaluation, started_s: float
+) -> Outcome:
     result = best.result or search.evaluator.simulated(best.plan)
     assert result is not None, "the plan has been simulated before"
     tokens_per_s = inputs.global_batch_size * inputs.sequence_length / best.iteration_s
@@ -141,6 +162,30 @@ class _Searched:
         )
 
 
+@dataclass(kw_only=True)
+class _SoFar:
+    """What a search has found, in case it is interrupted."""
+
+    on_progress: Callable[[SearchProgress], None] | None
+    best: Evaluation | None = None
+
+    def report(self, progress: SearchProgress) -> None:
+        """Take what a search tells, and pass it on."""
+        found = progress.best
+        if isinstance(found, Evaluation) and (
+            self.best is None or found.iteration_s < self.best.iteration_s
+        ):
+            self.best = found
+        if self.on_progress is not None:
+            self.on_progress(progress)
+
+    def searched(self, inputs: Inputs, stock: Sequence[StockLayout]) -> _Searched:
+        """The fastest plan, and that of stock's best layout: they are simulated again."""
+        evaluator = Evaluator(inputs, Estimator(inputs))
+        found = [*stock_plans(evaluator, stock[:1]), *([self.best] if self.best else [])]
+        return _Searched(evaluator=evaluator, evaluations=best_first(found), before=SearchStats())
+
+
 def _searched(
     inputs: Inputs,
     strategy: Strategy,
@@ -152,7 +197,8 @@ def _searched(
         found = with_plans_of_shorter(
             _searched_in_all(inputs, on_progress),
             evaluator,
-            lambda part: _searched_in_all(part, on_progress),
+            # Its plans are for a part of the batch.
+            lambda part: _searched_in_all(part, lambda told: on_progress(replace(told, best=None))),
         )
         # Every layout of stock is a plan: ours is never slower.
         evaluations = best_first([*found.evaluations, *stock_plans(evaluator, stock)])

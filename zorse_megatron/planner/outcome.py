@@ -22,6 +22,8 @@ class SearchProgress:
     """Steps of this phase that are done."""
     total: int
     """Steps of this phase in all, as far as is known."""
+    best: object = None
+    """The `Evaluation` of a plan that fits, where one has just been found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,8 @@ class Outcome:
     """Share of every GPU's memory reserved for fragmentation and what is not counted."""
     notes: tuple[str, ...]
     """For people: assumptions, and what the costs rest on."""
+    was_cut_short: bool = False
+    """Whether the search was interrupted; then the plan is the fastest of those found so far."""
 
     @property
     def efficiency(self) -> float:
@@ -107,6 +111,18 @@ class Outcome:
     def num_groups(self) -> int:
         """Groups of the plan."""
         return len(self.plan.groups)
+
+
+CUT_SHORT = "the search was cut short: the plan is the fastest of those found so far"
+
+
+class SearchCutShort(KeyboardInterrupt):
+    """An interrupt of a search that had found plans."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(CUT_SHORT)
+        self.outcome = outcome
+        """With the fastest of them."""
 
 
 # Why there is no plan.

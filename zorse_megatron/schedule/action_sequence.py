@@ -11,7 +11,6 @@ if every send waited for its receive and every collective for all of its ranks.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
 from zorse_megatron.plan.plan import Plan
@@ -128,6 +127,8 @@ def _balanced(plan: Plan) -> list[_ByReplica]:
 
 
 _TRANSFER, _ACT, _COMPUTE = range(3)
+_ACTIVATION, _GRADIENT = (Kind.SEND_F, Kind.RECV_F), (Kind.RECV_B, Kind.SEND_B)
+"""Of the lower chunk's rank, of the upper one's."""
 _COPIES = frozenset({Kind.FETCH, Kind.OFFLOAD})
 
 
@@ -145,7 +146,7 @@ def cut_into_lists(
         timeline.append((event.time, _COMPUTE, number, event))
     for number, group_event in enumerate(group_events):
         timeline.append((group_event.time, _ACT, number, group_event))
-    timeline.sort(key=itemgetter(0, 1, 2))
+    timeline.sort()  # numbers differ, so events are not compared
     for _, stage, _, happening in timeline:
         if isinstance(happening, GroupEvent):
             sequence.act(happening)
@@ -167,7 +168,7 @@ class _Sequence:
     def compute(self, event: Event) -> None:
         """Append a forward, a backward or a weight gradient."""
         micro_batch = event.micro_batch
-        action = Action(kind=event.kind, chunk=event.chunk, micro_batch=micro_batch.index)
+        action = Action(event.kind, event.chunk, micro_batch.index)
         for rank in self._ranks(event.chunk, micro_batch):
             self.lists[rank].append(action)
 
@@ -203,27 +204,13 @@ class _Sequence:
     ) -> None:
         """Append one transfer between `chunk` and `chunk + 1` to both ranks' lists."""
         lower, upper = ends
-        samples = piece.start, piece.stop
-        kinds = (Kind.RECV_B, Kind.SEND_B)
+        samples, positions = (piece.start, piece.stop), pair.positions
+        at_lower, at_upper = _GRADIENT if gradient else _ACTIVATION
         self.lists[lower].append(
-            Action(
-                kind=kinds[0] if gradient else Kind.SEND_F,
-                chunk=chunk,
-                micro_batch=piece.source.index,
-                peer=upper,
-                samples=samples,
-                positions=pair.positions,
-            )
+            Action(at_lower, chunk, piece.source.index, upper, samples, positions)
         )
         self.lists[upper].append(
-            Action(
-                kind=kinds[1] if gradient else Kind.RECV_F,
-                chunk=chunk + 1,
-                micro_batch=piece.target.index,
-                peer=lower,
-                samples=samples,
-                positions=pair.positions,
-            )
+            Action(at_upper, chunk + 1, piece.target.index, lower, samples, positions)
         )
 
     def _ranks(self, chunk: int, micro_batch: MicroBatch) -> tuple[int, ...]:

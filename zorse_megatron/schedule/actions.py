@@ -47,12 +47,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from zorse_megatron.schedule.tensor_parallel_parts import SequenceSlice
 
 
 class Kind(StrEnum):
     """What an action does."""
+
+    __hash__ = str.__hash__  # `Enum` has its own in Python, and simulations hash millions
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -89,8 +92,7 @@ MATCHING = {
 """The receive that takes what a send sends."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One step of one rank's list. Unused fields are None.
 
     `peer` is a global rank; `samples` is a half-open interval of the global batch; `positions` is

@@ -15,156 +15,227 @@ one in line goes on regardless of them. So the simulation always ends, and its o
 executed: see `validate`.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.action_sequence import NS_PER_S, Durations, Event
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.pipeline_schedules import Policy, Worker, policy_of
-from zorse_megatron.schedule.samples import Boundaries, MicroBatch, MicroBatchKey
+from zorse_megatron.schedule.samples import Boundaries, Link, MicroBatch
 
-# The search orders thousands of plans, so what happens for every computation is kept short: chunks
-# and micro-batches are numbers, and what depends on these alone is looked up.
+# The search orders thousands of plans, so what happens for every computation is kept short: a
+# replica's work is in lines, one for each chunk and kind, and in each line its micro-batches are
+# computed in order. A message that arrives while its receiver is busy is no event: the receiver
+# looks at the times of its inputs when it is free.
 
-_KINDS = {True: Kind.FORWARD, False: Kind.BACKWARD}
-
-
-class Computation(NamedTuple):
-    """A replica's forward, backward or weight gradients of one of its micro-batches."""
-
-    chunk: int
-    kind: Kind
-    micro_batch: int
+_NEVER = 1 << 100
 
 
-class Part(NamedTuple):
-    """What a micro-batch sends to one of the next chunk, or of the previous one."""
+class Line:
+    """A replica's computations of one kind in one chunk, one for each of its micro-batches."""
 
-    worker: int
-    """Who receives it."""
-    awaited: list[int]
-    """Of each of its micro-batches in that chunk, how many parts are to come."""
-    micro_batch: int
-    on_its_way: int
-    """How long."""
+    __slots__ = (
+        "arrives",
+        "chunk",
+        "duration",
+        "forwards",
+        "is_forward",
+        "kept_later",
+        "kind",
+        "last_part",
+        "links",
+        "missing",
+        "replica",
+        "reserved",
+        "started",
+        "targets",
+        "ways",
+        "weight",
+        "weights",
+    )
+
+    def __init__(self, replica: "ReplicaProgress", kind: Kind, chunk: int, duration: int) -> None:
+        self.replica = replica
+        self.kind, self.is_forward = kind, kind is Kind.FORWARD
+        self.chunk = chunk
+        self.duration = duration
+        self.weight = 1
+        """What a micro-batch counts in flight."""
+        self.started = 0
+        """Number of micro-batches."""
+        self.missing: list[int] = []
+        """Of each micro-batch, how many parts of its input have not been sent."""
+        self.last_part: list[int] = []
+        """When the last of those that have been sent arrives."""
+        self.arrives: list[int] = []
+        """When all of it is there, as soon as that is known."""
+        self.forwards: Line | None = None
+        """Of a backward: the forwards that it follows."""
+        self.weights: Line | None = None
+        """Of a backward: the weight gradients that follow it, where they are apart."""
+        self.links: Sequence[Sequence[Link]] = ()
+        """Of each micro-batch, what it is sent to."""
+        self.targets: Mapping[int, Line] = {}
+        """Replica of the group that it is sent to -> the line there."""
+        self.ways: Mapping[int, int] = {}
+        """Number of samples -> how long they are on their way."""
+        self.reserved = 0
+        """Of the replica's limit, what is kept for this chunk's forwards."""
+        self.kept_later: Sequence[Line] = ()
+        """Forwards of later chunks that something is kept for."""
+
+    def awaits(self, links: Mapping[int, Sequence[Sequence[Link]]] | None) -> None:
+        """Take from where its input comes; `links`: by replica, None: it needs none."""
+        number, (_, own) = len(self.replica.queue), self.replica.key
+        self.missing = [0] * number if links is None else [len(each) for each in links[own]]
+        self.last_part = [0] * number
+        self.arrives = [_NEVER if each else 0 for each in self.missing]
+
+    def is_ready(self, now: int) -> bool:
+        """Whether there is a next micro-batch, with all of its input. While it is not busy."""
+        at = self.started
+        if at == len(self.arrives) or self.arrives[at] > now:
+            return False
+        return self.forwards is None or at < self.forwards.started
+
+    @property
+    def still_kept(self) -> int:
+        """What forwards of its chunk may still use of the room that is theirs."""
+        assert self.forwards is not None, "a backward's, which knows both"
+        started, weight = self.forwards.started, self.weight
+        used = (started - self.started) * weight
+        left = (len(self.arrives) - started) * weight
+        return max(0, min(self.reserved - used, left))
 
 
-@dataclass(kw_only=True)
+Computation = tuple[Line, int]
+"""A forward, a backward or weight gradients of one of a replica's micro-batches."""
+
+
 class ReplicaProgress:
     """One replica, while the pipeline is simulated."""
 
-    key: Worker
-    number: int
-    """Whose turn it is where several start at once: the lowest one's."""
-    queue: Sequence[MicroBatch]
-    rounds: Sequence[int]
-    """Of each micro-batch: a round goes through all chunks before the next one."""
-    chunks: Sequence[int]
-    awaited: Mapping[bool, Mapping[int, Sequence[int]]]
-    """Forward? -> chunk -> of each micro-batch, how many parts of its input are to come."""
-    durations: Mapping[int, Mapping[Kind, int]]
-    """Chunk -> of each computation of a micro-batch."""
-    weights: Mapping[int, int]
-    """Chunk -> what a micro-batch counts in flight."""
-    limit: int | None
-    """Most that is in flight may count; None: no backward follows."""
-    most_delayed: int | None
-    """Most that weight gradients that wait may count; None: backwards compute them."""
-    passes: Sequence[bool]
-    """What it prefers to start, first: True for a forward."""
-    reserved: Mapping[int, int]
-    """Chunk -> what of the limit is kept for it, but for the first one."""
-    started: dict[bool, dict[int, int]] = field(init=False)
-    """Forward? -> chunk -> number of micro-batches."""
-    in_flight: int = 0
-    delayed: deque[Computation] = field(default_factory=deque)
-    """Weight gradients that can be computed."""
-    delayed_weight: int = 0
-    most_held: int = 0
-    """Of both together."""
-    busy: bool = False
-    forced: Computation | None = None
+    __slots__ = (
+        "busy_with",
+        "delayed",
+        "delayed_weight",
+        "ends",
+        "first_start",
+        "forced",
+        "in_flight",
+        "key",
+        "limit",
+        "most_delayed",
+        "most_held",
+        "number",
+        "passes",
+        "queue",
+        "rounds",
+    )
 
-    def __post_init__(self) -> None:
-        self.started = {way: dict.fromkeys(self.chunks, 0) for way in (True, False)}
+    def __init__(self, key: Worker, number: int, queue: Sequence[MicroBatch]) -> None:
+        self.key = key
+        self.number = number
+        """Whose turn it is where several start at once: the lowest one's."""
+        self.queue = queue
+        self.rounds: Sequence[int] = ()
+        """Of each micro-batch: a round goes through all chunks before the next one."""
+        self.limit: int | None = None
+        """Most that is in flight may count; None: no backward follows."""
+        self.most_delayed: int | None = None
+        """Most that weight gradients that wait may count; None: backwards compute them."""
+        self.passes: Sequence[Sequence[Line]] = ()
+        """Forwards and backwards; first what it prefers to start, of these the earliest chunk of
+        forwards and the latest of backwards."""
+        self.in_flight = 0
+        self.delayed: deque[Computation] = deque()
+        """Weight gradients that can be computed."""
+        self.delayed_weight = 0
+        self.most_held = 0
+        """Of both together."""
+        self.busy_with: Computation | None = None
+        self.first_start: int | None = None
+        self.ends = 0
+        """When it is, or was last, done with what it has started."""
+        self.forced: Computation | None = None
 
-    def is_ready(self, forward: bool, chunk: int) -> bool:
-        """Whether there is a next micro-batch, with all of its input. While it is not busy."""
-        index = self.started[forward][chunk]
-        if index == len(self.queue) or self.awaited[forward][chunk][index]:
-            return False
-        return forward or index < self.started[True][chunk]
+    @property
+    def work(self) -> int:
+        """How long it computes in all."""
+        lines = [line for lines in self.passes for line in lines]
+        weights = [line.weights for line in lines if line.weights is not None]
+        return len(self.queue) * sum(line.duration for line in (*lines, *weights))
 
-    def next_pass(self, *, strict: bool) -> Computation | None:
-        """The forward or backward that it starts, if any: of the earliest round.
+    def choose(self, now: int, *, strict: bool) -> Computation | None:
+        """What it starts now, if anything: weight gradients where it would idle.
 
-        A forward of the earliest chunk, a backward of the latest. `strict`: see `Policy`.
+        `strict`: see `Policy`.
         """
-        for forward in self.passes:
-            best, first = None, (0, 0)
-            for chunk, index in self.started[forward].items():
-                if index == len(self.queue) or not (strict or self.is_ready(forward, chunk)):
+        if self.forced is not None:
+            return self.forced
+        delayed = self.delayed[0] if self.delayed else None
+        if self.most_delayed is not None and self.delayed_weight > self.most_delayed:
+            return delayed
+        return self._next_pass(now, strict) or delayed
+
+    def _next_pass(self, now: int, strict: bool) -> Computation | None:
+        """The forward or backward that it starts, if any: of the earliest round."""
+        rounds, number = self.rounds, len(self.queue)
+        for lines in self.passes:
+            best, least = None, _NEVER
+            for line in lines:
+                at = line.started
+                if at == number or rounds[at] >= least:
                     continue
-                if forward and not self.has_room(chunk):
+                if not strict and not line.is_ready(now):
                     continue
-                preference = self.rounds[index], chunk if forward else -chunk
-                if best is None or preference < first:
-                    best, first = Computation(chunk, _KINDS[forward], index), preference
+                if line.is_forward and not self._has_room(line):
+                    continue
+                best, least = line, rounds[at]
             if best is not None:
-                return best if not strict or self.is_ready(forward, best.chunk) else None
+                return (best, best.started) if not strict or best.is_ready(now) else None
         return None
 
-    def has_room(self, chunk: int) -> bool:
+    def _has_room(self, forward: Line) -> bool:
         """Whether activations of one more micro-batch may be kept; those of one always may."""
         if self.limit is None or not self.in_flight:
             return True
-        free = self.limit - self.in_flight - self.weights[chunk]
-        return free >= 0 and (not self.reserved or free >= self._kept_for_later(chunk))
+        free = self.limit - self.in_flight - forward.weight
+        if free < 0 or not forward.kept_later:
+            return free >= 0
+        return free >= sum(line.still_kept for line in forward.kept_later)
 
-    def _kept_for_later(self, chunk: int) -> int:
-        """What later chunks may still use of the room that is theirs."""
-        kept = 0
-        for later, most in self.reserved.items():
-            if later > chunk:
-                started, weight = self.started[True][later], self.weights[later]
-                used = (started - self.started[False][later]) * weight
-                left = (len(self.queue) - started) * weight
-                kept += max(0, min(most - used, left))
-        return kept
-
-    @property
-    def delays_too_many(self) -> bool:
-        """Whether weight gradients come before all else, for the memory that they hold."""
-        return self.most_delayed is not None and self.delayed_weight > self.most_delayed
-
-    def start(self, work: Computation) -> None:
+    def start(self, work: Computation, now: int) -> None:
         """Note that it was started."""
-        chunk, kind, _ = work
-        self.busy = True
-        self.forced = None
-        if kind is Kind.WEIGHT_GRADIENT:
+        line, _ = work
+        self.busy_with, self.forced = work, None
+        self.ends = now + line.duration
+        if self.first_start is None:
+            self.first_start = now
+        if line.kind is Kind.WEIGHT_GRADIENT:
             self.delayed.popleft()
             return
-        self.started[kind is Kind.FORWARD][chunk] += 1
-        if kind is Kind.FORWARD:
-            self.in_flight += self.weights[chunk]
+        line.started += 1
+        if line.is_forward:
+            self.in_flight += line.weight
             self.most_held = max(self.most_held, self.in_flight + self.delayed_weight)
 
-    def end(self, work: Computation) -> None:
-        """Note that it is done."""
-        chunk, kind, micro_batch = work
-        self.busy = False
-        if kind is Kind.WEIGHT_GRADIENT:
-            self.delayed_weight -= self.weights[chunk]
-        elif kind is Kind.BACKWARD:
-            self.in_flight -= self.weights[chunk]
-            if self.most_delayed is not None:
-                self.delayed_weight += self.weights[chunk]
-                self.delayed.append(Computation(chunk, Kind.WEIGHT_GRADIENT, micro_batch))
+    def end(self) -> Computation:
+        """Note that what it was busy with is done."""
+        assert self.busy_with is not None
+        line, at = work = self.busy_with
+        self.busy_with = None
+        if line.kind is Kind.WEIGHT_GRADIENT:
+            self.delayed_weight -= line.weight
+        elif not line.is_forward:
+            self.in_flight -= line.weight
+            if line.weights is not None:
+                self.delayed_weight += line.weight
+                self.delayed.append((line.weights, at))
+        return work
 
 
 class Pipeline:
@@ -175,213 +246,224 @@ class Pipeline:
     ) -> None:
         self.boundaries = boundaries
         self.policy = policy
-        self.passes = (True,) if forward_only else (True, False)
+        self.forward_only = forward_only
         self.was_stuck = False
         """Whether limits and preferences had to be disregarded."""
         self.durations = Durations(plan)
-        self.awaited = {way: self._awaited(way) for way in (True, False)}
-        """Forward? -> chunk -> replica -> of each micro-batch, how many parts of its input are to
-        come."""
         keys = [(group, at) for group, queues in enumerate(boundaries.queues) for at in queues]
         # Those nearest to the loss first.
         keys.sort(key=lambda key: (-max(plan.chunks_of_group(key[0])), key[1], key[0]))
+        self.lines: dict[tuple[int, bool], dict[int, Line]] = {}
+        """(chunk, forward?) -> replica -> its line."""
         self.in_turn = [self._progress(plan, at, key) for at, key in enumerate(keys)]
         self.workers = {worker.key: worker for worker in self.in_turn}
+        for chunk in range(boundaries.last):
+            self._connect(chunk)
         self.changed = set(range(len(keys)))
         """Numbers of workers that something happened to: only these can have become able to
         start."""
-        self.parts: dict[tuple[int, bool], Mapping[MicroBatchKey, Sequence[Part]]] = {}
-        """(chunk, forward?) -> what its micro-batches send."""
-        self.running: list[tuple[int, int, int, Computation | Part]] = []
-        """What goes on and what is on its way: (end, number, worker, what)."""
-        self.num_running = 0
-
-    def _awaited(self, forward: bool) -> list[dict[int, list[int]]]:
-        found = []
-        for chunk, group in enumerate(self.boundaries.groups):
-            queues = self.boundaries.queues[group]
-            parts = {replica: [0] * len(queue) for replica, queue in queues.items()}
-            lower = chunk - 1 if forward else chunk
-            if 0 <= lower < self.boundaries.last:
-                boundary = self.boundaries.after_chunk[lower]
-                pieces = boundary.by_target if forward else boundary.by_source
-                for (replica, micro_batch), each in pieces.items():
-                    parts[replica][micro_batch] = len(each)
-            found.append(parts)
-        return found
+        self.running: list[tuple[int, int]] = []
+        """(time, number of the worker whose computation ends then), or (time, -1 - number) of one
+        that gets something then."""
+        self.last_part = 0
+        """When the last part of an input arrives of which others are yet to be sent."""
 
     def _progress(self, plan: Plan, number: int, key: Worker) -> ReplicaProgress:
-        group, replica = key
-        queue, chunks = self.boundaries.queues[group][replica], plan.chunks_of_group(group)
-        weights = {
-            chunk: plan.chunks[chunk].num_layers * queue[0].size if self.policy.counts_layers else 1
-            for chunk in chunks
-        }
-        has_backward = False in self.passes
-        limit = self.policy.limits[key] if has_backward else None
-        prefers_backwards = group in self.policy.backwards_first
-        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
-        return ReplicaProgress(
-            key=key,
-            number=number,
-            queue=queue,
-            rounds=[each.turn // self.policy.samples_per_round for each in queue],
-            chunks=chunks,
-            awaited={
-                way: {chunk: inputs[chunk][replica] for chunk in chunks}
-                for way, inputs in self.awaited.items()
-            },
-            durations={
-                chunk: {kind: self.durations.of(kind, chunk, replica) for kind in kinds}
-                for chunk in chunks
-            },
-            weights=weights,
-            limit=limit,
-            most_delayed=self.policy.most_delayed[key] if has_backward else None,
-            passes=self.passes[::-1] if prefers_backwards else self.passes,
-            reserved=_reserved(self.policy.reserved * (limit or 0), weights),
+        group, index = key
+        chunks = plan.chunks_of_group(group)
+        replica = ReplicaProgress(key, number, self.boundaries.queues[group][index])
+        rounds = self.policy.samples_per_round
+        replica.rounds = [each.turn // rounds for each in replica.queue]
+        forwards = [self._line(plan, replica, Kind.FORWARD, chunk) for chunk in chunks]
+        replica.passes = (forwards,)
+        if self.forward_only:
+            return replica
+        replica.limit, replica.most_delayed = (
+            self.policy.limits[key],
+            self.policy.most_delayed[key],
         )
+        backwards = [self._line(plan, replica, Kind.BACKWARD, chunk) for chunk in chunks]
+        for forward, backward in zip(forwards, backwards, strict=True):
+            backward.forwards = forward
+            if replica.most_delayed is not None:
+                backward.weights = self._line(plan, replica, Kind.WEIGHT_GRADIENT, forward.chunk)
+        _reserve(self.policy.reserved * replica.limit, forwards, backwards)
+        prefers_backwards = group in self.policy.backwards_first
+        replica.passes = (forwards, backwards[::-1])[:: -1 if prefers_backwards else 1]
+        return replica
+
+    def _line(self, plan: Plan, replica: ReplicaProgress, kind: Kind, chunk: int) -> Line:
+        index = replica.key[1]
+        line = Line(replica, kind, chunk, self.durations.of(kind, chunk, index))
+        if self.policy.counts_layers:
+            line.weight = plan.chunks[chunk].num_layers * replica.queue[0].size
+        if kind is not Kind.WEIGHT_GRADIENT:
+            line.awaits(self._inputs(chunk, forward=line.is_forward))
+            self.lines.setdefault((chunk, line.is_forward), {})[index] = line
+        return line
+
+    def _inputs(
+        self, chunk: int, *, forward: bool
+    ) -> Mapping[int, Sequence[Sequence[Link]]] | None:
+        lower = chunk - 1 if forward else chunk
+        if not 0 <= lower < self.boundaries.last:
+            return None
+        boundary = self.boundaries.after_chunk[lower]
+        return boundary.back if forward else boundary.onward
+
+    def _connect(self, chunk: int) -> None:
+        """Say where outputs of a chunk and gradients of the next one go."""
+        boundary = self.boundaries.after_chunk[chunk]
+        ways = _Ways(self.durations, chunk)
+        ends = ((chunk, chunk + 1, True, boundary.onward), (chunk + 1, chunk, False, boundary.back))
+        for source, target, forward, links in ends:
+            if forward or not self.forward_only:
+                for replica, line in self.lines[source, forward].items():
+                    line.links, line.targets = links[replica], self.lines[target, forward]
+                    line.ways = ways
+
+    def simulate(self) -> Iterator[Event]:
+        """Yield all events by start time. Complexity: O(events x (chunks of a group + log))."""
+        for now, (line, at) in self.starts():
+            yield Event(
+                time=now,
+                end=now + line.duration,
+                chunk=line.chunk,
+                kind=line.kind,
+                micro_batch=line.replica.queue[at],
+            )
+
+    def starts(self) -> Iterator[tuple[int, Computation]]:
+        """The same as (start, computation), for what orders many plans."""
+        now, strict, running = 0, self.policy.strict, self.running
+        remaining = self._num_computations
+        while remaining:
+            candidates = sorted(self.changed)
+            self.changed.clear()
+            for number in candidates:
+                replica = self.in_turn[number]
+                work = None if replica.busy_with else replica.choose(now, strict=strict)
+                if work is not None:
+                    replica.start(work, now)
+                    heappush(running, (replica.ends, number))
+                    remaining -= 1
+                    yield now, work
+            if not running:
+                if remaining:
+                    now = max(now, self.last_part)
+                    self._force(now)
+                continue
+            now = running[0][0]
+            while running and running[0][0] == now:
+                _, number = heappop(running)
+                if number < 0:
+                    self.changed.add(-1 - number)
+                else:
+                    self.changed.add(number)
+                    self._send(now, *self.in_turn[number].end())
 
     @property
     def _num_computations(self) -> int:
         """What the whole step has all replicas do."""
+        passes = 1 if self.forward_only else 2
         return sum(
-            (len(self.passes) + (worker.most_delayed is not None))
-            * len(worker.queue)
-            * len(worker.chunks)
+            (passes + (worker.most_delayed is not None)) * len(worker.queue) * len(worker.passes[0])
             for worker in self.in_turn
         )
 
-    def simulate(self) -> Iterator[Event]:
-        """Yield all events by start time. Complexity: O(events x (chunks of a group + log))."""
-        for now, end, number, (chunk, kind, at) in self.starts():
-            micro_batch = self.in_turn[number].queue[at]
-            yield Event(time=now, end=end, chunk=chunk, kind=kind, micro_batch=micro_batch)
-
-    def starts(self) -> Iterator[tuple[int, int, int, Computation]]:
-        """The same as (start, end, worker's number, computation), for what orders many plans."""
-        now, remaining, running = 0, self._num_computations, self.running
-        while remaining or running:
-            for start in self._started(now):
-                remaining -= 1
-                yield start
-            if not running:
-                self._force()
-                continue
-            now = running[0][0]
-            while running and running[0][0] == now:
-                _, _, number, happened = heappop(running)
-                if isinstance(happened, Part):
-                    self._arrive(happened)
-                else:
-                    self._end(now, number, happened)
-
-    def _started(self, now: int) -> Iterator[tuple[int, int, int, Computation]]:
-        candidates = sorted(self.changed)
-        self.changed.clear()
-        for number in candidates:
-            worker = self.in_turn[number]
-            work = None if worker.busy else self._choose(worker)
-            if work is None:
-                continue
-            worker.start(work)
-            end = now + worker.durations[work.chunk][work.kind]
-            self._run_until(end, number, work)
-            yield now, end, number, work
-
-    def _run_until(self, end: int, number: int, what: Computation | Part) -> None:
-        self.num_running += 1
-        heappush(self.running, (end, self.num_running, number, what))
-
-    def _choose(self, worker: ReplicaProgress) -> Computation | None:
-        """What the replica starts now, if anything: weight gradients where it would idle."""
-        if worker.forced:
-            return worker.forced
-        delayed = worker.delayed[0] if worker.delayed else None
-        if worker.delays_too_many:
-            return delayed
-        return worker.next_pass(strict=self.policy.strict) or delayed
-
-    def _end(self, now: int, number: int, work: Computation) -> None:
+    def _send(self, now: int, line: Line, micro_batch: int) -> None:
         """Pass on what was computed."""
-        chunk, kind, micro_batch = work
-        worker = self.in_turn[number]
-        worker.end(work)
-        self.changed.add(number)
-        if kind is Kind.WEIGHT_GRADIENT:
+        if not line.links:
             return
-        way = chunk, kind is Kind.FORWARD
-        if way not in self.parts:
-            self.parts[way] = self._sent(*way)
-        for part in self.parts[way].get((worker.key[1], micro_batch), ()):
-            if part.on_its_way:
-                self._run_until(now + part.on_its_way, part.worker, part)
+        targets, ways = line.targets, line.ways
+        for index, at, samples in line.links[micro_batch]:
+            target, arrives = targets[index], now + ways[samples]
+            if arrives < target.last_part[at]:
+                arrives = target.last_part[at]
             else:
-                self._arrive(part)
+                target.last_part[at] = arrives
+            target.missing[at] -= 1
+            if target.missing[at]:
+                self.last_part = max(self.last_part, arrives)
+                continue
+            target.arrives[at] = arrives
+            replica = target.replica
+            if arrives <= now:
+                self.changed.add(replica.number)
+            elif replica.busy_with is None or replica.ends < arrives:
+                heappush(self.running, (arrives, -1 - replica.number))
 
-    def _arrive(self, part: Part) -> None:
-        part.awaited[part.micro_batch] -= 1
-        self.changed.add(part.worker)
-
-    def _sent(self, chunk: int, forward: bool) -> dict[MicroBatchKey, list[Part]]:
-        """What micro-batches of a chunk send to the next one, or the previous one."""
-        to, lower = (chunk + 1, chunk) if forward else (chunk - 1, chunk - 1)
-        found: dict[MicroBatchKey, list[Part]] = {}
-        if not 0 <= lower < self.boundaries.last:
-            return found
-        boundary, group = self.boundaries.after_chunk[lower], self.boundaries.groups[to]
-        for sender, pieces in (boundary.by_source if forward else boundary.by_target).items():
-            found[sender] = [
-                Part(
-                    worker=self.workers[group, target.replica].number,
-                    awaited=self.awaited[forward][to][target.replica],
-                    micro_batch=target.index,
-                    on_its_way=self.durations.of_message(lower, piece.stop - piece.start),
-                )
-                for piece in pieces
-                for target in (piece.target if forward else piece.source,)
-            ]
-        return found
-
-    def _force(self) -> None:
+    def _force(self, now: int) -> None:
         """Let a replica go on that can, whatever it should do; there always is one.
 
         A backward if possible, because it gives memory back; otherwise the earliest samples.
         """
         self.was_stuck = True
         ready = [
-            (forward, worker.queue[at].turn, -chunk, worker.key, at)
+            (line.is_forward, worker.queue[line.started].turn, -line.chunk, worker.key, line)
             for worker in self.in_turn
-            for forward in self.passes
-            for chunk, at in worker.started[forward].items()
-            if worker.is_ready(forward, chunk)
+            for lines in worker.passes
+            for line in lines
+            if line.is_ready(now)
         ]
-        forward, _, chunk, key, at = min(ready)
-        worker = self.workers[key]
-        worker.forced = Computation(-chunk, _KINDS[forward], at)
-        self.changed.add(worker.number)
+        *_, line = min(ready, key=lambda row: row[:4])
+        line.replica.forced = line, line.started
+        self.changed.add(line.replica.number)
 
 
-def _reserved(whole: float, weights: Mapping[int, int]) -> dict[int, int]:
-    """What is kept of it for each chunk but the first one."""
-    first, total = min(weights), sum(weights.values())
-    kept = {chunk: int(whole * each / total) for chunk, each in weights.items() if chunk != first}
-    return kept if whole else {}
+class _Ways(dict[int, int]):
+    """Samples -> how long they are on their way between two chunks."""
+
+    def __init__(self, durations: Durations, chunk: int) -> None:
+        self.durations = durations
+        self.chunk = chunk
+
+    def __missing__(self, samples: int) -> int:
+        found = self[samples] = self.durations.of_message(self.chunk, samples)
+        return found
 
 
-def pipeline_spans_s(plan: Plan) -> dict[int, tuple[float, float]]:
+def _reserve(whole: float, forwards: Sequence[Line], backwards: Sequence[Line]) -> None:
+    """Keep a part of it for each chunk but the first one."""
+    total = sum(line.weight for line in forwards)
+    for line in backwards[1:] if whole else ():
+        line.reserved = int(whole * line.weight / total)
+    for place, forward in enumerate(forwards):
+        forward.kept_later = [line for line in backwards[place + 1 :] if line.reserved]
+
+
+def pipeline_spans_s(
+    plan: Plan, limit_s: float = math.inf
+) -> dict[int, tuple[float, float]] | None:
     """Group -> start of its first and end of its last computation, by the plan's `compute_s`.
 
-    Of 1f1b and interleaved. Complexity: as `Pipeline.simulate`.
+    None where a computation ends after `limit_s`. Of 1f1b and interleaved. Complexity: as
+    `Pipeline.simulate`.
     """
-    boundaries = Boundaries(plan)
-    pipeline = Pipeline(plan, boundaries, policy_of(plan), forward_only=False)
+    pipeline = Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=False)
+    if math.isinf(limit_s):
+        deque(pipeline.starts(), maxlen=0)
+    elif _takes_longer(pipeline, limit_s):
+        return None
     found: dict[int, tuple[int, int]] = {}
-    for time, ends, number, _ in pipeline.starts():
-        group = pipeline.in_turn[number].key[0]
-        start, end = found.get(group, (time, ends))
-        found[group] = start, max(end, ends)
+    for (group, _), replica in pipeline.workers.items():
+        assert replica.first_start is not None, "it has micro-batches"
+        start, end = found.get(group, (replica.first_start, 0))
+        found[group] = min(start, replica.first_start), max(end, replica.ends)
     return {group: (start / NS_PER_S, end / NS_PER_S) for group, (start, end) in found.items()}
+
+
+def _takes_longer(pipeline: Pipeline, limit_s: float) -> bool:
+    """Whether a computation ends after the limit, which is known as soon as a replica has idled for
+    so long that what it has left does not fit."""
+    limit = (1 + 1e-12) * NS_PER_S * limit_s + 1  # rounding must not make it shorter
+    left = [replica.work for replica in pipeline.in_turn]
+    for _, (line, _) in pipeline.starts():
+        replica = line.replica
+        left[replica.number] -= line.duration
+        if replica.ends + left[replica.number] > limit:
+            return True
+    return False
 
 
 def most_held(plan: Plan) -> dict[Worker, int]:
@@ -391,4 +473,4 @@ def most_held(plan: Plan) -> dict[Worker, int]:
     """
     pipeline = Pipeline(plan, Boundaries(plan), policy_of(plan), forward_only=False)
     deque(pipeline.starts(), maxlen=0)
-    return {key: worker.most_held for key, worker in pipeline.workers.items()}
+    return {key: replica.most_held for key, replica in pipeline.workers.items()}

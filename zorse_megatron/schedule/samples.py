@@ -15,8 +15,9 @@ the pieces are the overlaps of their intervals. No divisibility is asked for.
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import attrgetter
 
@@ -183,12 +184,6 @@ def micro_batches(group: Group, lanes: Lanes | None = None) -> tuple[MicroBatch,
     )
 
 
-def layouts(plan: Plan) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Group -> its micro-batches, in the order of their turns."""
-    lanes = Lanes.of(plan)
-    return tuple(micro_batches(group, lanes) for group in plan.groups)
-
-
 def pieces(sources: Sequence[MicroBatch], targets: Sequence[MicroBatch]) -> tuple[Piece, ...]:
     """Overlaps of two layouts of the same global batch, in sample order.
 
@@ -219,6 +214,10 @@ def replica_micro_batches(plan: Plan, rank: int) -> tuple[MicroBatch, ...]:
 # What travels between neighbouring chunks, laid out once for a whole plan.
 
 
+Link = tuple[int, int, int]
+"""(replica, index, number of samples): where samples of a micro-batch go to, or come from."""
+
+
 @dataclass(kw_only=True)
 class Boundary:
     """Between a group and another one, or itself; the same wherever the two meet.
@@ -231,6 +230,29 @@ class Boundary:
     by_source: dict[MicroBatchKey, list[Piece]] = field(default_factory=dict)
     by_target: dict[MicroBatchKey, list[Piece]] = field(default_factory=dict)
 
+    @cached_property
+    def onward(self) -> Mapping[int, Sequence[Sequence[Link]]]:
+        """Source replica -> of each of its micro-batches, the targets."""
+        return _links(self.by_source, attrgetter("target"))
+
+    @cached_property
+    def back(self) -> Mapping[int, Sequence[Sequence[Link]]]:
+        """Target replica -> of each of its micro-batches, the sources."""
+        return _links(self.by_target, attrgetter("source"))
+
+
+def _links(
+    pieces_of: Mapping[MicroBatchKey, Sequence[Piece]], end: Callable[[Piece], MicroBatch]
+) -> dict[int, list[list[Link]]]:
+    found: dict[int, list[list[Link]]] = {}
+    for replica, index in sorted(pieces_of):
+        links = []
+        for piece in pieces_of[replica, index]:
+            other = end(piece)
+            links.append((other.replica, other.index, piece.stop - piece.start))
+        found.setdefault(replica, []).append(links)
+    return found
+
 
 class Boundaries:
     """Every group's micro-batches, and the boundary after each chunk."""
@@ -239,20 +261,70 @@ class Boundaries:
         self.groups = tuple(chunk.group for chunk in plan.chunks)
         """Chunk -> the number of its group."""
         self.last = len(self.groups) - 1
-        laid_out = layouts(plan)
-        self.queues = [_by_replica(layout) for layout in laid_out]
+        lanes = Lanes.of(plan)
+        laid_out = [_LAYOUTS.of(group, lanes) for group in plan.groups]
+        self.queues = [each.queues for each in laid_out]
         """Group -> replica -> its micro-batches in order; only replicas that have any."""
-        # With several chunks per group the same pair of groups meets again and again.
-        found: dict[tuple[int, int], Boundary] = {}
-        self.after_chunk: list[Boundary] = []
+        self.after_chunk = [
+            _LAYOUTS.boundary(laid_out[source], laid_out[target], is_local=source == target)
+            for source, target in pairwise(self.groups)
+        ]
         """Chunk -> the boundary to the next chunk."""
-        for source, target in zip(self.groups, self.groups[1:], strict=False):
-            if (source, target) not in found:
-                found[source, target] = boundary = Boundary(is_local=source == target)
-                for piece in pieces(laid_out[source], laid_out[target]):
-                    boundary.by_source.setdefault(piece.source.key, []).append(piece)
-                    boundary.by_target.setdefault(piece.target.key, []).append(piece)
-            self.after_chunk.append(found[source, target])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Layout:
+    micro_batches: tuple[MicroBatch, ...]
+    queues: dict[int, tuple[MicroBatch, ...]]
+
+
+class _Layouts:
+    """Layouts and boundaries that were made before: the plans of a search share most of them.
+
+    They hold up to so many micro-batches and pieces; then all are forgotten.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+        self._layouts: dict[object, _Layout] = {}
+        self._boundaries: dict[tuple[_Layout, _Layout, bool], Boundary] = {}
+
+    def of(self, group: Group, lanes: Lanes | None) -> _Layout:
+        """The group's layout."""
+        work = [(r.micro_batch_size, r.num_microbatches, r.region) for r in group.replicas]
+        key = tuple(work), lanes
+        found = self._layouts.get(key)
+        if found is None:
+            laid_out = micro_batches(group, lanes)
+            self._hold(len(laid_out))
+            found = _Layout(micro_batches=laid_out, queues=_by_replica(laid_out))
+            self._layouts[key] = found
+        return found
+
+    def boundary(self, source: _Layout, target: _Layout, *, is_local: bool) -> Boundary:
+        """Between two groups that are laid out like this."""
+        key = source, target, is_local
+        found = self._boundaries.get(key)
+        if found is None:
+            found = Boundary(is_local=is_local)
+            between = pieces(source.micro_batches, target.micro_batches)
+            self._hold(len(between))
+            for piece in between:
+                found.by_source.setdefault(piece.source.key, []).append(piece)
+                found.by_target.setdefault(piece.target.key, []).append(piece)
+            self._boundaries[key] = found
+        return found
+
+    def _hold(self, more: int) -> None:
+        self._held += more
+        if self._held > self._most:
+            self._held = more
+            self._layouts.clear()
+            self._boundaries.clear()
+
+
+_LAYOUTS = _Layouts(most=200_000)
 
 
 def _by_replica(layout: tuple[MicroBatch, ...]) -> dict[int, tuple[MicroBatch, ...]]:

@@ -437,4 +437,4 @@ class Copies:
         assert action.peer is not None and action.samples is not None
         start = self._sample(action.samples[0], copy)
         stop = start + action.samples[1] - action.samples[0]
-        return dataclasses.replace(action, peer=names[action.peer], samples=(start, stop))
+        return action._replace(peer=names[action.peer], samples=(start, stop))

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate
 from operator import itemgetter
 
 from zorse_megatron.schedule.actions import RECEIVES, SENDS, Action, Kind
@@ -464,12 +463,6 @@ def memory_over_time(timeline: Timeline, rank: int) -> tuple[MemoryStep, ...]:
         else:
             steps.append(step)
     return tuple(steps)
-
-
-def peak_bytes(timeline: Timeline, rank: int) -> int:
-    """The rank's peak of all categories together: `PeakMemory.total_bytes`, sooner."""
-    start, changes = changes_of(timeline, rank)
-    return max(accumulate((num_bytes for _, _, num_bytes, _ in changes), initial=sum(start)))
 
 
 def peak_memory(timeline: Timeline, rank: int) -> PeakMemory:

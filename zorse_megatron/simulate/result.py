@@ -12,7 +12,6 @@ from zorse_megatron.simulate.memory_ledger import (
     MemoryStep,
     PeakMemory,
     memory_over_time,
-    peak_bytes,
     peak_memory,
 )
 from zorse_megatron.simulate.tasks import NOTHING, Program, Role, Timeline, Track
@@ -307,7 +306,7 @@ class SimulationResult:
     @cached_property
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """Peak of each global rank, as in `Predictions.peak_memory_bytes`."""
-        return self._of_each(peak_bytes)
+        return tuple(peak.total_bytes for peak in self.memory)
 
     @property
     def most_busy_s(self) -> float:

@@ -11,12 +11,13 @@ from zorse_megatron.cli.answer import Answer, answer_as_json, answer_of
 from zorse_megatron.cli.console import (
     Errors,
     Output,
+    Tell,
     print_plain,
     progress_shown,
     refusal,
     reported_errors,
 )
-from zorse_megatron.cli.gpu_selection import CostsOf, Found, find
+from zorse_megatron.cli.gpu_selection import CostsOf, Found, FoundSoFar, find
 from zorse_megatron.cli.next_command import NextCommand, next_command
 from zorse_megatron.cli.observed_run import ObservedRun, observed_run
 from zorse_megatron.cli.options import ClusterFile, PlannedWorkload, answers
@@ -75,14 +76,7 @@ def plan(
         progress_shown("searching", wanted=not as_json) as tell,
         _says_what_fits(task.costs, task.strategy),
     ):
-        found = find(
-            task.costs,
-            task.costs_of,
-            task.strategy,
-            tell,
-            may_leave_out=search.may_leave_out,
-            with_stock=task.run is None,  # stock Megatron does not go on with a run
-        )
+        found = _found(task, search, tell)
     answer, lost = _answered(task, found, outputs, given, cluster)
     is_gone = lost is not None and answer.written.plan is None
     plan_text = [dump_plan(answer.outcome.plan).rstrip()] if is_gone else []  # it took a search
@@ -93,6 +87,21 @@ def plan(
             write_text(outputs.page, page_of(answer, shows_progress=not as_json))
             if not as_json:
                 print_plain(f"written: {outputs.page}")
+
+
+def _found(task: "_Task", search: SearchOptions, tell: Tell) -> Found:
+    """Search; an interrupt ends that, and what was found by then is the answer."""
+    try:
+        return find(
+            task.costs,
+            task.costs_of,
+            task.strategy,
+            tell,
+            may_leave_out=search.may_leave_out,
+            with_stock=task.run is None,  # stock Megatron does not go on with a run
+        )
+    except FoundSoFar as cut:
+        return cut.found
 
 
 @dataclass(frozen=True, kw_only=True)

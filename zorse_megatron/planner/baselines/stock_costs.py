@@ -82,7 +82,7 @@ class _Line:
         return found
 
 
-Known = dict[tuple[object, ...], StageEstimate | _Line]
+_Known = dict[tuple[object, ...], StageEstimate | _Line]
 """Stages that were estimated, also by others."""
 
 
@@ -96,13 +96,10 @@ def grid_estimates(inputs: Inputs) -> list[GridEstimate]:
 
 
 class GridCosts:
-    """Costs layouts of one tensor-parallel degree, among its TP groups.
+    """Costs layouts of one tensor-parallel degree, among its TP groups."""
 
-    `known`: shared by placements of one search, whose stages are often alike.
-    """
-
-    def __init__(self, inputs: Inputs, tensor: int, known: Known | None = None) -> None:
-        self.known: Known = {} if known is None else known
+    def __init__(self, inputs: Inputs, tensor: int) -> None:
+        self.known: _Known = inputs.shared("stock's stages", dict)
         spec = inputs.spec
         keys: list[tuple[object, ...]] = []
         for first in range(0, inputs.world_size, tensor):
@@ -120,6 +117,8 @@ class GridCosts:
         self._exchanges: dict[tuple[int, int], float] = {}
         self._transfers: dict[tuple[int, int, int], float] = {}
         self._stage_keys: dict[tuple[int, int], frozenset[tuple[object, ...]]] = {}
+        self._last: tuple[Grid | None, list[Grid | None]] = None, []
+        """The layout whose layers were shared out last."""
 
     def estimate(self, grid: Grid) -> GridEstimate:
         """Slowest stage, time to fill and to update; memory of the fullest rank."""
@@ -184,6 +183,11 @@ class GridCosts:
 
     def _in_rooms(self, grid: Grid) -> list[Grid | None]:
         """One layout where there is room, else one for each of the rooms."""
+        if self._last[0] is not grid:
+            self._last = grid, self._find_in_rooms(grid)
+        return self._last[1]
+
+    def _find_in_rooms(self, grid: Grid) -> list[Grid | None]:
         lines = [self._line(grid, at) for at in range(grid.stages)]
         most = [[line.most(room) for line in lines] for room in _ROOMS]
         free = self._shared_out(grid, lines, [self.inputs.num_layers] * grid.stages)

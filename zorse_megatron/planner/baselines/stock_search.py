@@ -18,7 +18,6 @@ from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.planner.baselines.stock_costs import (
     GridCosts,
     GridEstimate,
-    Known,
     grid_estimates,
     in_virtual_stages,
 )
@@ -104,8 +103,7 @@ def framework_of(grid: Grid) -> Framework:
 class View:
     """The inputs of one placement, and its costs by tensor-parallel degree."""
 
-    def __init__(self, base: Inputs, placement: Placement, known: Known) -> None:
-        self.known = known
+    def __init__(self, base: Inputs, placement: Placement) -> None:
         self.placement = placement
         self.inputs = placement.inputs(base)
         self._costs: dict[int, GridCosts] = {}
@@ -113,7 +111,7 @@ class View:
     def costs(self, tensor: int) -> GridCosts:
         """In closed form."""
         if tensor not in self._costs:
-            self._costs[tensor] = GridCosts(self.inputs, tensor, self.known)
+            self._costs[tensor] = GridCosts(self.inputs, tensor)
         return self._costs[tensor]
 
 
@@ -126,7 +124,6 @@ class StockSearch:
         self.most = int(share * most)
         self.num_simulated = 0
         self.num_computations = 0
-        self._known: Known = {}
         self._views: dict[Placement, View] = {}
         self._short: dict[Site, Simulated] = {}
         self._whole: dict[Site, Simulated] = {}
@@ -157,7 +154,7 @@ class StockSearch:
     def view(self, placement: Placement) -> View:
         """Each placement's once."""
         if placement not in self._views:
-            self._views[placement] = View(self.base, placement, self._known)
+            self._views[placement] = View(self.base, placement)
         return self._views[placement]
 
     # Seeds.

@@ -194,11 +194,13 @@ class Stage:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for stages that cost the same."""
+        position = self.position
         return (
             self.device_group.look,
             self.num_layers,
             self.sizes,
-            self.position,
+            (position.is_first, position.is_last, position.schedule),
+            (position.in_flight_limit, self.num_chunks),
             self.reserve_bytes,
         )
 

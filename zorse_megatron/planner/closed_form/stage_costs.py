@@ -6,7 +6,7 @@ parameters, optimizer state and the inputs of layers wait in the host (see `host
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.costs.stage_formulas import micro_batches_per_replica, pass_s, samples_per_s
@@ -65,6 +65,16 @@ class StageCost:
     """What is left in the device group when all is placed; at least 0."""
 
 
+@dataclass(kw_only=True)
+class _Known:
+    """What stages cost, by what that depends on but for what all of a search have in common."""
+
+    costs: dict[tuple[object, ...], StageCost | None] = field(default_factory=dict)
+    counts: dict[tuple[object, ...], tuple[float, ...]] = field(default_factory=dict)
+    passes: dict[tuple[object, ...], tuple[StagePasses, ...]] = field(default_factory=dict)
+    busy: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
+
+
 class StageCostModel:
     """Costs stages, each once."""
 
@@ -72,12 +82,14 @@ class StageCostModel:
         self.inputs = inputs
         self.memory = StageMemory(inputs)
         self.host = StageHostMemory(self.memory)
-        self._costs: dict[tuple[object, ...], StageCost | None] = {}
         self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
-        self._counts: dict[tuple[object, ...], tuple[float, ...]] = {}
+        known = inputs.shared("stages", _Known)
+        self._costs, self._counts = known.costs, known.counts
+        self._passes, self._busy_of = known.passes, known.busy
         self.to_try = SettingsToTry(self)
         self._by_class = SettingsByClass(self)
         self._layer_times: dict[tuple[str, int], tuple[float, float]] = {}
+        self._updates: dict[tuple[str, int], float] = {}
         self._again: dict[tuple[str, int, RecomputeMode], float] = {}
         self._at_ends: dict[tuple[str, int, bool, bool], tuple[PassTimes, PassTimes]] = {}
 
@@ -176,10 +188,16 @@ class StageCostModel:
         """The optimizer step with even shards, what waits in the host included."""
         owned = self._owned(stage)
         compute_s = max(
-            self.inputs.compute.step_s(gpu_class.kind, owned)
-            for gpu_class in stage.device_group.gpu_classes
+            self._update_s(gpu_class.kind, owned) for gpu_class in stage.device_group.gpu_classes
         )
         return max(compute_s, self._copies_s(stage, settings))
+
+    def _update_s(self, kind: str, owned: int) -> float:
+        """The optimizer step of so many parameters."""
+        found = self._updates.get((kind, owned))
+        if found is None:
+            found = self._updates[kind, owned] = self.inputs.compute.step_s(kind, owned)
+        return found
 
     def _owned(self, stage: Stage) -> int:
         """Parameters of a GPU's shard, if shards are even."""
@@ -188,6 +206,8 @@ class StageCostModel:
 
     def _copies_s(self, stage: Stage, settings: ClassSettings) -> float:
         """What a step brings from the host, and takes back meanwhile, on the slowest host link."""
+        if not any(own.offloads_anything for own in settings):
+            return 0.0
         memory, owned, found = self.inputs.memory, self._owned(stage), 0.0
         for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True):
             copied = memory.state_bytes(owned) if own.offload_state else 0
@@ -198,6 +218,8 @@ class StageCostModel:
 
     def _fetches_s(self, stage: Stage, settings: ClassSettings) -> float:
         """See `StageCost.fetches_s`; of the slowest host link, whose directions share nothing."""
+        if not any(own.offloads_anything for own in settings):
+            return 0.0
         memory, owned, found = self.inputs.memory, self._owned(stage), 0.0
         for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True):
             comes = 2 * memory.parameter_bytes(owned) if own.offload_parameters else 0
@@ -207,6 +229,21 @@ class StageCostModel:
 
     def passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
         """One micro-batch of each GPU class through all of the stage's layers, ends included."""
+        position = stage.position
+        key = (
+            stage.device_group.look,
+            stage.num_layers,
+            stage.sizes,
+            position.is_first,
+            position.is_last,
+            tuple((own.mode, own.recomputed) for own in settings),
+        )
+        found = self._passes.get(key)
+        if found is None:
+            found = self._passes[key] = self._find_passes(stage, settings)
+        return found
+
+    def _find_passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
         position, layers, result = stage.position, stage.num_layers, []
         for gpu_class, size, own in zip(
             stage.device_group.gpu_classes, stage.sizes, settings, strict=True
@@ -276,7 +313,11 @@ class StageCostModel:
     def with_settings(self, stage: Stage, settings: ClassSettings, free: float) -> StageCost:
         """Times of a stage with these settings."""
         passes = self.passes(stage, settings)
-        busy_s, mean_s = self._busy(stage.device_group, passes)
+        key = stage.device_group.look, passes
+        found = self._busy_of.get(key)
+        if found is None:
+            found = self._busy_of[key] = self._busy(stage.device_group, passes)
+        busy_s, mean_s = found
         return StageCost(
             num_layers=stage.num_layers,
             settings=settings,

@@ -53,6 +53,9 @@ class StageMemory:
         self._kept: dict[tuple[str, RecomputeMode], int] = {}
         self._parameters: dict[tuple[int, bool, bool], int] = {}
         self._unsharded: dict[tuple[int, int, str, bool, bool], int] = {}
+        self._stage: Stage | None = None
+        self._gpus: dict[tuple[int, float, str], GpuMemory] = {}
+        """Of that stage."""
         self.head = costs.head_bytes(1)
         self.layer_parameters = costs.layer_parameters()
 
@@ -120,62 +123,23 @@ class StageMemory:
 
         During the passes, or during the step if state in the host passes through then.
         """
-        capacity_bytes, kind = gpu_class.capacity_bytes, gpu_class.kind
-        in_passes = capacity_bytes - self.local_bytes(stage, settings, size, count, kind)
-        widened = self._widened_bytes(stage, settings)
-        if not (settings.offload_state or widened):
-            return in_passes
-        resident = 0 if stage.position.schedule == "breadth_first" else self._unsharded_bytes(stage)
-        parameters = self.parameters(stage.num_layers, stage.position)
-        resident += widened + stage.reserve_bytes
-        if settings.offload_state:
-            resident += self.costs.state_bytes(passing_at_most(parameters))
-        if settings.offload_parameters:  # of the two chunks whose pieces pass through
-            passing = -(-2 * parameters // (stage.num_chunks * len(stage.device_group.ranks)))
-            resident += self.costs.parameter_bytes(passing)
-        if settings.offload_gradients:
-            passing = -(-2 * parameters // (stage.num_chunks * len(stage.device_group.ranks)))
-            resident += self.costs.gradient_bytes(passing)
-        return min(in_passes, capacity_bytes - resident)
-
-    def _widened_bytes(self, stage: Stage, settings: MemorySettings) -> int:
-        """fp32 copies of gradients in a step, if shards are even; see `simulate.residency`."""
-        parameters = self.parameters(stage.num_layers, stage.position)
-        owned = -(-parameters // len(stage.device_group.ranks))
-        if settings.offload_state:
-            return widened_bytes(self.costs, largest_piece(owned))
-        in_parts = settings.offload_parameters or settings.offload_gradients
-        return widened_bytes(self.costs, -(-owned // (stage.num_chunks if in_parts else 1)))
+        return self._on(stage, size, count, gpu_class.kind).free_bytes(
+            settings, gpu_class.capacity_bytes
+        )
 
     def local_bytes(
         self, stage: Stage, settings: MemorySettings, size: int, count: float, kind: str
     ) -> float:
         """What a replica has beside its share, if it runs `count` micro-batches of a size."""
-        position, chunks = stage.position, stage.num_chunks
-        each = self.saved(kind), self.saved(kind, settings.mode)
-        layers = self.layers_in_flight(stage, count)
-        if settings.offload_activations:
-            # One on its way out, one on its way in, one in use, each of one chunk.
-            layers = min(layers, 3 * stage.num_layers / chunks)
-        saved = saved_bytes(stage.num_layers, settings.recomputed, *each)
-        alone = position.is_first and position.is_last and chunks == 1
-        buffers = 0 if alone else BUFFERS * self.boundary_on(kind)
-        in_chunk, head = stage.num_layers // chunks, 0.0
-        again = working_bytes(in_chunk, min(in_chunk, -(-settings.recomputed // chunks)), *each)
-        if position.is_last:
-            again = max(0, again - self.head)  # after the head's backward, when its part is freed
-            in_flight = layers * chunks / stage.num_layers
-            head = self.head * (
-                1.0 if position.schedule == "breadth_first" else min(in_flight, 2.0)
-            )
-        working = again + buffers + head if count else 0.0
-        found: float = replica_bytes(
-            self._unsharded_bytes(stage),
-            size,
-            layers * saved / stage.num_layers,
-            working,
-            stage.reserve_bytes,
-        )
+        return self._on(stage, size, count, kind).local_bytes(settings)
+
+    def _on(self, stage: Stage, size: int, count: float, kind: str) -> "GpuMemory":
+        if stage is not self._stage:  # all settings of a stage are tried in a row
+            self._stage = stage
+            self._gpus = {}
+        found = self._gpus.get((size, count, kind))
+        if found is None:
+            found = self._gpus[size, count, kind] = GpuMemory(self, stage, size, count, kind)
         return found
 
     def layers_in_flight(self, stage: Stage, count: float) -> float:
@@ -188,7 +152,7 @@ class StageMemory:
             return every - max(0, turned) if position.is_last else every
         return self.limit(position, count) * stage.num_layers / stage.num_chunks
 
-    def _unsharded_bytes(self, stage: Stage) -> int:
+    def unsharded_bytes(self, stage: Stage) -> int:
         """Unsharded parameters and gradients on each GPU."""
         position = stage.position
         key = (
@@ -242,6 +206,93 @@ class StageMemory:
             free += len(gpu_class.ranks) * one
         # All classes keep parameters and optimizer state in the same place.
         return least if least < 0 else free - self.shared_bytes(stage, settings[0])
+
+
+class GpuMemory:
+    """A GPU of a stage with its micro-batches: what it holds, whatever settings are tried."""
+
+    def __init__(
+        self, memory: StageMemory, stage: Stage, size: int, count: float, kind: str
+    ) -> None:
+        self.memory, self.stage, self.size, self.kind = memory, stage, size, kind
+        position, chunks = stage.position, stage.num_chunks
+        self.runs_any = bool(count)
+        self.layers = memory.layers_in_flight(stage, count)
+        self.unsharded = memory.unsharded_bytes(stage)
+        self.whole = memory.saved(kind)
+        alone = position.is_first and position.is_last and chunks == 1
+        self.buffers = 0 if alone else BUFFERS * memory.boundary_on(kind)
+        self.parameters = memory.parameters(stage.num_layers, position)
+        self._local: dict[tuple[RecomputeMode, int, bool], float] = {}
+        self._widened: dict[tuple[bool, bool], int] = {}
+
+    def free_bytes(self, settings: MemorySettings, capacity_bytes: int) -> float:
+        """See `StageMemory.gpu_free_bytes`."""
+        in_passes = capacity_bytes - self.local_bytes(settings)
+        widened = self._widened_bytes(settings)
+        if not (settings.offload_state or widened):
+            return in_passes
+        stage, costs = self.stage, self.memory.costs
+        resident = 0 if stage.position.schedule == "breadth_first" else self.unsharded
+        resident += widened + stage.reserve_bytes
+        if settings.offload_state:
+            resident += costs.state_bytes(passing_at_most(self.parameters))
+        # Of the two chunks whose pieces pass through.
+        passing = -(-2 * self.parameters // (stage.num_chunks * len(stage.device_group.ranks)))
+        if settings.offload_parameters:
+            resident += costs.parameter_bytes(passing)
+        if settings.offload_gradients:
+            resident += costs.gradient_bytes(passing)
+        return min(in_passes, capacity_bytes - resident)
+
+    def _widened_bytes(self, settings: MemorySettings) -> int:
+        """fp32 copies of gradients in a step, if shards are even; see `simulate.residency`."""
+        in_parts = settings.offload_parameters or settings.offload_gradients
+        key = settings.offload_state, in_parts
+        found = self._widened.get(key)
+        if found is None:
+            owned = -(-self.parameters // len(self.stage.device_group.ranks))
+            if settings.offload_state:
+                owned = largest_piece(owned)
+            elif in_parts:
+                owned = -(-owned // self.stage.num_chunks)
+            found = self._widened[key] = widened_bytes(self.memory.costs, owned)
+        return found
+
+    def local_bytes(self, settings: MemorySettings) -> float:
+        """See `StageMemory.local_bytes`."""
+        key = settings.mode, settings.recomputed, settings.offload_activations
+        found = self._local.get(key)
+        if found is None:
+            found = self._local[key] = self._local_bytes(*key)
+        return found
+
+    def _local_bytes(self, mode: RecomputeMode, recomputed: int, away: bool) -> float:
+        """`away`: whether activations wait in the host."""
+        memory, stage = self.memory, self.stage
+        position, chunks = stage.position, stage.num_chunks
+        each, layers = (self.whole, memory.saved(self.kind, mode)), self.layers
+        if away:
+            # One on its way out, one on its way in, one in use, each of one chunk.
+            layers = min(layers, 3 * stage.num_layers / chunks)
+        saved = saved_bytes(stage.num_layers, recomputed, *each)
+        in_chunk, head = stage.num_layers // chunks, 0.0
+        again = working_bytes(in_chunk, min(in_chunk, -(-recomputed // chunks)), *each)
+        if position.is_last:
+            again = max(0, again - memory.head)  # after the head's backward frees its part
+            in_flight = layers * chunks / stage.num_layers
+            head = memory.head * (
+                1.0 if position.schedule == "breadth_first" else min(in_flight, 2.0)
+            )
+        working = again + self.buffers + head if self.runs_any else 0.0
+        found: float = replica_bytes(
+            self.unsharded,
+            self.size,
+            layers * saved / stage.num_layers,
+            working,
+            stage.reserve_bytes,
+        )
+        return found
 
 
 # What of a stage may wait in host memory, cheapest first, and whether the hosts hold it.

@@ -1,8 +1,9 @@
 """What a search starts from: cluster, model, profile, joined and checked; and on other GPUs."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.interface import (
@@ -131,6 +132,16 @@ DEFAULT_MARGIN = 0.05
 _EMPTY = Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),))
 
 
+Found = TypeVar("Found")
+
+
+class Kept(dict[tuple[object, ...], tuple["Inputs", Any]]):
+    """What searches have found out; it is quicker found again than sent to another process."""
+
+    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
+        return Kept, ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Everything that the search and its estimates ask for.
@@ -186,6 +197,24 @@ class Inputs:
     """Members some of which are TP groups; None: all are GPUs."""
     gpus: Mapping[str, GpuKind] | None = None
     """Kind -> its figures; None: processes take no memory beside their tensors."""
+    kept: Kept = field(default_factory=Kept, compare=False, repr=False)
+    """See `shared`."""
+
+    def shared(self, what: str, make: Callable[[], Found]) -> Found:
+        """What all inputs have in common that differ from these in GPUs alone.
+
+        Made where there is none, and of inputs with TP groups always: their costs are their own.
+        """
+        if self.tp_members is not None:
+            return make()
+        key = (
+            *(what, id(self.compute), id(self.memory), self.space),
+            *(self.global_batch_size, self.num_layers, self.tied_embeddings),
+        )
+        if key not in self.kept:  # with the inputs, so that identities stay what they are
+            self.kept[key] = self, make()
+        found: Found = self.kept[key][1]
+        return found
 
     @property
     def world_size(self) -> int:

@@ -12,10 +12,11 @@ Equal inputs find equal plans: computations are limited, not seconds.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
-from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations
+from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations, plan_key
 from zorse_megatron.planner.orders import (
     Base,
     GroupOrder,
@@ -38,7 +39,7 @@ from zorse_megatron.planner.search.plan_moves import Near, PlanMoves
 
 _FINALISTS = 4
 """Plans of the search that are ordered, of unlike groups."""
-_CLIMBED = 2
+_CLIMBED = 4
 """Of these so many are climbed from."""
 _MOST_BEHIND = 1.2
 """A plan that is slower by more than that is not tried: it hardly ever gains so much."""
@@ -48,9 +49,9 @@ _LEAST_GAIN = 0.9995
 """What a step must bring, in parts of the iteration."""
 _ORDERED = 120
 """Near plans that are ordered, those first whose busiest replica computes least."""
-_SIMULATED = 4
+_SIMULATED = 3
 """Of these so many are simulated, those first whose iteration is foretold to be shortest."""
-_REGROUPED = 12
+_REGROUPED = 6
 """The same of plans that differ in more than order and placement, whose memory is foretold less."""
 _TOLERANCE = 1.01
 """They are simulated even if they are foretold to be slower by that."""
@@ -58,6 +59,10 @@ _PER_SIMULATED = 5
 """What simulating a forward or backward costs, in those that are ordered."""
 _FACTORS = (3.0, 2.0, 1.5, 1.0)
 """Of equally fast orders the one with more in flight: it bears more changes of placement."""
+_MANY = 150
+"""Plans that the budget lets order: with fewer the climb is a short one."""
+_OF_MANY_ORDERED = 10
+"""In which part of these near plans are ordered at a time, in a short climb."""
 _DELAYED = (0.15, 0.3, 0.6)
 _PARTS = (0.4, 0.6, 0.8)
 """Of what is in flight, whether it takes no less: first all of them are tried, then the last."""
@@ -78,15 +83,16 @@ def climbed_from(
     climb = Climb(evaluator, most, on_progress)
     starts: dict[object, Ordered] = {}
     best_s = found[0].iteration_s
+    climb.is_short = most < _MANY * computations(found[0].plan)
     for one in climb.unlike(found, _MOST_BEHIND * best_s):
-        for plan in climb.placed(one.plan) if climb.left > 0 else ():
+        for plan in climb.placed(one.plan):
             for start in climb.started(plan, _HOPEFUL * best_s):
                 key = climb.kinds(start.plan), rows_of(start.plan)
                 if key not in starts or start.iteration_s < starts[key].iteration_s:
                     starts[key] = start
                 best_s = min(best_s, start.iteration_s)
-    first = sorted(starts.values(), key=lambda each: each.iteration_s)[:_CLIMBED]
-    ends = [climb.climbed(start) for start in first]
+    first = sorted(starts.values(), key=lambda each: each.iteration_s)
+    ends = [climb.climbed(start) for start in first[: 1 if climb.is_short else _CLIMBED]]
     best = min(ends, key=lambda each: each.iteration_s, default=None)
     if best is None or best.iteration_s >= found[0].iteration_s:
         return found[0]
@@ -109,7 +115,13 @@ class Climb:
         """Of ranks: those of the search may be tensor-parallel groups."""
         self.forecast = Forecast(self.inputs)
         self.moves = PlanMoves(evaluator)
+        self.rooms: dict[object, Rooms] = {}
+        """Of plans that were simulated."""
+        self.tried: set[object] = set()
+        """Plans that were simulated."""
         self.most = self.left = most
+        self.is_short = False
+        """Whether plans are so large that few can be ordered: then one or two of everything."""
 
     # Where it starts: the fastest plans of unlike groups, each in the best of a few orders.
 
@@ -120,7 +132,7 @@ class Climb:
             is_pipeline = one.plan.schedule.name != "breadth_first" and len(one.plan.groups) > 1
             if is_pipeline and one.iteration_s <= limit_s and not one.is_extrapolated:
                 by_kinds.setdefault(self.kinds(one.plan), one)
-        return list(by_kinds.values())[:_FINALISTS]
+        return list(by_kinds.values())[: 2 if self.is_short else _FINALISTS]
 
     def kinds(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
         """Which GPUs each group has, but for exchanges of equal ones."""
@@ -129,7 +141,7 @@ class Climb:
 
     def placed(self, plan: Plan) -> list[Plan]:
         """As it is, and as a V, in which samples come back through all groups but the last."""
-        if "interleaved" not in self.space.schedules:
+        if "interleaved" not in self.space.schedules or self.is_short:
             return [plan]
         v_like = v_shaped(rows_of(plan))
         return [plan, with_placement(plan, v_like)] if v_like != rows_of(plan) else [plan]
@@ -140,7 +152,9 @@ class Climb:
         In other orders only where the first one takes less than `limit_s`.
         """
         for splits in (False, True) if self.space.split_backward else (False,):
-            first = self._in_order(plan, uniform(plan, splits, 2.0, 0.3), {})
+            first = None
+            if self._may_simulate(plan):
+                first = self._in_order(plan, uniform(plan, splits, 2.0, 0.3), {})
             if first is None or first.iteration_s > limit_s:
                 continue
             bases: list[tuple[Base, float]] = [("Little's law", factor) for factor in _FACTORS]
@@ -174,7 +188,11 @@ class Climb:
             plan = best.plan
             for number in range(len(plan.groups)):
                 tries = (in_flight_times(plan, number, part) for part in _PARTS[least:])
-                as_fast = (each for each in tries if self.forecast.iteration_s(each) <= foretold_s)
+                as_fast = (
+                    each
+                    for each in tries
+                    if self.forecast.iteration_s(each, foretold_s) <= foretold_s
+                )
                 plan = next(as_fast, plan)
             found = None if plan == best.plan else self.evaluator.evaluate_plan(plan)
             if found is not None and found.fits and found.iteration_s <= best.iteration_s:
@@ -203,32 +221,45 @@ class Climb:
         self, here: Ordered, plans: Iterable[Near], limit_s: float, most: int
     ) -> Iterator[Ordered]:
         """Of these plans the fastest as foretold, simulated, where they fit."""
-        rated = []
+        if self.is_short:
+            few = self.most // (_OF_MANY_ORDERED * computations(here.plan))
+            plans, most = islice(plans, max(6, few)), 1 + (most == _REGROUPED)
+        rated, seen = [], {plan_key(here.plan), *self.tried}
         for at, one in enumerate(plans):
             rooms = {ranks: room for ranks, room in here.rooms.items() if ranks not in one.changed}
             limited = within(self.inputs, one.plan, one.orders, rooms)
-            if limited is None or limited.groups == here.plan.groups:
+            if limited is None or (key := plan_key(limited)) in seen:
                 continue
             if self.left <= 0:
                 break
+            seen.add(key)
             self.left -= computations(limited)
-            done = min(self.most, self.most - self.left)
-            self.tell(SearchProgress(phase="climbing", done=done, total=self.most))
-            seconds = self.forecast.iteration_s(limited)
+            self._tell()
+            seconds = self.forecast.iteration_s(limited, limit_s)
             if seconds < limit_s:
-                rated.append((seconds, len(one.plan.chunks), at, one, rooms))
-        for *_, one, rooms in sorted(rated, key=lambda each: each[:3])[:most]:
-            if self.left <= 0:
+                rated.append((seconds, len(one.plan.chunks), at, key, one, rooms))
+        for *_, key, one, rooms in sorted(rated, key=lambda each: each[:3])[:most]:
+            if not self._may_simulate(one.plan):
                 return
+            self.tried.add(key)
             found = self._in_order(one.plan, one.orders, rooms)
             if found is not None:
                 yield found
 
     def _in_order(self, plan: Plan, orders: tuple[GroupOrder, ...], rooms: Rooms) -> Ordered | None:
         before = self.evaluator.num_computations
-        found = in_order(self.evaluator, plan, orders, rooms)
+        found = in_order(self.evaluator, plan, orders, rooms, self.rooms)
         self.left -= _PER_SIMULATED * (self.evaluator.num_computations - before)
+        self._tell(found)
         return found
+
+    def _tell(self, found: Ordered | None = None) -> None:
+        best, done = found and found.evaluation, min(self.most, self.most - self.left)
+        self.tell(SearchProgress(phase="climbing", done=done, total=self.most, best=best))
+
+    def _may_simulate(self, plan: Plan) -> bool:
+        """Whether one simulation of it is within the budget."""
+        return _PER_SIMULATED * computations(plan) <= self.left
 
     def _orders(self, best: Ordered) -> Iterator[Near]:
         """One group with more or less in flight, with more or fewer weight gradients that wait."""

@@ -141,7 +141,7 @@ class Effort:
     """Finalists estimated at over this multiple of the best simulated time are not simulated."""
     tolerance: float = 1.1
     """Neighbours whose estimate is over this multiple are not simulated."""
-    climb: int = 400_000
+    climb: int = 500_000
     """Forwards and backwards that may be ordered to make the fastest plans faster still."""
 
     @property
@@ -191,26 +191,33 @@ _EXHAUSTIVE = Effort(
     tolerance=1.35,
     climb=50_000,
 )
+_UP_TO_256 = Effort(
+    listed=250,
+    costed=24,
+    widened=8,
+    finalists=24,
+    computations=70_000,
+    finalists_part=0.4,
+    refits=0,
+    polished=4,
+    climb=200_000,
+)
 _UP_TO = (  # GPUs
     (
         16,
-        Effort(listed=250, costed=60, widened=16, finalists=40, computations=60_000, hopeless=1.15),
-    ),
-    (32, Effort(listed=250, costed=40, widened=14, finalists=30, computations=150_000)),
-    (
-        256,
         Effort(
             listed=250,
-            costed=24,
+            costed=60,
             widened=8,
-            finalists=24,
-            computations=70_000,
-            finalists_part=0.4,
-            refits=0,
-            polished=4,
-            climb=200_000,
+            finalists=40,
+            computations=60_000,
+            levels=(1, 2, 4),
+            hopeless=1.15,
         ),
     ),
+    (32, Effort(listed=250, costed=40, widened=14, finalists=30, computations=150_000)),
+    (64, replace(_UP_TO_256, climb=600_000)),
+    (256, _UP_TO_256),
     (
         2048,
         Effort(

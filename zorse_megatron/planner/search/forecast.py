@@ -1,5 +1,7 @@
 """What an iteration takes, without a simulation: the pipeline, and each group's collectives."""
 
+import math
+
 from zorse_megatron.plan.memory_settings import settings_in
 from zorse_megatron.plan.plan import Group, Plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -13,13 +15,15 @@ class Forecast:
         self.inputs = inputs
         self._of_layers: dict[object, tuple[float, float, float]] = {}
 
-    def iteration_s(self, plan: Plan) -> float:
-        """From when gradients are reduced to when they are again.
+    def iteration_s(self, plan: Plan, limit_s: float = math.inf) -> float:
+        """From when gradients are reduced to when they are again; infinite if beyond the limit.
 
         The update comes first: a group's first forward waits for it. Collectives of a group's other
         chunks are hidden behind its passes, or taken to be.
         """
-        spans_s = pipeline_spans_s(plan)
+        spans_s = pipeline_spans_s(plan, limit_s)
+        if spans_s is None:
+            return math.inf
         late_s = reduced_s = 0.0
         for number, group in enumerate(plan.groups):
             first = plan.chunks[plan.chunks_of_group(number)[0]].num_layers

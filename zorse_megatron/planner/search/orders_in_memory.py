@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zorse_megatron.plan.plan import Plan
-from zorse_megatron.planner.evaluate import Evaluation, Evaluator
+from zorse_megatron.planner.evaluate import Evaluation, Evaluator, plan_key
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.orders import (
     Base,
@@ -80,9 +80,16 @@ def uniform(
 
 
 def in_order(
-    evaluator: Evaluator, plan: Plan, orders: tuple[GroupOrder, ...], rooms: Rooms
+    evaluator: Evaluator,
+    plan: Plan,
+    orders: tuple[GroupOrder, ...],
+    rooms: Rooms,
+    known: dict[object, Rooms],
 ) -> Ordered | None:
-    """The plan in this order, with no more in flight than memory allows; None: it does not fit."""
+    """The plan in this order, with no more in flight than memory allows; None: it does not fit.
+
+    `known`: of plans that were simulated before; new ones are added.
+    """
     inputs = evaluator.inputs.members.base
     safe = 1.0
     for _ in range(_MOST_TRIES):
@@ -90,11 +97,14 @@ def in_order(
         found = None if limited is None else evaluator.evaluate_plan(limited)
         if found is None:
             return None
-        result = found.result or evaluator.simulated(found.plan)
-        assert result is not None, "the plan has been simulated before"
-        rooms = _rooms(inputs, found.plan, result)
+        key = plan_key(found.plan)
+        if key not in known:
+            result = found.result or evaluator.simulated(found.plan)
+            assert result is not None, "the plan has been simulated before"
+            known[key] = _rooms(inputs, found.plan, result)
+        rooms = known[key]
         if found.fits:
-            return Ordered(evaluation=found, orders=orders, rooms=rooms)
+            return Ordered(evaluation=replace(found, result=None), orders=orders, rooms=rooms)
         safe *= _SAFE
     return None
 

@@ -89,7 +89,9 @@ class ZorseSearch:
         self.hopeless_s = hopeless_s
         self.computations_before = workers.spent.computations
         self.effort = effort
-        self.report = on_progress
+        self.told = SearchProgress(phase="simulating", done=0, total=0)
+        """What was reported last."""
+        self._report = on_progress
         self.evaluations: dict[object, Evaluation] = {}
         """Each plan once: several estimates may come to the same one."""
         self.fitting: set[object] = set()
@@ -106,6 +108,11 @@ class ZorseSearch:
         """The fastest evaluation with the simulation that a worker has kept."""
         kept = self.workers.all_do(HandOverTask(evaluation.plan))
         return replace(evaluation, result=next((each for each in kept if each is not None), None))
+
+    def report(self, progress: SearchProgress) -> None:
+        """Tell how far the search is."""
+        self.told = replace(progress, best=None)
+        self._report(progress)
 
     @property
     def _best_s(self) -> float:
@@ -168,6 +175,9 @@ class ZorseSearch:
                 self.evaluations.setdefault(
                     (plan.groups, plan.chunks, plan.schedule), fitting.evaluation
                 )
+        if new:
+            fastest = min(new, key=lambda each: each.iteration_s)
+            self.report(replace(self.told, best=fastest))
         return new
 
     # Local search.
