@@ -39,7 +39,7 @@ from zorse_megatron.schedule.communicators import (
     resident_kernels,
 )
 from zorse_megatron.schedule.lower import lower_plan
-from zorse_megatron.schedule.samples import MicroBatch, layouts, pieces
+from zorse_megatron.schedule.samples import Lanes, MicroBatch, micro_batches, pieces
 from zorse_megatron.schedule.shards import RegionShards
 from zorse_megatron.schedule.validate import check_executable
 from zorse_megatron.simulate.memory_ledger import Category
@@ -213,6 +213,12 @@ def placed(groups: list[list[Work]]) -> Plan:
             for group in groups
         )
     )
+
+
+def layouts(plan: Plan) -> list[tuple[MicroBatch, ...]]:
+    """Group -> its micro-batches."""
+    lanes = Lanes.of(plan)
+    return [micro_batches(group, lanes) for group in plan.groups]
 
 
 def crossing(plan: Plan, left: int, right: int) -> int:

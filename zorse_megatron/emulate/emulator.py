@@ -26,6 +26,7 @@ from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.rank_jobs import SERVER, ForkClient, RankJob, RanksEnd
 from zorse_megatron.emulate.tiny_model import HIDDEN_SIZE, TinyTraining, training_flags
 from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.launch.rank_environment import stock_environment
 from zorse_megatron.plan.plan import Plan, Replica, tp_group_of_rank
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.plan.tensor_parallel_rules import tp_groups_of
@@ -118,7 +119,7 @@ class Emulator:
             metrics = job.directory / "metrics.jsonl"
             flags = [*self._flags(system, job), "--zorse-metrics", str(metrics)]
             with _beside(ended_by, job.directory):
-                ended = self._start(job, system.name, flags)
+                ended = self._start(job, system, flags)
             reports = [_report(job, rank) for rank in range(len(system.gpus))]
             out_of_memory = next((r["out_of_memory"] for r in reports if r["out_of_memory"]), None)
             if out_of_memory is None and ended_by is None:
@@ -143,7 +144,7 @@ class Emulator:
         system = System(name="self-test", gpus=tuple(gpus))
         with self._job(system, NO_PERTURBATION) as job:
             entry = "zorse_megatron.emulate.on_ranks.self_test_main"
-            self._start(job, "self-test", [], entry=entry).check()
+            self._start(job, system, [], entry=entry).check()
             reports = [job.report(rank) for rank in range(len(gpus))]
             return self_test_of(self.inputs.comm, gpus, reports)
 
@@ -223,20 +224,21 @@ class Emulator:
     def _start(
         self,
         job: EmulatedJob,
-        name: str,
+        system: System,
         arguments: Sequence[str],
         *,
         entry: str = "zorse_megatron.emulate.on_ranks.rank_main",
     ) -> RanksEnd:
+        stock = stock_environment() if system.plan is None else {}
         return self.server.run(
             RankJob(
-                name=name,
+                name=system.name,
                 entry=entry,
                 arguments=tuple(arguments),
                 world_size=len(job.gpus),
                 directory=job.directory,
                 limit_s=self.timeout_s,
-                environment={VARIABLE: str(job.save())},
+                environment={VARIABLE: str(job.save()), **stock},
                 grace_after_failure_s=_GRACE_AFTER_FAILURE_S,
             )
         )

@@ -331,6 +331,14 @@ def queue_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {} if VARIABLE in environment else {VARIABLE: str(MOST_QUEUES)}
 
 
+def stock_environment() -> dict[str, str]:
+    """What `validate_args` of stock Megatron (0.19) asks for with tensor parallelism.
+
+    It does so for GPUs older than Blackwell.
+    """
+    return {VARIABLE: "1"}
+
+
 # Lets several ranks share a GPU, to try things out where there are fewer GPUs than ranks.
 #
 # NCCL refuses two ranks on one GPU of one host (`src/init.cc`, "Duplicate GPU detected"). With

@@ -12,7 +12,7 @@ from zorse_megatron.flags.model_in_flags import job_dtype
 from zorse_megatron.flags.table import flags, spelling_of
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.inputs.cluster import Cluster, Node
-from zorse_megatron.launch.rank_environment import VARIABLE
+from zorse_megatron.launch.rank_environment import stock_environment
 from zorse_megatron.launch.training_command import TrainingCommand, folder_problems, resuming_flags
 
 _LAYOUT = (
@@ -90,14 +90,13 @@ def stock_training_of(given: Sequence[str], layout: Sequence[str], tensor: int) 
     if problems:
         raise LaunchError("the training command cannot be launched", problems)
     more, save = resuming_flags(given)
-    # Megatron's `validate_args` asks for it (0.19: but on Blackwell).
-    variables = (f"{VARIABLE}=1",) if tensor > 1 else ()
+    needed = stock_environment() if tensor > 1 else {}
     return TrainingCommand(
         words=(*given, *layout, *more),
         resumes=save is not None,
         save=save,
         module=None,
-        variables=variables,
+        variables=tuple(f"{name}={value}" for name, value in needed.items()),
     )
 
 
