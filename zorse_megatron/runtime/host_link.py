@@ -49,6 +49,36 @@ def joined_in_host(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
 
 
+class _FreeBlocks:
+    """Blocks of host memory that were given back and serve the next copies, by their size.
+
+    torch's own cache hands a pinned block out again only once the device has done the copies that
+    used it. The host runs ahead of the device, so that cache would pin more and more. These blocks
+    are reused in the order of the streams: whoever gives one back has let the current stream wait
+    for the copy from it, and every copy waits for the current stream.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._blocks: dict[int, list[torch.Tensor]] = {}
+
+    def put(self, block: torch.Tensor) -> None:
+        self.num_bytes += block.nbytes
+        self._blocks.setdefault(block.nbytes, []).append(block)
+
+    def take(self, num_bytes: int) -> torch.Tensor | None:
+        """A block of exactly this size, if there is one."""
+        blocks = self._blocks.get(num_bytes)
+        if not blocks:
+            return None
+        self.num_bytes -= num_bytes
+        return blocks.pop()
+
+    def forget(self) -> None:
+        self._blocks.clear()
+        self.num_bytes = 0
+
+
 Copy = Any
 """A copy under way, such as the CUDA event after it; only its link knows what to do with it."""
 
@@ -66,6 +96,7 @@ class HostLink:
         """What this rank may take of the host's memory; None: all that there is."""
         self.held: Counter[str] = Counter()
         """Host memory in use, by category."""
+        self._free = _FreeBlocks()
         self.is_cuda = device.type == "cuda"
         self._to_host = torch.cuda.Stream(device) if self.is_cuda else None
         self._from_host = torch.cuda.Stream(device) if self.is_cuda else None
@@ -79,9 +110,15 @@ class HostLink:
         """Host memory in use."""
         return self.held.total()
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Host memory in use, and what is kept for the next copies."""
+        return self.host_bytes + self._free.num_bytes
+
     def new_host_bytes(self, num_bytes: int, category: str) -> torch.Tensor:
         """Host memory that the device can copy to and from without a detour (pinned).
 
+        Copies may still use it: the host itself reads and writes it after a wait for the device.
         Raises HostMemoryFull beyond the limit, or where the machine has no more.
         """
         taken = host_bytes_of(num_bytes, pinned=self.is_cuda)
@@ -93,21 +130,45 @@ class HostLink:
                 found=f"{self.host_bytes + taken:,} bytes of host memory",
                 expected=f"at most {limit:,} bytes, this rank's part of it",
             )
-        try:
-            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
-        except RuntimeError as error:  # so does CUDA report that it cannot pin any more
-            raise HostMemoryFull(
-                category,
-                asked_bytes=taken,
-                found=f"no more host memory beyond {self.host_bytes:,} bytes",
-                expected=f"{taken:,} bytes more",
-            ) from error
+        block = self._free.take(taken)
+        if block is None:
+            if limit is not None and self.allocated_bytes + taken > limit:
+                self._release_free()
+            block = self._allocated(taken, category)
         self.held[category] += taken
-        return host
+        return block[:num_bytes]
 
     def give_back(self, host: torch.Tensor, category: str) -> None:
-        """Count host memory as free again."""
-        self.held[category] -= host_bytes_of(host.nbytes, pinned=self.is_cuda)
+        """Keep host memory for the next copies.
+
+        The current stream has waited for the last copy from it, if there was one; copies to the
+        host run one after the other.
+        """
+        block = torch.empty(0, dtype=torch.uint8).set_(host.untyped_storage())
+        self.held[category] -= block.nbytes
+        self._free.put(block)
+
+    def _allocated(self, num_bytes: int, category: str) -> torch.Tensor:
+        for is_last in (False, True):
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+            except RuntimeError as error:  # so does CUDA report that it cannot pin any more
+                if is_last:
+                    raise HostMemoryFull(
+                        category,
+                        asked_bytes=num_bytes,
+                        found=f"no more host memory beyond {self.host_bytes:,} bytes",
+                        expected=f"{num_bytes:,} bytes more",
+                    ) from error
+                self._release_free()
+        raise AssertionError("returned or raised above")
+
+    def _release_free(self) -> None:
+        """Give the machine back what is not in use: blocks of other sizes are needed."""
+        self._free.forget()
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)  # what copies use stays in torch's cache
+            torch.accelerator.empty_host_cache()
 
     def start_to_host(self, source: torch.Tensor, host: torch.Tensor) -> Copy | None:
         """Copy after all that the current stream has been given; returns what to wait for."""
@@ -221,7 +282,7 @@ class HostBacked:
         assert self.host is None and self.link is not None, "the host has something already"
         self.drop()
         self.host = self.link.new_host_bytes(self.num_bytes, self.category)
-        self.host.copy_(value.view(-1).view(torch.uint8))
+        self.in_host(torch.uint8, 0, self.num_bytes).copy_(value.view(-1).view(torch.uint8))
 
     def start_back(self) -> None:
         """Start to copy back to the device; `wait_until_back` comes before the first use."""
