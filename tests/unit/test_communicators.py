@@ -19,6 +19,7 @@ from zorse_megatron.schedule.communicators import (
     planned_communicators,
     ranks_at_risk,
     resident_kernels,
+    threads_note,
 )
 from zorse_megatron.schedule.lower import lower_plan
 
@@ -88,6 +89,24 @@ def test_only_kernels_that_can_wait_at_once_crowd_a_gpu():
     note = deadlock_note(together, few)
     assert note is not None and "1 of 17 ranks" in note
     assert f"rank 0, where they hold up to {held} multiprocessors of 24" in note
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_threads_of_connections_that_wait_at_once_crowd_a_node(size):
+    plan = one_to_many(16, size)
+    actions = lower_plan(plan).ranks[0]
+    spans = list(communicators.message_spans(0, actions))
+    waiting = max(
+        len({span.link for span in spans if span.first <= at <= span.last})
+        for at in range(len(actions))
+    )
+    nodes = ["one", *["many"] * 16]
+    plenty = {"many": 1000}
+    assert threads_note(plan, nodes, {"one": waiting + 1} | plenty) is None  # and the world's
+    note = threads_note(plan, nodes, {"one": waiting} | plenty)
+    assert note is not None and f"{waiting + 1} threads of node one" in note
+    # Within a node there are none.
+    assert threads_note(plan, ["one"] * 17, {"one": 1}) is None
 
 
 def test_of_very_large_plans_all_communicators_are_taken_for_waiting(monkeypatch):

@@ -157,6 +157,41 @@ def deadlock_note(plan: Plan, num_sms: Mapping[int, int] | Sequence[int]) -> str
     )
 
 
+def threads_note(plan: Plan, nodes: Sequence[str], cores: Mapping[str, int]) -> str | None:
+    """Say so of a plan under which threads of NCCL may keep all cores of a node busy.
+
+    A communicator between nodes has a thread that runs without a pause while an operation of it
+    waits for its other ranks (NCCL's `ncclProxyProgress`). `nodes`: rank -> its node. `cores`: of
+    each node.
+    """
+    needed = planned_communicators(plan)
+    between = {c: int(len({nodes[rank] for rank in c.ranks}) > 1) for c in needed}
+    threads = resident_kernels(c for c in needed if between[c])
+    crowded = _more_than_cores(threads, nodes, cores)
+    if crowded and plan.world_size <= _MOST_RANKS_COUNTED:
+        ranks = [rank for rank, node in enumerate(nodes) if node in crowded]
+        crowded = _more_than_cores(most_held(plan, ranks, between), nodes, cores)
+    if not crowded:
+        return None
+    worst = max(crowded, key=lambda node: crowded[node] / cores[node])
+    return (
+        f"NCCL may keep {crowded[worst]} threads of node {worst} busy, which has {cores[worst]} "
+        "cores: one for each connection of its ranks to other nodes that waits at the same time. "
+        "Ranks may have to wait for a core. Fewer replicas in neighbouring groups, or micro-batch "
+        "sizes that divide each other, need fewer."
+    )
+
+
+def _more_than_cores(
+    threads: Mapping[int, int], nodes: Sequence[str], cores: Mapping[str, int]
+) -> dict[str, int]:
+    """Node -> its ranks' threads, where these are more than its cores."""
+    of_node: Counter[str] = Counter()
+    for rank, number in threads.items():
+        of_node[nodes[rank]] += number
+    return {node: number for node, number in of_node.items() if number > cores[node]}
+
+
 def most_ctas(num_sms: int) -> int:
     """What all communicators of a GPU may use together, unless that is less than one each."""
     return int(_PART_FOR_COMMUNICATION * num_sms)

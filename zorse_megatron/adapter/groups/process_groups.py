@@ -14,7 +14,8 @@ rank: stock asks its pipeline group for a position only (`PipelinePosition`).
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -28,6 +29,7 @@ from zorse_megatron.log import say
 from zorse_megatron.plan.plan import Plan, communicating_ranks, data_parallel_ranks, ranks_by_region
 from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
+from zorse_megatron.runtime.host_budget import node_name
 from zorse_megatron.runtime.transport import nccl_options
 from zorse_megatron.schedule.actions import ActionLists
 from zorse_megatron.schedule.communicators import (
@@ -36,6 +38,7 @@ from zorse_megatron.schedule.communicators import (
     deadlock_note,
     max_ctas,
     planned_communicators,
+    threads_note,
 )
 from zorse_megatron.schedule.shards import regions_of
 
@@ -184,17 +187,30 @@ def nccl_channels(plan: Plan, lists: Sequence[ActionLists] = ()) -> dict[Communi
     """Communicator -> how many channels NCCL may use; nothing of another backend.
 
     `lists`: all that are run, if they are not the plan's alone. A collective call. Rank 0 says so
-    where their kernels may fill a GPU.
+    where their kernels may fill a GPU, or their threads a node's cores.
     """
     if dist.get_backend() != "nccl":
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    counts = gathered(properties.multi_processor_count)
-    note = deadlock_note(plan, counts) if dist.get_rank() == 0 else None
-    if note is not None:
-        say(f"warning: {note}")
+    own = properties.multi_processor_count, node_name(), os.sched_getaffinity(0)
+    counts, nodes, cores = zip(*gathered(own), strict=True)
+    if dist.get_rank() == 0:
+        _warn_of_crowds(plan, counts, nodes, cores)
     needed = communicators_of(plan, lists) if lists else planned_communicators(plan)
     return max_ctas(needed, counts)
+
+
+def _warn_of_crowds(
+    plan: Plan, num_sms: Sequence[int], nodes: Sequence[str], cores: Sequence[Set[int]]
+) -> None:
+    """Of each rank: its GPU's multiprocessors, its node, and the cores that it may run on."""
+    of_node: dict[str, set[int]] = {}
+    for node, usable in zip(nodes, cores, strict=True):
+        of_node.setdefault(node, set()).update(usable)
+    numbers = {node: len(usable) for node, usable in of_node.items()}
+    for note in (deadlock_note(plan, num_sms), threads_note(plan, nodes, numbers)):
+        if note is not None:
+            say(f"warning: {note}")
 
 
 def shard_weights_by_group_rank(plan: Plan, *, rank: int) -> tuple[float, ...]:
