@@ -44,6 +44,7 @@ NO_CLIP = ("--clip-grad", "0")
 MASKED = ("--eod-mask-loss",)
 SEQUENCE_PARALLEL = ("--sequence-parallel",)
 SGD = ("--optimizer", "sgd", "--lr", "0.3")
+MUON = ("--optimizer", "muon", "--lr", "0.01", "--muon-fp32-matmul-prec", "high")
 DEGREE = ("--tensor-model-parallel-size", "2")
 LLAMA = (
     *("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),

@@ -14,7 +14,7 @@ from zorse_megatron.files.strict import read_file
 from zorse_megatron.files.wording import did_you_mean
 from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import Command, read_command, unknown_flags
-from zorse_megatron.flags.conditions import barring_tp
+from zorse_megatron.flags.conditions import MUON, barring_tp
 from zorse_megatron.flags.model_in_flags import (
     batch_size_from_flags,
     computing_from_flags,
@@ -56,6 +56,8 @@ class Workload:
     something else, and has those of its shape."""
     barring_tp: tuple[str, ...] = ()
     """Flags of the command with which no plan may have tensor-parallel groups."""
+    may_offload: bool = True
+    """Whether the command's optimizer can have its state in host memory."""
 
 
 def workload_of(
@@ -157,6 +159,7 @@ def _from_flags(flags: Sequence[str], check: Callable[[Command], list[Problem]] 
         notes=tuple(notes),
         requested_tensor_parallel=requested,
         barring_tp=tuple(barring_tp(command.args)),
+        may_offload=getattr(command.args, "optimizer", None) != MUON,
     )
 
 

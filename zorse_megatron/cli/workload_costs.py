@@ -106,9 +106,11 @@ def _inputs(  # noqa: PLR0917
 
 
 def _space_of(space: "SearchSpace | None", workload: Workload) -> "SearchSpace":
-    """Without the tensor-parallel groups that the training command bars, with those it asks for."""
+    """Without what the training command bars, with the tensor-parallel groups it asks for."""
     from zorse_megatron.planner.inputs.search_inputs import SearchSpace
 
+    if not workload.may_offload:
+        space = replace(space or SearchSpace(), offload=False, offload_activations=False)
     if workload.barring_tp:
         barring = workload.barring_tp
         return replace(space or SearchSpace(), max_tensor_parallel=1, barring_tp=barring)

@@ -26,6 +26,7 @@ from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, tp_groups_of
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 
 Filled = Iterator[Mapping[str, object]]
+MUON = "muon"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,12 @@ def plan_is_to_be_made(case: Case, name: str) -> Filled:
 def own_entry_trains(case: Case, name: str) -> Filled:
     """What our own GPT entry leaves out of upstream's pretrain_gpt.py."""
     if case.is_own_entry and case.value(name):
+        yield {}
+
+
+def matrices_are_stepped_by_muon(case: Case, name: str) -> Filled:
+    """The optimizer is Muon."""
+    if case.value("optimizer") == MUON:
         yield {}
 
 
@@ -346,6 +353,16 @@ def plan_has_tp_groups(case: Case, plan: Plan, name: str) -> Filled:
         return
 
 
+def optimizer_state_waits(case: Case, plan: Plan, name: str) -> Filled:
+    """In the host, with which Muon has no whole matrix."""
+    for number, group in enumerate(plan.groups):
+        offload = group.offload
+        if offload is not None and (offload.optimizer_state or offload.gradients):
+            state = "optimizer_state" if offload.optimizer_state else "gradients"
+            yield {"where": f"groups[{number}].offload.{state}"}
+            return
+
+
 def vocabulary_is_uneven(case: Case, plan: Plan, name: str) -> Filled:
     """Where cross entropy is fused at all."""
     tp_shards = [replica.uneven_tp_shards for _, replica in tp_groups_of(plan)]
@@ -419,6 +436,7 @@ OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
         modules_are_of_other_layers,
         plan_is_to_be_made,
         own_entry_trains,
+        matrices_are_stepped_by_muon,
         command_lacks_evaluations,
         command_lacks_saves,
         batches_are_counted_otherwise,
@@ -443,6 +461,7 @@ OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
         model_is_another,
         embeddings_are_tied_otherwise,
         plan_has_tp_groups,
+        optimizer_state_waits,
         vocabulary_is_uneven,
         tp_groups_between_lack_masks,
         replicas_differ_in_tp_shards,

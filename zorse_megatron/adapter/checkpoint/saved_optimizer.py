@@ -219,6 +219,8 @@ def allocate_state(optimizer: Any, device: torch.device | None = None) -> None:
     `device`: on which shards are stepped, if that is another one than they are on now.
     """
     inner = optimizer.optimizer
+    if optimizer.muon is not None:
+        optimizer.muon.allocate()  # stock gives Adam's state to what has none
     optimizer.init_state_fn(inner, optimizer.config)
     if counts_steps_per_parameter(inner):
         for group in inner.param_groups:

@@ -22,6 +22,8 @@ class ChunkSteps:
         self.inner = optimizer.optimizer
         self._shards: dict[int, set[int]] = {id(chunk): set() for chunk in optimizer.model_chunks}
         for chunk, _, _, shard in optimizer.owned_shards:
+            if optimizer.muon is not None and optimizer.muon.steps(shard):
+                continue
             self._shards[id(chunk)].add(id(shard))
         self._before = self._after = self._counts()
 

@@ -20,6 +20,13 @@ from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout, 
 from zorse_megatron.adapter.compute_dtype import take_exact
 from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps, by_chunk
 from zorse_megatron.adapter.optimizer.host_state import HostState
+from zorse_megatron.adapter.optimizer.muon import (
+    MUON,
+    MuonSteps,
+    adam_config,
+    mark_qkv,
+    with_adams,
+)
 from zorse_megatron.adapter.optimizer.shard_update import GradientFactors
 from zorse_megatron.adapter.optimizer.streamed_gradients import StreamedGradients
 from zorse_megatron.adapter.patches import under_plan
@@ -64,6 +71,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         """Whether the inner step writes 16-bit parameters, too."""
         self.factors: GradientFactors | StreamedGradients | None = None
         """What the inner step multiplies gradients by; None: stock has done it before."""
+        self.muon: MuonSteps | None = None
+        """What steps matrices, if not the inner optimizer."""
         self._may_step = False
         self.step_count = 0
         self._last_grad_norm = 0.0
@@ -145,6 +154,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         else:
             with self.chunk_steps.counting_one(), self.chunk_steps.only(chunk):
                 self.optimizer.step()
+            if self.muon is not None:
+                self.muon.step_chunk(chunk)
             if not self.copies_in_step:
                 self.copy_main_to_model(chunk)
             elif chunk.shards is not None:
@@ -314,8 +325,14 @@ def build_uneven_optimizer(
     uneven_class = partial(
         UnevenDistributedOptimizer, checkpoint_layout=checkpoint_layout, state_waits=state_waits
     )
+    wanted = config
+    if config.optimizer == MUON:
+        if config_overrides is None:
+            config_overrides = stock.get_standard_config_overrides(config)
+        config, config_overrides = adam_config(config), with_adams(config_overrides)
+        mark_qkv(model_chunks)
     with REGISTRY.applied({under_plan.OPTIMIZER_CLASS: lambda _stock: uneven_class}):
-        return stock.get_megatron_optimizer(
+        optimizer = stock.get_megatron_optimizer(
             replace(config, use_distributed_optimizer=True),
             list(model_chunks),
             config_overrides,
@@ -323,3 +340,8 @@ def build_uneven_optimizer(
             pg_collection=pg_collection,
             dump_param_to_param_group_map=dump_param_to_param_group_map,
         )
+    if wanted.optimizer == MUON:
+        for each in optimizer.chained_optimizers:
+            if not each.is_stub_optimizer:
+                each.muon = MuonSteps(each, wanted, pg_collection)
+    return optimizer

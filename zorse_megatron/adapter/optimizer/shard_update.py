@@ -176,7 +176,7 @@ def choose_update(
     do itself.
     """
     inner = optimizer.optimizer
-    can = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+    can = isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and optimizer.muon is None
     if wanted == "fused" and (streams or not can):
         raise _not_ours(type(inner)) if not streams else _not_from_host()
     name = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
