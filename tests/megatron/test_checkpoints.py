@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.comparison import BASE_FLAGS, SGD, UNTIED, Recorded, plan_run, run_recorded
+from tests.megatron.comparison import (
+    BASE_FLAGS,
+    MUON,
+    SGD,
+    UNTIED,
+    Recorded,
+    plan_run,
+    run_recorded,
+)
 from tests.megatron.plans import (
     BOTH_ENDS,
     LAYOUTS,
@@ -22,6 +30,7 @@ from tests.megatron.plans import (
 )
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.shared import directory_of, name_of
+from zorse_megatron.errors import RankFailure
 from zorse_megatron.plan.plan import Plan, TpShards
 
 MAX_DIFFERENCE = 1e-5
@@ -134,6 +143,15 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
     more = () if tied else (*UNTIED, *SGD)
     directory, uninterrupted = saved.by(by, *more)
     assert_same_rest(saved.resume(then, directory, *more), uninterrupted)
+
+
+def test_resumes_with_muon(saved: Saved) -> None:
+    """From plan to plan; stock has two optimizers then, with a state each."""
+    directory, uninterrupted = saved.by("1|2", *MUON)
+    assert_same_rest(saved.resume("1|3|1", directory, *MUON), uninterrupted)
+    directory, _ = saved.by("stock", *MUON)
+    with pytest.raises(RankFailure, match="that of several optimizers, as stock has with Muon"):
+        saved.resume("1|2", directory, *MUON)
 
 
 DISTRIBUTED_OPTIMIZER = (

@@ -115,7 +115,7 @@ def replica(*ranks, **more):
     return {"ranks": list(ranks), **sizes, **more}
 
 
-OF_GROUPS = ("grad_reduce_dtype", "compute_dtype", "recompute", "split_backward")
+OF_GROUPS = ("grad_reduce_dtype", "compute_dtype", "offload", "recompute", "split_backward")
 TP_GROUPS = {"replicas": [replica(4, 5, num_microbatches=4), replica(6), replica(7)]}
 TP_SHARDS = {"vocabulary_rows": [20000, 12000]}
 BREADTH_FIRST = {"schedule": {"name": "breadth_first"}}
@@ -151,6 +151,14 @@ EXAMPLES = {
         ({}, "--recompute-modules mlp moe --recompute-activations", "--recompute-modules")
     ],
     "own_entry_trains": [({}, "--fim-data", "--fim-data")],
+    "matrices_are_stepped_by_muon": [
+        ({}, "--optimizer muon", "--fp16"),
+        ({}, "--optimizer muon --use-distributed-optimizer", "--use-distributed-optimizer"),
+    ],
+    "optimizer_state_waits": [
+        ({"offload": {what: True}, **more}, "--optimizer muon", "--optimizer")
+        for what, more in (("optimizer_state", {}), ("gradients", BREADTH_FIRST))
+    ],
     "command_lacks_evaluations": [({}, "--eval-interval 0", "--eval-interval")],
     "command_lacks_saves": [({}, "--save x", "--save-interval")],
     "plan_is_to_be_made": [
@@ -216,6 +224,7 @@ EXAMPLES = {
     "plan_has_tp_groups": [
         (TP_GROUPS, "", "--attention-dropout"),
         (TP_GROUPS, "--sft", "--sft"),
+        (TP_GROUPS, f"{QUIET} --optimizer muon", "--optimizer"),
     ],
     "vocabulary_is_uneven": [
         (

@@ -71,7 +71,12 @@ def sharded_state_dict(
 
 
 def load_state_dict(optimizer: Any, state_dict: dict) -> None:
-    """Take over a loaded state dict of either layout."""
+    """Take over a loaded state dict of either layout.
+
+    Raises FlagError for the state of several optimizers, such as stock has with Muon.
+    """
+    if not {"param_groups", "optimizer"} & set(state_dict):
+        raise FlagError("The checkpoint cannot be loaded", [_SEVERAL_OPTIMIZERS])
     layout = CheckpointLayout.of(distributed="param_state_sharding_type" in state_dict)
     allocate_state(optimizer)
     _restore_shards(optimizer, state_dict.get(_SHARDS, {}), layout)
@@ -90,6 +95,14 @@ def restore_common_state(optimizer: Any, state_dict: dict) -> None:
             "the checkpoint has %s loss scaler and this run has %s: the run starts with its own",
             *(("a", "none") if "grad_scaler" in state_dict else ("no", "one")),
         )
+
+
+_SEVERAL_OPTIMIZERS = Problem(
+    where="the optimizer state",
+    found="that of several optimizers, as stock has with Muon",
+    expected="that of one, as plans save it",
+    remedy="Go on with the weights alone: --no-load-optim, or --finetune.",
+)
 
 
 # Layouts.

@@ -25,6 +25,7 @@ from zorse_megatron.adapter.optimizer.muon import (
     MuonSteps,
     adam_config,
     mark_qkv,
+    refuse_without_package,
     with_adams,
 )
 from zorse_megatron.adapter.optimizer.shard_update import GradientFactors
@@ -327,6 +328,7 @@ def build_uneven_optimizer(
     )
     wanted = config
     if config.optimizer == MUON:
+        refuse_without_package()
         if config_overrides is None:
             config_overrides = stock.get_standard_config_overrides(config)
         config, config_overrides = adam_config(config), with_adams(config_overrides)

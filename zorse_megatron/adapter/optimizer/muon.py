@@ -19,11 +19,28 @@ import torch.distributed as dist
 from megatron.core.optimizer import emerging_optimizers as stock
 from megatron.core.optimizer.optimizer_config import ParamKey
 
+from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.schedule.shards import Interval, intersection
 
 MUON = "muon"
 ADAM = {"optimizer": "adam"}
 """What marks parameter groups that Muon leaves to Adam."""
+
+
+def refuse_without_package() -> None:
+    """Raise FlagError where stock's Muon is not installed."""
+    if not stock.HAVE_EMERGING_OPTIMIZERS:
+        raise FlagError(
+            "The optimizer is not installed",
+            [
+                Problem(
+                    where="--optimizer muon",
+                    found="no package emerging_optimizers, or one that Megatron cannot use",
+                    expected="emerging-optimizers 0.2 or later",
+                    remedy="Run: pip install emerging-optimizers",
+                )
+            ],
+        )
 
 
 def adam_config(config: Any) -> Any:
