@@ -14,7 +14,7 @@ from tests.megatron.comparison import (
     plan_run,
     stock_run,
 )
-from tests.megatron.plans import LAYERED, LAYOUTS, TRIO, hierarchical
+from tests.megatron.plans import LAYERED, LAYOUTS, TRIO, computing_in, hierarchical
 
 CASES = {
     "shards of 3, 1 and nothing": (LAYOUTS["3|2"], ("--muon-nesterov",)),
@@ -22,6 +22,15 @@ CASES = {
     "sharded parameters": (LAYERED, ("--muon-no-split-qkv",)),
     "two regions": (hierarchical(TRIO, "wwe"), ()),
 }
+
+
+def test_groups_in_16_bits_follow_stock_in_bf16(corpus):
+    """Gradients of the group in fp16 have a loss scale, which stock's Muon does not know."""
+    command = flags_for(corpus, *MUON, "--bf16", "--initial-loss-scale", "256")
+    run = plan_run(computing_in(LAYOUTS["2|1"], "bf16", "fp16"), command)
+    stock = stock_run(command)
+    assert run.losses == pytest.approx(stock.losses, abs=2e-3)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-3)
 
 
 @pytest.mark.parametrize("case", CASES)

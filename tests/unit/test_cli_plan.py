@@ -17,13 +17,17 @@ from tests.unit.cli_samples import FLAGS, WORKLOAD, cells, lab_plan, runner_in
 from zorse_megatron import extras
 from zorse_megatron.cli import answer as answer_module
 from zorse_megatron.cli.options import DEFAULT_MARGIN
+from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.cli.workload_costs import costs_of_workload
 from zorse_megatron.errors import Problem
+from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.plan.plan import Group, Offload, Predictions, Recompute
 from zorse_megatron.plan.plan_file import load_plan, parse_plan
 from zorse_megatron.planner import find_plan as search_module
 from zorse_megatron.planner import other_searches as replan_module
 from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.inputs import search_inputs as inputs_module
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace
 from zorse_megatron.planner.other_searches import OneMore, Replans
 from zorse_megatron.planner.outcome import (
     LinkBound,
@@ -369,6 +373,23 @@ def test_plan_and_explain_say_the_same_of_tensor_parallelism(flags, said, run):
             "TP=2 not used on A6000",
             "TP=2 not used on V100-16",
         ]
+
+
+@pytest.mark.parametrize(("optimizer", "may"), [("adam", True), ("muon", False)])
+def test_with_muon_plans_keep_state_and_whole_matrices_on_gpus(optimizer, may, tmp_path):
+    (tmp_path / "cluster.yaml").write_text("nodes: [{name: a, gpus: 2 x T4, nics: 10 Gb/s}]")
+    flags = [*FLAGS, "--attention-dropout", "0", "--hidden-dropout", "0"]
+    words = [*(word for word in flags if word != "--fp16"), "--optimizer", optimizer]
+    costs = costs_of_workload(
+        load_cluster(tmp_path / "cluster.yaml"),
+        workload_of(model=None, flags=words),
+        (),
+        global_batch_size=16,
+        space=SearchSpace(offload_activations=True),
+    )
+    space = costs.inputs.space
+    assert (space.offload, space.offload_activations) == (may, may)
+    assert space.barring_tp == (() if may else ("--optimizer",))
 
 
 def test_a_new_search_of_explain_has_the_tp_groups_of_plan(run, search, monkeypatch):
