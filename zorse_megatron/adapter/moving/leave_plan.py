@@ -18,6 +18,7 @@ from megatron.training.async_utils import maybe_finalize_async_save
 
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.moving.state import SetAside, owned_parts, set_aside, take_over
+from zorse_megatron.adapter.optimizer.muon import MUON
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.adapter.plan_run import PlanLeft, PlanRun
@@ -262,14 +263,16 @@ def _problems(plan: Plan, at: RankPlan, args: Any) -> Iterator[Problem]:
             expected=f"{at.plan.global_batch_size}, as in the plan that runs",
             remedy="Plan for the same batch: the training is to stay the same.",
         )
-    for name in _ONCE:
-        if getattr(args, name, False):
-            yield Problem(
-                where=f"--{name.replace('_', '-')}",
-                found="it in the command",
-                expected="a command without it, for a run that goes on under another plan",
-                remedy="Save a checkpoint, and start the next plan from it.",
-            )
+    given = [f"--{name.replace('_', '-')}" for name in _ONCE if getattr(args, name, False)]
+    if args.optimizer == MUON:  # its matrices have another state than Adam's parameters
+        given.append(f"--optimizer {MUON}")
+    for flag in given:
+        yield Problem(
+            where=flag,
+            found="it in the command",
+            expected="a command without it, for a run that goes on under another plan",
+            remedy="Save a checkpoint, and start the next plan from it.",
+        )
 
 
 def _frozen_problems(optimizers: Sequence[Any]) -> Iterator[Problem]:
