@@ -136,7 +136,8 @@ def test_an_update_by_chunk_is_that_of_one_step(name: str, trained: list[Trained
 def _refusal() -> str:
     from zorse_megatron.adapter.optimizer.shard_update import choose_update
 
-    stock = SimpleNamespace(optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    stock = SimpleNamespace(optimizer=adam, muon=None)
     with pytest.raises(FlagError) as caught:
         choose_update(stock, "fused", torch.device("cpu"), streams=True)
     return str(caught.value)

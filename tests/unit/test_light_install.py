@@ -168,7 +168,7 @@ def test_what_is_imported_is_required():
     """Planning imports what the light install brings; the extras bring all else."""
     extras = PROJECT["project"]["optional-dependencies"]
     light = _brought(PROJECT["project"]["dependencies"])
-    by_extra = {extra: _brought(extras[extra]) for extra in ("train", "gpu", "plots")}
+    by_extra = {extra: _brought(extras[extra]) for extra in ("train", "gpu", "plots", "muon")}
     for extra, modules in MODULES.items():
         assert set(modules) <= by_extra[extra]
     imported = {}
