@@ -255,8 +255,7 @@ class Reference:
         if count == 1:
             return 0.0
         if action.chunk is None:
-            times = 2 if action.kind is Kind.SCALE else 1
-            return times * self.comm.all_reduce_s(tuple(range(count)), 4)
+            return self.comm.all_reduce_s(tuple(range(count)), 4)
         shards = tuple(self.sizes.shards[action.chunk].values())
         return self.comm.reduce_scatter_s(group, tuple(map(self.memory.gradient_bytes, shards)))
 

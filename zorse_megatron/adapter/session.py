@@ -29,6 +29,7 @@ from zorse_megatron.adapter.model.chunk_runner import (
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.rank_plan import Batch, RankPlan
+from zorse_megatron.adapter.rerun_votes import RerunVotes
 from zorse_megatron.adapter.session_executor import make_executor
 from zorse_megatron.adapter.session_optimizer import (
     build_optimizer,
@@ -72,6 +73,7 @@ class PlanSession:
         """Of the step that runs."""
         self.lists: ActionLists = self.batch.lists
         """Of a step, as counts of micro-batches are now."""
+        self.votes = RerunVotes()
         self._has_begun = False
         self.num_done = 0
         """Iterations of this run."""
@@ -269,6 +271,7 @@ class PlanSession:
             weight_gradients=self.weight_gradients,
             place=at.place,
             optimizers=self.optimizers,
+            votes=self.votes,
             computations=[a for a in self.lists.ranks[at.rank] if a.kind in COMPUTE],
         )
 

@@ -221,6 +221,7 @@ def _hooks(
         under_plan.DDP_CLASS: lambda _stock: build.wrap,
         under_plan.GET_OPTIMIZER: lambda _stock: session.build_optimizer,
         under_plan.PARAMETERS_NORM: lambda _stock: session.parameters_norm,
+        under_plan.RERUN_VOTES: session.votes.answering,
         under_plan.GET_SCHEDULE: lambda _stock: lambda *args, **kwargs: session.forward_backward,
         **size_hooks(at.place),
         under_plan.BUILD_LOADER: partial(

@@ -42,11 +42,12 @@ class Framework:
     gathers_ahead: bool = True
     """Whether a chunk's gather behind its step starts there; if not, with its first forward, as by
     Megatron's forward hooks (--overlap-param-gather)."""
-    sums_at_scale: int = 2
-    """How often all ranks sum one number before the gradients are scaled: the tokens, and whether
-    anybody wants the step to be run again (`RerunStateMachine.should_run_forward_backward`)."""
+    sums_at_scale: int = 1
+    """How often all ranks sum something small before the gradients are scaled: whether anybody
+    wants the step to be run again (`RerunStateMachine.should_run_forward_backward`), and in our
+    runtime with it the tokens."""
     broadcasts_tokens: bool = False
-    """Whether the tokens are not among them, but are broadcast along each pipeline and then summed
+    """Whether the tokens do not go with it, but are broadcast along each pipeline and then summed
     over the replicas of each stage (`finalize_model_grads`)."""
     sums_after_step: int = 0
     """The same after the step, over all ranks of a pipeline: whether it was made and the norm
@@ -57,7 +58,6 @@ RUNTIME = Framework()
 _STOCK = Framework(
     split_transfers=False,
     gathers_ahead=False,
-    sums_at_scale=1,
     broadcasts_tokens=True,
     sums_after_step=3,
 )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import (
     backward_step,
     deallocate_output_tensor,
@@ -26,6 +25,7 @@ from zorse_megatron.adapter.groups.process_groups import at_chunk
 from zorse_megatron.adapter.loss import with_token_counts
 from zorse_megatron.adapter.memory import SavedActivations
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
+from zorse_megatron.adapter.rerun_votes import RerunVotes
 from zorse_megatron.adapter.samples import by_samples, one_sequence
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.mailbox import TpRank
@@ -93,6 +93,8 @@ class MegatronChunkRunner:
     computations: Sequence[Action] = ()
     """The list's forwards and backwards."""
     optimizers: Sequence[Any] = ()
+    votes: RerunVotes = field(default_factory=RerunVotes)
+    """On running the step again."""
     stock_step: Callable[[], Any] | None = None
     losses: list[Any] = field(default_factory=list)
     step_result: Any = None
@@ -237,7 +239,7 @@ class MegatronChunkRunner:
         models = self.inputs.models.values()
         wait_for_parameters(models)  # without micro-batches, nothing has
         check_noted(group for model in models for group in model.bucket_groups)
-        dist.all_reduce(self.num_tokens, group=self.collection.intra_dist_opt)
+        self.votes.sum_with(self.num_tokens, self.collection.intra_dist_opt)
         factor = self.loss_divisor / torch.clamp(self.num_tokens, min=1)
         for model in models:
             model.scale_gradients(factor)

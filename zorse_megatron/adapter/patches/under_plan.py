@@ -245,6 +245,14 @@ GET_SCHEDULE = _training(
     why="the schedule is the plan's list of actions",
     delete_when="pretrain takes a forward_backward_func",
 )
+RERUN_VOTES = _record(
+    target="megatron.core.rerun_state_machine:RerunStateMachine._reduce_any",
+    parameters=("self", "value"),
+    becomes="The same; whether a first run is to be repeated has been summed with its tokens.",
+    why="each sum over the world is a round trip of the slowest link, and one follows the other",
+    test="tests/megatron/test_rerun_votes.py::test_votes_are_summed_with_the_tokens",
+    delete_when="stock sums its votes along with something else",
+)
 BUILD_DATASETS = _training(
     target=f"{_LOOP}:build_train_valid_test_datasets",
     parameters=("build_train_valid_test_datasets_provider", "train_valid_test_num_samples"),
@@ -326,6 +334,7 @@ UNDER_A_PLAN = (
     OPTIMIZER_CLASS,
     PARAMETERS_NORM,
     GET_SCHEDULE,
+    RERUN_VOTES,
     BUILD_DATASETS,
     BUILD_LOADER,
     COUNT_SEQUENCES,

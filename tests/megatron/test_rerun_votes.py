@@ -1,0 +1,76 @@
+"""Whether a step is run again is decided as by stock, with the sum of its tokens."""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.megatron import tiny_gpt
+from tests.megatron.preloaded import run_megatron_ranks
+
+# By step: who asks in the first run, and what each says after the second: to go on, to save.
+STEPS = (
+    ((), (), ()),
+    ((0,), (0, 1), ()),
+    ((), (), ()),
+    ((1,), (1,), ()),
+    ((0, 1), (), (0,)),
+)
+
+
+def _decide(with_ours: bool) -> tuple[list[Any], list[int], int]:
+    """What each run is followed by and leads to, tokens of steps, and all-reduces."""
+    from megatron.core import rerun_state_machine as stock
+
+    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.patches.under_plan import RERUN_VOTES
+    from zorse_megatron.adapter.rerun_votes import RerunVotes
+
+    tiny_gpt.start()
+    stock.destroy_rerun_state_machine()
+    stock.initialize_rerun_state_machine(mode=stock.RerunMode.VALIDATE_RESULTS)
+    machine, rank, votes = stock.get_rerun_state_machine(), dist.get_rank(), RerunVotes()
+    said, counted, sums = [], [], Counter[str]()
+    plain = dist.all_reduce
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        sums["all"] += 1
+        return plain(*args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    hooks = {RERUN_VOTES: votes.answering}
+    with REGISTRY.applied(hooks) if with_ours else nullcontext():
+        for asking, going_on, saving in STEPS:
+            num_runs = 0
+            while machine.should_run_forward_backward(None):
+                num_runs += 1
+                machine.rerun_requested = rank in asking
+                machine.continue_requested = num_runs > 1 and rank in going_on
+                machine.checkpoint_requested = num_runs > 1 and rank in saving
+                tokens = torch.tensor(rank + num_runs, dtype=torch.int)
+                _sum_of(votes if with_ours else None)(tokens)
+                counted.append(tokens.item())
+                said.append((num_runs, machine.state.name))
+            said.append((machine.state.name, machine.should_checkpoint_and_exit()))
+    dist.all_reduce = plain
+    stock.destroy_rerun_state_machine()
+    return said, counted, sums["all"]
+
+
+def _sum_of(votes: Any) -> Callable[[torch.Tensor], Any]:
+    if votes is None:
+        return dist.all_reduce
+    return lambda tokens: votes.sum_with(tokens, dist.group.WORLD)
+
+
+def test_votes_are_summed_with_the_tokens() -> None:
+    """Stock's decisions and tokens, with a sum less for each first run."""
+    of_stock, ours = (run_megatron_ranks(2, _decide, with_ours) for with_ours in (False, True))
+    for (said, counted, sums), (as_said, as_counted, fewer) in zip(of_stock, ours, strict=True):
+        assert as_said == said and as_counted == counted
+        assert sums - fewer == len(STEPS)
+    decided = [state for _, state in of_stock[0][0]]
+    assert any(isinstance(each, tuple) and each[0] for each in decided), "a checkpoint is asked for"
