@@ -169,7 +169,7 @@ def options_of(draw: random.Random, *, dtypes: tuple[str, ...], is_large: bool) 
     """Words of `zorse plan` before the model's."""
     words = ["--strategy", draw.choice(STRATEGIES)]
     words += _maybe(draw, 0.7, "--use-all")
-    words += _maybe(draw, 0.3, "--split-backward")
+    words += _maybe(draw, 0.3, "--no-split-backward")
     words += _maybe(draw, 0.3, "--grad-reduce-dtype", draw.choice(dtypes))
     words += _maybe(draw, 0.25, "--even-tp")
     words += _maybe(draw, 0.15, "--tp-across-nodes")

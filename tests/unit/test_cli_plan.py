@@ -392,6 +392,24 @@ def test_with_muon_plans_keep_state_and_whole_matrices_on_gpus(optimizer, may, t
     assert space.barring_tp == (() if may else ("--optimizer",))
 
 
+@pytest.mark.parametrize(
+    ("added", "options", "may"),
+    [
+        ((), (), True),
+        ((), ("--no-split-backward",), False),
+        (("--transformer-impl", "local"), (), False),
+        (("--transformer-impl", "local", "--no-gradient-accumulation-fusion"), (), True),
+    ],
+)
+def test_weight_gradients_are_apart_where_layers_can(run, search, added, options, may):
+    told = ("--", "pretrain_gpt.py", *FLAGS, *added)
+    result = run("plan", "--cluster", "cluster.yaml", "--use-all", "--verbose", *options, *told)
+    (inputs,) = search.inputs
+    assert inputs.space.split_backward == may
+    said = "--no-gradient-accumulation-fusion plans may" in " ".join(result.stdout.split())
+    assert said == bool(added and not may)
+
+
 def test_a_new_search_of_explain_has_the_tp_groups_of_plan(run, search, monkeypatch):
     monkeypatch.setattr(replan_module, "replan", lambda inputs, **_: search(inputs) and None)
     told = ("--", "pretrain_gpt.py", *FLAGS)

@@ -235,6 +235,20 @@ def test_no_more_is_in_flight_than_the_iteration_needs():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_allowing_weight_gradients_apart_is_never_slower(seed):
+    inputs = random_case(seed, most_gpus=5, most_layers=8)
+    spaces = (
+        dataclasses.replace(SPACE, effort="normal", split_backward=may) for may in (False, True)
+    )
+    without, allowed = (
+        find_plan(dataclasses.replace(inputs, space=each), stock=()) for each in spaces
+    )
+    assert not any(group.split_backward for group in without.plan.groups)
+    assert allowed.iteration_s <= without.iteration_s
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 7])
 def test_more_effort_is_never_slower_and_finds_the_same_again(seed):
     inputs = random_case(seed, most_gpus=4, most_layers=8)

@@ -219,9 +219,11 @@ def test_gradients_are_sent_in_16_bits_only_where_that_is_allowed_and_faster():
 
 def test_backwards_are_split_only_where_that_is_allowed_and_faster():
     """The plan of a cluster with a bubble; and again with the flag in no group, simulated."""
-    pipelines = dataclasses.replace(NO_TP, schedules=("1f1b",))
-    space = dataclasses.replace(pipelines, split_backward=True)
-    plain, allowed = (lab(space=each) for each in (pipelines, space))
+    spaces = (
+        dataclasses.replace(NO_TP, schedules=("1f1b",), split_backward=allowed)
+        for allowed in (False, True)
+    )
+    plain, allowed = (lab(space=each) for each in spaces)
     before, after = find_plan(plain, stock=()), find_plan(allowed, stock=())
     assert not any(group.split_backward for group in before.plan.groups)
     split = [number for number, group in enumerate(after.plan.groups) if group.split_backward]

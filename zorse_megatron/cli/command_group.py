@@ -33,6 +33,8 @@ REMOVED = {
     "plan --may-leave-out": _USE_ALL,
     **{f"plan {old}": f"It is now {new}." for old, new in _RENAMED.items()},
     "plan --used-cluster": f"{_USE_ALL} The cluster file of the others is written beside --out.",
+    "plan --split-backward": "Leave it out: weight gradients are computed apart where that is "
+    "faster. --no-split-backward plans without.",
     **dict.fromkeys(("plan --objective", "plan --budget", "plan --frontier"), _NO_PRICES),
     "follow": _FROM_STATUS,
     "supervise": "Write the batch script again with zorse launch --slurm FILE --elastic: it starts "

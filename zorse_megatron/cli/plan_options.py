@@ -84,12 +84,12 @@ class SearchOptions:
             help="Give the ranks of a tensor-parallel group even TP shards only.",
         ),
     ] = False
-    split_backward: Annotated[
+    one_piece_backward: Annotated[
         bool,
         typer.Option(
-            "--split-backward",
-            help="Let groups compute weight gradients apart from backwards where that is faster "
-            "and fits. Needs Transformer Engine 2.3, or --no-gradient-accumulation-fusion.",
+            "--no-split-backward",
+            help="Let no group compute weight gradients apart from backwards, which needs "
+            "Transformer Engine 2.3, or local layers with --no-gradient-accumulation-fusion.",
         ),
     ] = False
     effort: Annotated[
@@ -142,7 +142,7 @@ class SearchOptions:
                 tp_across_nodes=self.tp_across_nodes,
                 uneven_tp_shards=not self.even_tensor_parallel,
                 grad_reduce_dtype=grad_reduce_dtype_named(self.grad_reduce_dtype),
-                split_backward=self.split_backward,
+                split_backward=not self.one_piece_backward,
                 offload_activations=self.offload_activations,
                 effort=self.effort,
             ),

@@ -14,7 +14,7 @@ from zorse_megatron.files.strict import read_file
 from zorse_megatron.files.wording import did_you_mean
 from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import Command, read_command, unknown_flags
-from zorse_megatron.flags.conditions import MUON, barring_tp
+from zorse_megatron.flags.conditions import MUON, barring_tp, fuses_weight_gradients
 from zorse_megatron.flags.model_in_flags import (
     batch_size_from_flags,
     computing_from_flags,
@@ -58,6 +58,8 @@ class Workload:
     """Flags of the command with which no plan may have tensor-parallel groups."""
     may_offload: bool = True
     """Whether the command's optimizer can have its state in host memory."""
+    may_split_backward: bool = True
+    """Whether the command's layers can compute weight gradients apart from backwards."""
 
 
 def workload_of(
@@ -160,6 +162,7 @@ def _from_flags(flags: Sequence[str], check: Callable[[Command], list[Problem]] 
         requested_tensor_parallel=requested,
         barring_tp=tuple(barring_tp(command.args)),
         may_offload=getattr(command.args, "optimizer", None) != MUON,
+        may_split_backward=not fuses_weight_gradients(command.args),
     )
 
 

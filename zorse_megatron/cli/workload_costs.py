@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 
 
+_ONE_PIECE = (
+    "local layers add weight gradients up within the backward; with "
+    "--no-gradient-accumulation-fusion plans may compute them apart, which fills idle time"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkloadCosts:
     """A cluster and a model, and what they cost together."""
@@ -62,12 +68,15 @@ def costs_of_workload(
     profile = joined(loaded) if loaded else None
     dtype = workload.dtype or DTYPE_OF[common_dtype(cluster.kinds.values())]
 
+    one_piece: tuple[str, ...] = ()
+    if space is not None and space.split_backward and not workload.may_split_backward:
+        one_piece = (_ONE_PIECE,)
     space = _space_of(space, workload)
     inputs_for = partial(_inputs, cluster, workload, profile, dtype, margin, space)
     inputs = inputs_for(workload.model, global_batch_size)
     unlikely = () if profile is None else unlikely_times(profile, cluster.kinds)
     to_do = (*inputs.to_do, *(f"unlikely: {each}" for each in unlikely))
-    notes = dict.fromkeys((*inputs.notes, *workload.notes, *to_do))
+    notes = dict.fromkeys((*inputs.notes, *workload.notes, *one_piece, *to_do))
     return WorkloadCosts(
         cluster=cluster,
         workload=workload,
@@ -111,6 +120,8 @@ def _space_of(space: "SearchSpace | None", workload: Workload) -> "SearchSpace":
 
     if not workload.may_offload:
         space = replace(space or SearchSpace(), offload=False, offload_activations=False)
+    if not workload.may_split_backward:
+        space = replace(space or SearchSpace(), split_backward=False)
     if workload.barring_tp:
         barring = workload.barring_tp
         return replace(space or SearchSpace(), max_tensor_parallel=1, barring_tp=barring)

@@ -87,6 +87,13 @@ def barring_tp(args: Namespace) -> list[str]:
     ]
 
 
+def fuses_weight_gradients(args: Namespace) -> bool:
+    """Whether local layers add weight gradients up within the backward, which cannot be split."""
+    name = "gradient_accumulation_fusion"
+    is_local = getattr(args, "transformer_impl", None) == "local"
+    return is_local and bool(_or_default(getattr(args, name, None), name))
+
+
 def _or_default(value: Any, name: str) -> Any:
     return defaults().get(name) if value is None else value
 

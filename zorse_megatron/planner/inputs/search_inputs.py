@@ -61,7 +61,7 @@ class SearchSpace:
     """Whether ranks of a TP group may hold uneven TP shards."""
     max_groups: int | None = None
     """None: as many as there are layers."""
-    split_backward: bool = False
+    split_backward: bool = True
     """Whether groups may compute weight gradients apart from backwards."""
     grad_reduce_dtype: GradReduceDtype | None = None
     """In which type gradients may be sent where that is faster; None: as they are kept."""

@@ -6,6 +6,9 @@ in flight in one group, with weight gradients apart or not, with other placement
 `PlanMoves` finds. Which are worth a simulation is found by ordering them (`Forecast`), which takes
 a fifth as long and ranks them alike, within the memory that the last simulation found (`Room`).
 
+It climbs without weight gradients apart, then with them from there and from the search's plans: a
+plan is never slower because they are allowed.
+
 Equal inputs find equal plans: computations are limited, not seconds.
 """
 
@@ -78,25 +81,33 @@ def climbed_from(
 
     `found`: fastest first. Plans whose time was extrapolated stay as they are: they would have to
     be simulated in full. `most`: forwards and backwards that may be ordered, of all plans together;
-    a simulation counts as several orders.
+    a simulation counts as several orders; as many again where weight gradients may be apart.
     """
-    climb = Climb(evaluator, most, on_progress)
+    best = found[0]
+    for splits in (False, True) if evaluator.inputs.space.split_backward else (False,):
+        climb = Climb(evaluator, most, on_progress, splits=splits)
+        best = min(_highest(climb, [best, *found]), best, key=lambda each: each.iteration_s)
+    return best if best is found[0] else climb.with_less_in_flight(best)
+
+
+def _highest(climb: "Climb", found: Sequence[Evaluation]) -> Evaluation:
+    """The fastest plan of one climb; the first of these where it finds none."""
     starts: dict[object, Ordered] = {}
     best_s = found[0].iteration_s
-    climb.is_short = most < _MANY * computations(found[0].plan)
+    climb.is_short = climb.most < _MANY * computations(found[0].plan)
     for one in climb.unlike(found, _MOST_BEHIND * best_s):
         for plan in climb.placed(one.plan):
-            for start in climb.started(plan, _HOPEFUL * best_s):
-                key = climb.kinds(start.plan), rows_of(start.plan)
-                if key not in starts or start.iteration_s < starts[key].iteration_s:
-                    starts[key] = start
-                best_s = min(best_s, start.iteration_s)
+            start = climb.started(plan, _HOPEFUL * best_s)
+            if start is None:
+                continue
+            key = climb.kinds(start.plan), rows_of(start.plan)
+            if key not in starts or start.iteration_s < starts[key].iteration_s:
+                starts[key] = start
+            best_s = min(best_s, start.iteration_s)
     first = sorted(starts.values(), key=lambda each: each.iteration_s)
     ends = [climb.climbed(start) for start in first[: 1 if climb.is_short else _CLIMBED]]
-    best = min(ends, key=lambda each: each.iteration_s, default=None)
-    if best is None or best.iteration_s >= found[0].iteration_s:
-        return found[0]
-    return climb.with_less_in_flight(best.evaluation)
+    evaluations = (each.evaluation for each in ends)
+    return min(evaluations, key=lambda each: each.iteration_s, default=found[0])
 
 
 class Climb:
@@ -107,8 +118,12 @@ class Climb:
         evaluator: Evaluator,
         most: int,
         on_progress: Callable[[SearchProgress], None],
+        *,
+        splits: bool = False,
     ) -> None:
         self.evaluator = evaluator
+        self.splits = splits
+        """Whether plans start with weight gradients apart, and groups may have them so or not."""
         self.tell = on_progress
         self.space = evaluator.inputs.space
         self.inputs = evaluator.inputs.members.base
@@ -146,26 +161,22 @@ class Climb:
         v_like = v_shaped(rows_of(plan))
         return [plan, with_placement(plan, v_like)] if v_like != rows_of(plan) else [plan]
 
-    def started(self, plan: Plan, limit_s: float) -> Iterator[Ordered]:
-        """The plan with and without weight gradients apart, where it fits.
-
-        In other orders only where the first one takes less than `limit_s`.
-        """
-        for splits in (False, True) if self.space.split_backward else (False,):
-            first = None
-            if self._may_simulate(plan):
-                first = self._in_order(plan, uniform(plan, splits, 2.0, 0.3), {})
-            if first is None or first.iteration_s > limit_s:
-                continue
-            bases: list[tuple[Base, float]] = [("Little's law", factor) for factor in _FACTORS]
-            bases.append(("schedule's rule", 1.0))
-            tries = (
-                Near(plan=plan, orders=uniform(plan, splits, factor, delayed, base))
-                for base, factor in bases
-                for delayed in (_DELAYED if splits else (0.0,))
-            )
-            found = self._simulated(first, tries, math.inf, _SIMULATED)
-            yield min([*found, first], key=lambda each: each.iteration_s)
+    def started(self, plan: Plan, limit_s: float) -> Ordered | None:
+        """The plan where it fits, in other orders if the first one takes less than `limit_s`."""
+        first = None
+        if self._may_simulate(plan):
+            first = self._in_order(plan, uniform(plan, self.splits, 2.0, 0.3), {})
+        if first is None or first.iteration_s > limit_s:
+            return None
+        bases: list[tuple[Base, float]] = [("Little's law", factor) for factor in _FACTORS]
+        bases.append(("schedule's rule", 1.0))
+        tries = (
+            Near(plan=plan, orders=uniform(plan, self.splits, factor, delayed, base))
+            for base, factor in bases
+            for delayed in (_DELAYED if self.splits else (0.0,))
+        )
+        found = self._simulated(first, tries, math.inf, _SIMULATED)
+        return min([*found, first], key=lambda each: each.iteration_s)
 
     # How it goes on.
 
@@ -267,7 +278,7 @@ class Climb:
             others = [replace(order, factor=times * order.factor) for times in (0.8, 1.25)]
             if order.splits:
                 others += [replace(order, delayed=times * order.delayed) for times in (0.5, 2.0)]
-            if self.space.split_backward:
+            if self.splits:
                 others.append(replace(order, splits=not order.splits, delayed=order.delayed or 0.3))
             for other in others:
                 orders: tuple[GroupOrder, ...] = (
