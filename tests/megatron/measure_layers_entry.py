@@ -44,6 +44,12 @@ def compare(model: Any, size: int) -> dict[str, Any]:
             ]
             for part in found
         },
+        "weight_gradients_s": {
+            part: None
+            if repeats[0][part].weight_gradients_s is None
+            else min(repeat[part].weight_gradients_s for repeat in repeats)
+            for part in found
+        },
         "parameters": {p: f.parameters for p, f in found.items()},
         "saved_bytes": found["layer"].saved_bytes,
         "attention": found["layer"].attention,

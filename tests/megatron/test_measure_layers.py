@@ -75,6 +75,17 @@ def test_a_layer_keeps_the_closed_form(found: tuple[ModelShape, dict[str, Any]])
     assert facts["saved_bytes"] == SIZE * expected + SEQUENCE**2
 
 
+def test_weight_gradients_are_a_part_of_a_layer_s_backward(
+    found: tuple[ModelShape, dict[str, Any]],
+) -> None:
+    """A third of the operations of all matrices, of which the backward has two thirds."""
+    _, facts = found
+    weights_s = facts["weight_gradients_s"]
+    _, backward_s = facts["measured_s"]["layer"]
+    assert weights_s["embedding"] is None and weights_s["head"] is None
+    assert 0.05 * backward_s < weights_s["layer"] < 0.8 * backward_s
+
+
 def test_parts_add_up_to_the_model(found: tuple[ModelShape, dict[str, Any]]) -> None:
     """Their sum against the fastest run of the whole model of one layer, timed as a whole.
 

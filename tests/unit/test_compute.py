@@ -138,6 +138,35 @@ def test_scaling_follows_the_analytic_ratio():
     assert found.forward_s == pytest.approx(0.004 * ratio[0] / ratio[1])
 
 
+def test_weight_gradients_take_the_share_that_was_measured():
+    value = good()
+    estimated = profiled()
+    assert not estimated.provenance("T4").has_weight_gradients
+    value["times"][0]["weight_gradients_s"] = [0.0006, 0.002, 0.0027]
+    compute = profiled(value=value)
+    assert compute.provenance("T4").has_weight_gradients
+    for size, share in ((1, 0.2), (2, 0.4), (3, 0.35), (4, 0.3), (8, 0.3)):
+        backward_s = compute.layer("T4", size).backward_s
+        assert compute.weight_gradients_s("T4", size) == pytest.approx(share * backward_s)
+    # Of a relative: as many times the estimated share as where it was measured.
+    wider = dataclasses.replace(TINY, ffn_hidden_size=1024)
+    measured, analytic = (
+        [
+            each.weight_gradients_s("T4", 4) / each.layer("T4", 4).backward_s
+            for each in (
+                make(wider),
+                make(TINY),
+            )
+        ]
+        for make in (
+            lambda model: profiled(model, value),
+            lambda model: AnalyticCompute(model, dtype="float16"),
+        )
+    )
+    assert measured[0] / measured[1] == pytest.approx(analytic[0] / analytic[1])
+    assert measured[0] != measured[1]
+
+
 def test_the_closest_series_is_taken():
     value = good()
     far = {**value["times"][0], "seq_length": 256, "forward_s": [1.0, 2.0, 3.0]}

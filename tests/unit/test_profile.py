@@ -336,6 +336,7 @@ def started() -> Profile:
 
 
 def one_pass(part: str, size: int, *, kept: int = 640, peak: int = 900) -> MeasuredPass:
+    """From size 16 on weight gradients apart are missing, as if memory had run out there."""
     return MeasuredPass(
         part=part,  # type: ignore[arg-type]
         micro_batch_size=size,
@@ -344,6 +345,7 @@ def one_pass(part: str, size: int, *, kept: int = 640, peak: int = 900) -> Measu
         parameters=100,
         saved_bytes=kept * size,
         peak_bytes=peak * size,
+        weight_gradients_s=0.0005 * size if part == "layer" and size < 16 else None,
     )
 
 
@@ -369,6 +371,9 @@ def test_any_order_of_measurements_makes_a_profile_that_loads(
             if found is not None:
                 assert found.forward_s == tuple(0.001 * size for size in sizes)
                 assert found.backward_s == tuple(0.002 * size for size in sizes)
+                are_apart = part == "layer" and sizes[-1] < 16
+                apart_s = tuple(0.0005 * size for size in sizes) if are_apart else None
+                assert found.weight_gradients_s == apart_s
 
 
 def test_a_kind_is_complete_with_its_step_and_not_before() -> None:

@@ -284,6 +284,8 @@ class Provenance:
     """Share that nine of ten such layer times are off by at most; 0 where they were measured."""
     is_calibrated: bool = True
     """Whether anybody measured this chip; analytic costs know of some that nobody did."""
+    has_weight_gradients: bool = False
+    """Whether their share of a backward was measured."""
 
     def __str__(self) -> str:
         return f"{_WORDS[self.basis]}: {self.detail}"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
+import numpy as np
+
 from zorse_megatron.costs.analytic_compute import (
     AnalyticCompute,
     head_flops,
@@ -67,6 +69,14 @@ class Series:
     def backward(self) -> Curve:
         """Backward time by micro-batch size."""
         return fit_curve(self.times.micro_batch_sizes, self.times.backward_s)[0]
+
+    def weight_gradients_share(self, size: float) -> float | None:
+        """Of the backward, between the sizes that were measured; None: it was not."""
+        if self.times.weight_gradients_s is None:
+            return None
+        columns = zip(self.times.weight_gradients_s, self.times.backward_s, strict=True)
+        shares = [weights_s / backward_s for weights_s, backward_s in columns]
+        return float(np.interp(size, self.times.micro_batch_sizes, shares))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +244,13 @@ class ProfiledCompute:
         return forward_s * (1.0 if mode == "full" else selective_share(self.model, self.computing))
 
     def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
-        """What gradients of its matrices take of one layer's backward: their analytic share."""
+        """What gradients of its matrices take of one layer's backward: their share as measured, of
+        a relative as its analytic share differs, or their analytic share.
+        """
         backward_s = self.layer(kind, micro_batch_size).backward_s
+        found = self._closest("layer", kind)
+        if found is not None and found[0].times.weight_gradients_s is not None:
+            return backward_s * self._measured_share(*found, kind, micro_batch_size)
         if not self.analytic.knows(kind):
             flops = layer_flops(self.model, self.tensor_parallel) or 1.0
             return backward_s * matrix_flops(self.model, self.tensor_parallel) / (2 * flops)
@@ -263,7 +278,8 @@ class ProfiledCompute:
         source = next(each for each in self.profile.sources if each.name == times.source)
         basis: Basis = "scaled" if distance else source.kind
         error = off_by(basis, sixteen_bit=is_sixteen_bit(self.dtype))
-        return Provenance(basis=basis, detail=said, off_by=error)
+        has_weights = times.weight_gradients_s is not None
+        return Provenance(basis=basis, detail=said, off_by=error, has_weight_gradients=has_weights)
 
     def includes_collectives(self, kind: str, section: Part) -> bool:
         """Whether the times were measured in a TP group, so that its collectives are in them.
@@ -322,6 +338,24 @@ class ProfiledCompute:
             forward_s=series.forward.at(size) * forward,
             backward_s=series.backward.at(size) * backward,
         )
+
+    def _measured_share(
+        self, series: Series, distance: float, kind: str, micro_batch_size: int
+    ) -> float:
+        """Weight gradients, of the layer's backward."""
+        size = micro_batch_size * self.model.seq_length / series.model.seq_length
+        share = series.weight_gradients_share(size)
+        assert share is not None
+        if not distance or not self.analytic.knows(kind):
+            return share
+        shares = [
+            each.weight_gradients_s(kind, at) / each.layer(kind, at).backward_s
+            for each, at in (
+                (self.analytic, float(micro_batch_size)),
+                (self._relative(series), size),
+            )
+        ]
+        return min(1.0, share * shares[0] / shares[1])
 
     def _flops_ratio(self, series: Series, micro_batch_size: int, size: float) -> float:
         own = micro_batch_size * layer_flops(self.model, self.tensor_parallel)

@@ -124,6 +124,9 @@ class Times:
     """One for each micro-batch size."""
     backward_s: Annotated[tuple[Duration, ...], Field(min_length=1)]
     """One for each micro-batch size."""
+    weight_gradients_s: Annotated[tuple[Duration, ...] | None, Field(min_length=1)] = None
+    """Of the backward, what gradients of a layer's matrices take where they are computed apart from
+    it; one for each micro-batch size. null: not measured."""
     attention: Attention | None = None
     """What core attention ran; null: it is not known."""
 
@@ -421,13 +424,30 @@ def _columns(times: Times, where: str) -> Iterator[Problem]:
             expected="each size once, ascending",
             remedy="Sort the columns by micro-batch size; join points of the same size.",
         )
-    for key in ("forward_s", "backward_s"):
-        if len(getattr(times, key)) != len(sizes):
+    for key in ("forward_s", "backward_s", "weight_gradients_s"):
+        column = getattr(times, key)
+        if column is not None and len(column) != len(sizes):
             yield Problem(
                 where=f"{where}.{key}",
-                found=f"{len(getattr(times, key))} times",
+                found=f"{len(column)} times",
                 expected=f"{len(sizes)}, one for each of micro_batch_sizes",
-                remedy="Give the three lists the same length.",
+                remedy="Give these lists the same length.",
+            )
+    weights_s = times.weight_gradients_s
+    if weights_s is not None and times.part != "layer":
+        yield Problem(
+            where=f"{where}.weight_gradients_s",
+            found=f"weight gradients apart from backwards in part {times.part}",
+            expected="part layer: those of embedding and head are computed in backwards",
+            remedy="Leave the list out.",
+        )
+    for size, weight_s, backward_s in zip(sizes, weights_s or (), times.backward_s, strict=False):
+        if weight_s > backward_s:
+            yield Problem(
+                where=f"{where}.weight_gradients_s",
+                found=f"{weight_s:g} s of a backward of {backward_s:g} s, micro-batch size {size}",
+                expected="a part of the backward",
+                remedy="Measure again; backward_s is a whole backward, weight gradients included.",
             )
     if times.part == "layer" and 0.0 in times.forward_s:
         yield Problem(

@@ -162,8 +162,9 @@ def with_pass(profile: Profile, series: MeasuredSeries, found: MeasuredPass) -> 
     """Add a measured micro-batch to its series, and what it held to the memory of the part."""
     old = series_of(profile, series, found.part)
     points = {} if old is None else _points(old)
-    points[found.micro_batch_size] = (found.forward_s, found.backward_s)
+    points[found.micro_batch_size] = found.forward_s, found.backward_s, found.weight_gradients_s
     sizes = sorted(points)
+    weights_s = [each for *_, each in map(points.__getitem__, sizes) if each is not None]
     times = Times(
         part=found.part,
         model=series.model.name,
@@ -174,6 +175,7 @@ def with_pass(profile: Profile, series: MeasuredSeries, found: MeasuredPass) -> 
         micro_batch_sizes=tuple(sizes),
         forward_s=tuple(points[size][0] for size in sizes),
         backward_s=tuple(points[size][1] for size in sizes),
+        weight_gradients_s=tuple(weights_s) if len(weights_s) == len(sizes) else None,
         attention=found.attention,
     )
     return replace(
@@ -278,9 +280,11 @@ def _with_memory(
     return (*(each for each in memory if each not in old), entry)
 
 
-def _points(times: Times) -> dict[int, tuple[float, float]]:
-    columns = zip(times.micro_batch_sizes, times.forward_s, times.backward_s, strict=True)
-    return {size: (forward_s, backward_s) for size, forward_s, backward_s in columns}
+def _points(times: Times) -> dict[int, tuple[float, float, float | None]]:
+    """Micro-batch size -> forward, backward, and of it weight gradients."""
+    weights_s = times.weight_gradients_s or (None,) * len(times.micro_batch_sizes)
+    columns = zip(times.forward_s, times.backward_s, weights_s, strict=True)
+    return dict(zip(times.micro_batch_sizes, columns, strict=True))
 
 
 def _is_step_of(step: UpdateTime, series: MeasuredSeries) -> bool:

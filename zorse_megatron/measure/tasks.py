@@ -237,6 +237,8 @@ class MeasuredPass:
     """While both run."""
     attention: Attention | None = None
     """What core attention ran; None: the part has none."""
+    weight_gradients_s: float | None = None
+    """Of a layer's backward, apart from it; None: its software computes them together."""
 
 
 @dataclass(frozen=True, kw_only=True)

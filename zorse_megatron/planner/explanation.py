@@ -326,7 +326,8 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     if split:
         yield (
             f"Weight gradients are computed apart from backwards in {_groups(split)}: input "
-            "gradients leave sooner, and weight gradients fill idle time."
+            "gradients leave sooner, and weight gradients fill idle time. "
+            f"{_basis_of_weight_gradients(inputs, plan)}."
         )
     idle = [replica for each in plan.groups for replica in each.replicas if _only_holds(replica)]
     if idle:
@@ -335,6 +336,19 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     for other in found.alternatives:
         yield f"Alternative, {other.what}: {other.why_not}."
     yield from _replanned(found)
+
+
+def _basis_of_weight_gradients(inputs: Inputs, plan: Plan) -> str:
+    split = {rank for group in plan.groups if group.split_backward for rank in group.ranks}
+    kinds = dict.fromkeys(inputs.kinds[rank] for rank in sorted(split))
+    known = {kind for kind, each in inputs.provenances.items() if each.has_weight_gradients}
+    unknown = [kind for kind in kinds if kind not in known]
+    if not unknown:
+        return "What they take of a backward is measured"
+    return (
+        f"What they take of a backward is estimated on {', '.join(unknown)}; zorse profile measure "
+        "times it"
+    )
 
 
 def _groups(numbers: list[str]) -> str:

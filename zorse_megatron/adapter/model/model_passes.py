@@ -4,14 +4,21 @@ The parts are run as the model itself runs them: a layer gets what the model's o
 it, and the head is that forward without layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
+from zorse_megatron.adapter.model.weight_gradients import WeightGradients, delaying_weights
+from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.patches.under_plan import LINEAR_BACKWARD
+from zorse_megatron.errors import FlagError
+from zorse_megatron.flags.conditions import fuses_weight_gradients
 from zorse_megatron.inputs.profile import Part
 
 
@@ -61,6 +68,32 @@ class ModelPasses:
         """Return the pass of a micro-batch, with made-up tokens."""
         maker = {"embedding": self._embedding, "layer": self._layer, "head": self._head}[part]
         return maker(self._batch(micro_batch_size))
+
+    @contextmanager
+    def weight_gradients_apart(self) -> Iterator[WeightGradients | None]:
+        """Let the layer's backwards leave weight gradients to an action of their own, as in a group
+        with `split_backward`; None where its software cannot.
+        """
+        waiting = WeightGradients()
+        stores = {m: m.wgrad_store for m in self.model.modules() if hasattr(m, "wgrad_store")}
+        if not self._leaves_to(waiting):
+            yield None
+            return
+        try:
+            with REGISTRY.applied({LINEAR_BACKWARD: partial(delaying_weights, waiting)}):
+                yield waiting
+        finally:
+            for module, store in stores.items():
+                module.wgrad_store = store
+
+    def _leaves_to(self, waiting: WeightGradients) -> bool:
+        if fuses_weight_gradients(self.args):
+            return False
+        try:
+            waiting.watch(self.wrapped)
+        except FlagError:
+            return False
+        return True
 
     def _modules(self, part: Part) -> list[Any]:
         model = self.model

@@ -21,7 +21,7 @@ from zorse_megatron.measure.on_ranks.ranks import REPEATS, WARM_UP, median_s, ti
 from zorse_megatron.measure.tasks import Answer, LayerRequest, MeasuredPass, MeasuredStep
 
 if TYPE_CHECKING:
-    from zorse_megatron.adapter.model.model_passes import ModelPasses
+    from zorse_megatron.adapter.model.model_passes import ModelPasses, PartPass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +128,8 @@ class SeenAttention:
 
 # Of the memory limit: the next size holds twice as much, and something else is there too.
 _SAFE_SHARE = 0.4
+_ONE = (0, 0)
+"""Chunk and micro-batch of what runs."""
 
 
 def answers(
@@ -199,6 +201,7 @@ def measured_pass(passes: "ModelPasses", part: Part, size: int) -> MeasuredPass:
     for _ in range(WARM_UP + REPEATS):
         forward_s.append(timed_s(lambda: outputs.append(one.forward()), passes.device))
         backward_s.append(timed_s(lambda: one.backward(outputs.pop()), passes.device))
+    weights_s = _weight_gradients_s(passes, one) if part == "layer" else None
     return MeasuredPass(
         part=part,
         micro_batch_size=size,
@@ -208,7 +211,21 @@ def measured_pass(passes: "ModelPasses", part: Part, size: int) -> MeasuredPass:
         saved_bytes=max(0, memory.saved_bytes),
         peak_bytes=memory.peak_bytes,
         attention=seen.attention if part == "layer" else None,
+        weight_gradients_s=None if weights_s is None else min(weights_s, median(backward_s)),
     )
+
+
+def _weight_gradients_s(passes: "ModelPasses", one: "PartPass") -> float | None:
+    """What the action of their own takes; None where the layer computes them in its backward."""
+    found_s = []
+    with passes.weight_gradients_apart() as waiting:
+        if waiting is None:
+            return None
+        for _ in range(WARM_UP + REPEATS):
+            with waiting.delaying(_ONE):
+                one.backward(one.forward())
+            found_s.append(timed_s(lambda: waiting.compute(_ONE), passes.device))
+    return median(found_s[WARM_UP:])
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
