@@ -436,6 +436,7 @@ def test_requests_travel_as_lines() -> None:
         largest_size=8,
         time_limit_s=2.0,
         memory_limit_bytes=None,
+        used_bytes=500_000_000,
     )
     assert LayerRequest.from_json(request.to_json()) == request
 

@@ -11,7 +11,7 @@ from tests.unit.test_profile import T4, one_pass, started
 from zorse_megatron.inputs.model import Computing
 from zorse_megatron.inputs.profile import ProfiledModel, Source, Times
 from zorse_megatron.measure.measured_profile import with_pass
-from zorse_megatron.measure.on_ranks.layer_timing import SeenAttention
+from zorse_megatron.measure.on_ranks.layer_timing import SeenAttention, _context_bytes
 
 HEADS, TOKENS, CHANNELS = 3, 16, 16
 
@@ -31,6 +31,16 @@ def test_scores_that_are_kept_are_seen(backend, expected):
     loss.backward()
     assert seen.attention == expected
     assert query.grad is not None
+
+
+def test_what_others_have_of_a_gpu_is_not_the_process_s_own(monkeypatch):
+    """The rank that waits has a context, too: both were counted as one (H100, 2.2 GB)."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12)
+    gpu = torch.device("cuda")
+    assert _context_bytes(gpu, 0) == 18
+    assert _context_bytes(gpu, 8) == 10
+    assert _context_bytes(gpu, None) is _context_bytes(torch.device("cpu"), 8) is None
 
 
 def test_it_is_written_to_the_profile():

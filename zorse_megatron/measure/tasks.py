@@ -211,6 +211,8 @@ class LayerRequest:
     memory_limit_bytes: int | None
     """No larger micro-batches that would come near to it; None: until memory runs out, which a
     GPU survives and a host does not."""
+    used_bytes: int | None = None
+    """Of the GPU before the process that measures starts; None: not on a GPU."""
 
     def to_json(self) -> str:
         """Return it as one line."""

@@ -147,19 +147,20 @@ def answers(
     yield MeasuredStep(
         num_parameters=sum(map(passes.num_parameters, parts)),
         update_s=median_s(step, passes.device),
-        context_bytes=_context_bytes(passes.device),
+        context_bytes=_context_bytes(passes.device, request.used_bytes),
     )
 
 
-def _context_bytes(device: torch.device) -> int | None:
-    """What is used of a GPU but not by torch's allocator: that of this process, if it is alone.
+def _context_bytes(device: torch.device, used_bytes: int | None) -> int | None:
+    """What this process has of its GPU beside torch's allocator.
 
-    Not run on a GPU yet.
+    `used_bytes`: before it started, as by the rank that waits for it.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or used_bytes is None:
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return max(0, total_bytes - free_bytes - torch.cuda.memory_reserved(device))
+    own_bytes = total_bytes - free_bytes - used_bytes
+    return max(0, own_bytes - torch.cuda.memory_reserved(device))
 
 
 def _grown(

@@ -173,13 +173,18 @@ def _measured(
     memory_bytes = device.memory_bytes
     if wanted.cluster is not None:
         memory_bytes = load_cluster(wanted.cluster).gpu_of_rank(launched.rank).memory_bytes
+    local_rank, used_bytes = 0, None
+    if on_gpu:
+        local_rank = gpu_of(launched.local_rank)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
+        used_bytes = total_bytes - free_bytes
     request = LayerRequest(
         first_sizes=first_sizes(profile, series),
         largest_size=wanted.largest_size,
         time_limit_s=wanted.time_limit_s,
         memory_limit_bytes=None if on_gpu else memory_bytes,
+        used_bytes=used_bytes,
     )
-    local_rank = gpu_of(launched.local_rank) if on_gpu else 0
     flags = single_layer_flags(wanted.flags, wanted.shape)
     return measured_layers(wanted.script, flags, request, local_rank)
 
