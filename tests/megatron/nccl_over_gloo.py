@@ -146,7 +146,7 @@ for _new, _old in (
     setattr(NcclOverGloo, _new, getattr(NcclOverGloo, _old))
 
 
-def register(log: list[dict[str, Any]]) -> None:
+def register(log: list[dict[str, Any]], group_class: type[NcclOverGloo] = NcclOverGloo) -> None:
     """Make the backend known to torch in this process."""
 
     def create(options: Any, _: Any) -> NcclOverGloo:
@@ -158,7 +158,7 @@ def register(log: list[dict[str, Any]]) -> None:
         )
         gloo._set_sequence_number_for_group()
         payload._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
-        return NcclOverGloo(payload, ranks=ranks, label=str(options.group_id), log=log)
+        return group_class(payload, ranks=ranks, label=str(options.group_id), log=log)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
 

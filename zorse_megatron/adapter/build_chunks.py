@@ -5,8 +5,8 @@ all. Here a chunk is built and wrapped, and if the list gathers it before use it
 rank's shard, before the next one is built. Initial weights come last and go where the shards are.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -80,6 +80,10 @@ class ChunkBuilder:
 
         The counterpart of stock's `DistributedDataParallel`.
         """
+        with _on_default_stream():
+            return self._wrapped(module, pg_collection, **kwargs)
+
+    def _wrapped(self, module: Any, pg_collection: Any, **kwargs: Any) -> Any:
         at, chunk = self.at, pg_collection.pp.rank()
         _leave_device(module)
         if self.weight_gradients is not None:
@@ -168,6 +172,20 @@ class ChunkBuilder:
         )
         # Stock warms its fused functions up on random input between seeding and building.
         set_jit_fusion_options(tp_size=args.tensor_model_parallel_size)
+
+
+@contextmanager
+def _on_default_stream() -> Iterator[None]:
+    """Stock wraps on a stream of its own (`build_distributed_models`).
+
+    torch's allocator keeps what is allocated there for that stream: memory that a sharded chunk
+    frees would serve nobody, and what has left the device before would not serve the buffers.
+    """
+    side, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+    default.wait_stream(side)
+    with torch.cuda.stream(default):
+        yield
+    side.wait_stream(default)
 
 
 def _leave_device(module: torch.nn.Module) -> None:
