@@ -8,7 +8,7 @@ stream, which waits for the main stream to come to where its buffer was opened.
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.actions import ON_LAYERS, RECEIVES, SENDS, Action, ActionLists, Kind
@@ -44,8 +44,9 @@ class Launch:
 def launches_of(plan: Plan, lists: ActionLists) -> list[list[Launch]]:
     """For each rank what its list launches, in order."""
     communicators = communicators_of(plan, [lists])
+    tied = [rank for rank, actions in enumerate(lists.ranks) if Action(kind=Kind.TIE) in actions]
     return [
-        _Launches(plan, rank, actions, communicators).all()
+        _Launches(plan, rank, actions, communicators, tied).all()
         for rank, actions in enumerate(lists.ranks)
     ]
 
@@ -56,6 +57,8 @@ class _Launches:
     rank: int
     actions: Sequence[Action]
     communicators: Sequence[Communicator]
+    tied: Sequence[int]
+    """Ranks with a copy of the tied embedding."""
     found: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -94,6 +97,7 @@ class _Launches:
             else:
                 self._on_state(action)
         self._close(len(self.actions))
+        self._tell_loss()
         return self.found
 
     def _add(self, stream: Hashable, word: str, *after: Launch | None, **more: object) -> Launch:
@@ -107,13 +111,22 @@ class _Launches:
         return self.tail
 
     def _start(
-        self, communicator: Communicator | None, kind: str, word: str, *after: Launch | None
+        self,
+        communicator: Communicator | None,
+        kind: str,
+        word: str,
+        *after: Launch | None,
+        among: Sequence[int] = (),
     ) -> Launch | None:
-        """A kernel of a communicator; nothing where there is none, as the rank is alone."""
+        """A kernel of a communicator; nothing where there is none, as the rank is alone.
+
+        `among`: the ranks that take part, if not all of them do.
+        """
         if communicator is None:
             return None
-        operation = communicator, self.numbers[communicator]
-        self.numbers[communicator] += 1
+        part = replace(communicator, ranks=tuple(among)) if among else communicator
+        operation = part, self.numbers[part]
+        self.numbers[part] += 1
         return self._add(communicator, word, *after, operation=operation, kind=kind)
 
     def _receive(self, at: int, action: Action) -> None:
@@ -163,7 +176,7 @@ class _Launches:
             Kind.FETCH: self._fetch,
             Kind.OFFLOAD: self._offload,
             Kind.OFFLOAD_GRAD: self._offload_gradients,
-            Kind.TIE: self._finish_reductions,
+            Kind.TIE: self._swap,
             Kind.SCALE: self._sum,
             Kind.NORM: self._sum,
             Kind.STEP: self._step,
@@ -215,6 +228,27 @@ class _Launches:
         if self.leaving is not None:
             self._on_main(f"{action} waits for the shard before", self.leaving)
         self.leaving = None
+
+    def _swap(self, action: Action) -> None:
+        """The tied embedding's gradient: taken as if each of its ranks waited for all others."""
+        self._finish_reductions(action)
+        if len(self.tied) > 1:
+            world, word = self.of_use["world", None], str(action)
+            swapped = self._start(world, word, word, self.tail, among=self.tied)
+            self._on_main(f"after {action}", swapped)
+
+    def _tell_loss(self) -> None:
+        """To the job's last rank, if it does not know it; the host reads it there."""
+        knows = self.plan.groups[self.plan.chunks[-1].group].ranks
+        source, target = min(knows), self.plan.world_size - 1
+        if target in knows:
+            return
+        world, ends = self.of_use["world", None], (source, target)
+        if self.rank == source:
+            self._start(world, "send", "loss", self.tail, among=ends)
+        elif self.rank == target:
+            received = self._start(world, "receive", "loss", self.tail, among=ends)
+            self._on_main("after loss", received, holds_host=True)
 
     def _sum(self, action: Action) -> None:
         """Numbers of all ranks; the host reads what comes of a NORM."""

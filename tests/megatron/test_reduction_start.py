@@ -68,7 +68,7 @@ def test_a_reduction_that_has_begun_lets_the_rank_go_on(overlap: bool) -> None:
 
 def _check(setup: Setup) -> tuple[list[int], list[str]]:
     """How often the host waits with so many buckets, and what is raised for which gradients."""
-    from zorse_megatron.adapter.data_parallel.ddp import check_noted
+    from zorse_megatron.adapter.data_parallel.ddp import NotedNorms
 
     chunk = _chunk(setup)
     assert len(chunk.bucket_groups) > 2
@@ -81,12 +81,12 @@ def _check(setup: Setup) -> tuple[list[int], list[str]]:
             chunk.begin_grad_sync()
             begun = host.found.total()
             try:
-                check_noted(chunk.bucket_groups)
+                NotedNorms(chunk.bucket_groups).look()
             except RuntimeError as error:
                 said.append(str(error))
             else:
                 waits += [begun, host.found.total()]
-        check_noted(chunk.bucket_groups)  # what has been told is not told again
+        NotedNorms(chunk.bucket_groups).look()  # what has been told is not told again
         chunk.finish_grad_sync()
     return waits, said
 
@@ -106,7 +106,7 @@ def _check_with_reruns(setup: Setup) -> list[tuple[int, bool]]:
     begun, and whether stock has been asked to run the step again."""
     from megatron.core import rerun_state_machine as stock
 
-    from zorse_megatron.adapter.data_parallel.ddp import check_noted
+    from zorse_megatron.adapter.data_parallel.ddp import NotedNorms
 
     chunk = _chunk(setup)
     found = []
@@ -120,7 +120,7 @@ def _check_with_reruns(setup: Setup) -> list[tuple[int, bool]]:
         tiny_gpt.set_gradients(chunk, setup, step=0, contributors=[rank], scale=scale**rank)
         with HostWaits() as host:
             chunk.begin_grad_sync()
-        check_noted(chunk.bucket_groups)
+        NotedNorms(chunk.bucket_groups).look()
         # As often as stock looks, so that a second run finds the call that failed.
         assert sum(machine.validation_counts.values()) == 2 * len(chunk.bucket_groups)
         found.append((host.found.total(), machine.rerun_requested))

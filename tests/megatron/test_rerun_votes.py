@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from tests.megatron import tiny_gpt
 from tests.megatron.preloaded import run_megatron_ranks
+from tests.megatron.test_reduction_start import HostWaits
 
 # By step: who asks in the first run, and what each says after the second: to go on, to save.
 STEPS = (
@@ -63,7 +65,9 @@ def _decide(with_ours: bool) -> tuple[list[Any], list[int], int]:
 def _sum_of(votes: Any) -> Callable[[torch.Tensor], Any]:
     if votes is None:
         return dist.all_reduce
-    return lambda tokens: votes.sum_with(tokens, dist.group.WORLD)
+    from zorse_megatron.adapter.data_parallel.ddp import NotedNorms
+
+    return lambda tokens: votes.sum_with(tokens, dist.group.WORLD, NotedNorms(()))
 
 
 def test_votes_are_summed_with_the_tokens() -> None:
@@ -74,3 +78,49 @@ def test_votes_are_summed_with_the_tokens() -> None:
         assert sums - fewer == len(STEPS)
     decided = [state for _, state in of_stock[0][0]]
     assert any(isinstance(each, tuple) and each[0] for each in decided), "a checkpoint is asked for"
+
+
+def _gradients(mode: str) -> list[Any]:
+    """For finite gradients, then for NaN of rank 1: what comes of it, and how often the host waits.
+
+    After the passes, and after the norm that all ranks know.
+    """
+    from megatron.core import rerun_state_machine as stock
+
+    from zorse_megatron.adapter.data_parallel.ddp import NotedNorms
+    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.patches.under_plan import RERUN_VOTES
+    from zorse_megatron.adapter.rerun_votes import RerunVotes
+
+    tiny_gpt.start()
+    rank, found = dist.get_rank(), []
+    for value in (1.0, float("nan")):
+        stock.destroy_rerun_state_machine()
+        stock.initialize_rerun_state_machine(mode=stock.RerunMode(mode))
+        machine, votes = stock.get_rerun_state_machine(), RerunVotes()
+        machine.first_iteration_complete = True
+        norms = [torch.tensor(2.0), torch.tensor(value if rank else 1.0)]
+        groups = [SimpleNamespace(noted_norms=[norm]) for norm in norms]
+        assert machine.should_run_forward_backward(None)
+        with HostWaits() as host, REGISTRY.applied({RERUN_VOTES: votes.answering}):
+            tokens = torch.tensor(1, dtype=torch.int)
+            votes.sum_with(tokens, dist.group.WORLD, NotedNorms(groups))
+            again = machine.should_run_forward_backward(None)
+            waits = host.found.total()
+            try:
+                votes.look_after(value)
+            except RuntimeError as error:
+                found.append("NaN in local grad norm" in str(error))
+        found.append((again, machine.rerun_requested, waits))
+        assert not any(group.noted_norms for group in groups)
+    stock.destroy_rerun_state_machine()
+    return found
+
+
+def test_the_host_looks_at_gradients_only_where_they_are_bad() -> None:
+    first, second = run_megatron_ranks(2, _gradients, "validate_results")
+    assert first[0] == second[0] == (False, False, 1), "a wait for the votes, and no other"
+    assert first[1][:2] == (True, False) and second[1][:2] == (True, True)
+    first, second = run_megatron_ranks(2, _gradients, "disabled")
+    assert first == [(False, False, 0), (False, False, 0)]
+    assert second == [(False, False, 0), True, (False, False, 0)], "stock's message"

@@ -6,6 +6,7 @@ a plan: a replica of the last group may run no micro-batch, and the last rank ma
 """
 
 import functools
+import pickle
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -142,7 +143,9 @@ def tell_last_rank(
 class LossMessages:
     """Sends dictionaries of losses from one rank to another, each in one message of known size.
 
-    What the dictionaries are like is told with the first one, and again when it changes.
+    What the dictionaries are like is told with the first one, and again when it changes. Messages
+    are batches of one, which the world's own communicator carries: for any other message torch
+    makes a communicator of two ranks (`ProcessGroupNCCL::pointToPoint`), which no plan counts.
     """
 
     def __init__(self, *, peer: int) -> None:
@@ -160,27 +163,40 @@ class LossMessages:
         if losses is not None and known:
             message[0] = 1
             message[1:] = torch.stack([value.double().reshape([]) for value in losses.values()])
-        self._leaving = dist.isend(message, self.peer), message
+        self._leaving = self._start(dist.isend, message), message
         if not known:
             self._like = losses or {}
-            dist.send_object_list([_on_host(losses)], dst=self.peer)
+            for each in _as_messages(_on_host(losses)):
+                self._start(dist.isend, each).wait()
 
     def receive(self) -> dict[str, torch.Tensor] | None:
         """Wait for the next dictionary."""
         message = self._empty()
-        dist.recv(message, self.peer)
+        self._start(dist.irecv, message).wait()
         if message[0]:
             values = zip(self._like.items(), message[1:], strict=True)
             return {name: number.to(like).view_as(like) for (name, like), number in values}
-        received: list[Any] = [None]
-        dist.recv_object_list(received, src=self.peer)
-        losses = _on_device(received[0])
+        size = torch.zeros(1, dtype=torch.long, device="cuda")
+        self._start(dist.irecv, size).wait()
+        pickled = torch.empty(int(size), dtype=torch.uint8, device="cuda")
+        self._start(dist.irecv, pickled).wait()
+        losses = _on_device(pickle.loads(bytes(pickled.tolist())))
         self._like = losses or {}
         return losses
+
+    def _start(self, operation: Callable[..., Any], message: torch.Tensor) -> Any:
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, message, self.peer)])
+        return work
 
     def _empty(self) -> torch.Tensor:
         """[whether the losses follow, each of them]; float64 has every float32 as it is."""
         return torch.zeros(1 + len(self._like), dtype=torch.float64, device="cuda")
+
+
+def _as_messages(losses: dict[str, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of any dictionary: how many bytes follow, and its bytes."""
+    pickled = torch.frombuffer(bytearray(pickle.dumps(losses)), dtype=torch.uint8).cuda()
+    return torch.tensor([len(pickled)], dtype=torch.long, device="cuda"), pickled
 
 
 def _are_numbers(losses: dict[str, torch.Tensor]) -> bool:

@@ -1,19 +1,23 @@
 """Whether any rank asks for its step again, summed along with the step's tokens.
 
 Stock sums that over the world as soon as the passes are over, then the tokens, one collective after
-the other: between distant sites each takes a round trip of all ranks. Here both are one sum.
+the other: between distant sites each takes a round trip of all ranks. Here both are one sum. A rank
+asks for it, too, where its gradients have inf or nan, which the host need not know by then.
 
 Source: `RerunStateMachine.should_run_forward_backward` and `_reduce_any` in
 megatron.core.rerun_state_machine.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+
+from zorse_megatron.adapter.data_parallel.ddp import NotedNorms
 
 
 class RerunVotes:
@@ -22,13 +26,27 @@ class RerunVotes:
     def __init__(self) -> None:
         self._counted: torch.Tensor | None = None
         """Of all ranks, for the run of the step that is over."""
+        self._noted: NotedNorms | None = None
+        """Of this rank's gradients, until somebody has looked or need not look."""
 
-    def sum_with(self, num_tokens: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def sum_with(
+        self, num_tokens: torch.Tensor, group: dist.ProcessGroup, noted: NotedNorms
+    ) -> None:
         """Sum the number of tokens over all ranks in place; a collective call.
 
-        `num_tokens`: int32, no dimensions.
+        `num_tokens`: int32, no dimensions. Raises RuntimeError for gradients with inf or nan in a
+        run that is a repetition, where stock compares them with the first one's.
         """
-        both = torch.stack([num_tokens, torch.full_like(num_tokens, _asks())])
+        machine = get_rerun_state_machine()
+        self._noted, asks = noted, torch.zeros_like(num_tokens)
+        if machine.mode != RerunMode.DISABLED:
+            if machine.state != RerunState.INITIAL_RUN:
+                self._look()
+            elif machine.rerun_requested:
+                asks += 1
+            elif noted.are_any:
+                asks = noted.bad()
+        both = torch.stack([num_tokens, asks])
         dist.all_reduce(both, group=group)
         num_tokens.copy_(both[0])
         self._counted = both[1]
@@ -42,16 +60,25 @@ class RerunVotes:
             # Later runs of a step vote on two questions at once.
             if counted is None or self_.state != RerunState.INITIAL_RUN:
                 return stock(self_, value)
-            return bool(counted.item() > 0)
+            asked = bool(counted.item() > 0)
+            if asked:
+                self._look()
+            self._noted = None
+            return asked
 
         return reduce_any
 
+    def look_after(self, grad_norm: float | None) -> None:
+        """Where stock does not ask: inf and nan are in the gradients' norm as well.
 
-def _asks() -> bool:
-    """Whether this rank has found something in a first run that should be run again."""
-    machine = get_rerun_state_machine()
-    return (
-        machine.mode != RerunMode.DISABLED
-        and machine.state == RerunState.INITIAL_RUN
-        and machine.rerun_requested
-    )
+        `grad_norm`: of all ranks; None: it has not been computed. Raises RuntimeError where this
+        rank's gradients have them.
+        """
+        if grad_norm is None or not math.isfinite(grad_norm):
+            self._look()
+        self._noted = None
+
+    def _look(self) -> None:
+        if self._noted is not None:
+            self._noted.look()
+        self._noted = None

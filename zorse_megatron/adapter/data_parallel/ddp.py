@@ -286,39 +286,55 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         return parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
 
 
-# Stock's check for inf and nan in gradients, once per step.
+# Stock's check for inf and nan in gradients, without a wait of its own.
 #
 # Stock asks for the norm of every bucket before it reduces it, and each time the host waits for the
-# device. Here the norms are noted where stock asks for them, and looked at together at the end of
-# the passes. What is wrong is then told by stock's own check, in its words; with --rerun-mode
-# validate_results, its default, that check gets all of them, to run the step again. Only with
-# --check-for-large-grads gradients are checked where stock does it.
+# device. Here the norms are noted where stock asks for them. Whether all are finite goes out with
+# what all ranks sum (`RerunVotes`), or shows in the gradients' norm; only if they are not, the host
+# waits for each of them. What is wrong is then told by stock's own check, in its words; with
+# --rerun-mode validate_results, its default, that check gets all of them, to run the step again.
+# Only with --check-for-large-grads gradients are checked where stock does it.
 #
 # Source: `megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.check_grads`.
 
 
-def check_noted(groups: Iterable[Any]) -> None:
-    """Check all norms that `groups` have noted; the host waits once.
+class NotedNorms:
+    """The norms that bucket groups have noted in one step; they forget them."""
 
-    Raises RuntimeError with stock's message for the first bucket with inf or nan, or lets stock run
-    the step again where it does that.
-    """
-    noted = []
-    for group in groups:
-        noted.append(group.noted_norms)
-        group.noted_norms = []
-    norms = [norm for each in noted for norm in each]
-    if not norms:
-        return
-    in_host = torch.stack([norm.float() for norm in norms]).cpu()
-    is_finite = bool(in_host.isfinite().all())
-    if is_finite and get_rerun_state_machine().mode == RerunMode.DISABLED:
-        return
-    # Those of the device appear in the message.
-    known = iter(in_host if is_finite else norms)
-    for each in noted:
-        buckets = [SimpleNamespace(grad_data=_Noted(next(known))) for _ in each]
-        _ParamAndGradBucketGroup.check_grads(SimpleNamespace(buckets=buckets), True, False)
+    def __init__(self, groups: Iterable[Any]) -> None:
+        self._of_groups: list[list[torch.Tensor]] = []
+        for group in groups:
+            self._of_groups.append(group.noted_norms)
+            group.noted_norms = []
+        self._norms = [norm for each in self._of_groups for norm in each]
+
+    @property
+    def are_any(self) -> bool:
+        """Whether there is something to look at."""
+        return bool(self._norms)
+
+    def bad(self) -> torch.Tensor:
+        """1 if one of them is inf or nan, else 0 (int32, without dimensions, on the device)."""
+        norms = torch.stack([norm.float() for norm in self._norms])
+        return norms.isfinite().all().logical_not().int()
+
+    def look(self) -> None:
+        """Check all of them; the host waits once.
+
+        Raises RuntimeError with stock's message for the first bucket with inf or nan, or lets stock
+        run the step again where it does that.
+        """
+        if not self._norms:
+            return
+        in_host = torch.stack([norm.float() for norm in self._norms]).cpu()
+        is_finite = bool(in_host.isfinite().all())
+        if is_finite and get_rerun_state_machine().mode == RerunMode.DISABLED:
+            return
+        # Those of the device appear in the message.
+        known = iter(in_host if is_finite else self._norms)
+        for each in self._of_groups:
+            buckets = [SimpleNamespace(grad_data=_Noted(next(known))) for _ in each]
+            _ParamAndGradBucketGroup.check_grads(SimpleNamespace(buckets=buckets), True, False)
 
 
 @dataclass(frozen=True)

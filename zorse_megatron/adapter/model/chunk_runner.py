@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
-from zorse_megatron.adapter.data_parallel.ddp import check_noted
+from zorse_megatron.adapter.data_parallel.ddp import NotedNorms
 from zorse_megatron.adapter.groups.global_groups import StockStages, presented
 from zorse_megatron.adapter.groups.process_groups import at_chunk
 from zorse_megatron.adapter.loss import with_token_counts
@@ -238,8 +238,8 @@ class MegatronChunkRunner:
         self._let_gradients_go()
         models = self.inputs.models.values()
         wait_for_parameters(models)  # without micro-batches, nothing has
-        check_noted(group for model in models for group in model.bucket_groups)
-        self.votes.sum_with(self.num_tokens, self.collection.intra_dist_opt)
+        noted = NotedNorms(group for model in models for group in model.bucket_groups)
+        self.votes.sum_with(self.num_tokens, self.collection.intra_dist_opt, noted)
         factor = self.loss_divisor / torch.clamp(self.num_tokens, min=1)
         for model in models:
             model.scale_gradients(factor)
@@ -248,6 +248,8 @@ class MegatronChunkRunner:
         """Stock's optimizer step, in which optimizers only decide (`step_with_ready_grads`)."""
         assert self.stock_step is not None
         self.step_result = self.stock_step()
+        _, grad_norm, _ = self.step_result
+        self.votes.look_after(grad_norm)
 
     def step(self, chunk: int) -> None:
         """Update this rank's shard of the chunk, unless the step is skipped on all ranks."""
