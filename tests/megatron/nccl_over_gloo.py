@@ -18,12 +18,14 @@ _CPU = torch.device("cpu")
 
 
 class _Together:
-    def __init__(self, works: Sequence[Any]) -> None:
+    def __init__(self, works: Sequence[Any], then: Callable[[], Any] = lambda: None) -> None:
         self.works = [work for work in works if work is not None]
+        self.then = then
 
     def wait(self, *_: Any) -> bool:
         for work in self.works:
             work.wait()
+        self.then()
         return True
 
 
@@ -91,7 +93,7 @@ class NcclOverGloo(dist.ProcessGroup):
         return self._reduced_to_owners(output, parts, options)
 
     def _reduce_scatter_base(self, output: Any, whole: Any, options: Any = None) -> Any:
-        parts = list(whole.split(output.numel()))
+        parts = self._equal_parts(whole)
         self.note("reduce_scatter", parts)
         return self._reduced_to_owners(output, parts, options)
 
@@ -101,12 +103,18 @@ class NcclOverGloo(dist.ProcessGroup):
         return self._sent_by_owners(parts, own)
 
     def _allgather_base(self, whole: Any, own: Any, options: Any = None) -> Any:
-        parts = list(whole.split(own.numel()))
+        parts = self._equal_parts(whole)
         self.note("all_gather", parts)
         return self._sent_by_owners(parts, own)
 
+    def _equal_parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """One for each rank, also of nothing."""
+        return list(whole.view(-1).tensor_split(self.size()))
+
     def _reduced_to_owners(self, output: Any, parts: Sequence[Any], options: Any) -> Any:
-        assert output.data_ptr() == parts[self.rank()].data_ptr(), "ours are in place"
+        is_in_place = output.data_ptr() == parts[self.rank()].data_ptr()
+        if not is_in_place:  # as of Megatron's sequence parallelism
+            parts = [part.clone() for part in parts]
         works = []
         for owner, part in enumerate(parts):
             if part.numel():
@@ -114,11 +122,12 @@ class NcclOverGloo(dist.ProcessGroup):
                 each.rootRank = owner
                 each.reduceOp = dist.ReduceOp.SUM if options is None else options.reduceOp
                 works.append(self.payload.reduce([part], each))
-        return _Together(works)
+        own = parts[self.rank()]
+        return _Together(works, lambda: is_in_place or output.copy_(own.view_as(output)))
 
     def _sent_by_owners(self, parts: Sequence[Any], own: Any) -> Any:
         if parts[self.rank()].data_ptr() != own.data_ptr():
-            parts[self.rank()].copy_(own)
+            parts[self.rank()].copy_(own.view_as(parts[self.rank()]))
         works = []
         for owner, part in enumerate(parts):
             if part.numel():

@@ -8,50 +8,42 @@ import pytest
 
 from tests.megatron.comparison import flags_for
 from tests.megatron.launch import run_ranks
-from tests.megatron.plans import (
-    BOTH_ENDS,
-    LAYERED,
-    LAYOUTS,
-    TRIO,
-    hierarchical,
-    in_the_host,
-    sending_in,
-    split,
-    with_settings,
-)
+from tests.megatron.plans import BOTH_ENDS, LAYOUTS, sending_in, split, with_settings
+from tests.megatron.test_exactness import ROWS, Row
 from tests.megatron.upstream import SCRIPT
-from zorse_megatron.plan.plan import Plan, Schedule
+from zorse_megatron.plan.plan import Schedule
 from zorse_megatron.plan.plan_file import save_plan
 
-PLANS: dict[str, Plan] = {
-    "interleaved, weight gradients apart": split(
-        with_settings(BOTH_ENDS, schedule=Schedule(name="interleaved"))
-    ),
-    "in the host": in_the_host(LAYERED),
-    "hierarchical": hierarchical(TRIO, "aab"),
-    "sent in 16 bits": sending_in(LAYOUTS["2|1|2"], "bf16", None, "bf16"),
+APART, HOST = "interleaved, weight gradients apart", "in the host, layered"
+LEVELS = "two levels, an idle rank and one without a shard"
+CASES = {
+    APART: Row(plan=split(with_settings(BOTH_ENDS, schedule=Schedule(name="interleaved")))),
+    "sent in 16 bits": Row(plan=sending_in(LAYOUTS["2|1|2"], "bf16", None, "bf16")),
+    **{
+        name: ROWS[name]
+        for name in (HOST, LEVELS, "1|2+1, llama, cyclic, recompute, no clip, sequence parallel")
+    },
 }
-
-# Where waits are left out -> the plan that then has hazards. docs/how-it-works.md has all places.
+# Where waits are left out -> what then has hazards.
 MISSING = {
-    "host_link hold_back": "in the host",
-    "transport after": "interleaved, weight gradients apart",
-    "transport wait": "interleaved, weight gradients apart",
-    "collectives _on_streams": "hierarchical",
+    "host_link hold_back": HOST,
+    "transport after": APART,
+    "transport wait": APART,
+    "collectives _on_streams": LEVELS,
 }
 
 
 def rehearsed(
-    plan: Plan, corpus: Path, record: Path, *, entry: str = "rehearsal_entry", without: str = ""
+    row: Row, corpus: Path, record: Path, *, entry: str = "rehearsal_entry", without: str = ""
 ) -> tuple[Any, list[dict[str, Any]]]:
     """What the last rank logs, and of each rank hazards and waits."""
     record.mkdir(parents=True)
-    save_plan(plan, record / "plan.json")
+    save_plan(row.plan, record / "plan.json")
     save = ("--save", str(record / "checkpoints"), "--save-interval", "1")
-    training = flags_for(corpus, *save, steps=2)
+    training = flags_for(corpus, *row.flags, *save, steps=2)
     flags = [*SCRIPT, *training, "--zorse-plan", str(record / "plan.json")]
-    env = {"ZORSE_TEST_RECORD": str(record), "ZORSE_TEST_WITHOUT": without}
-    ranks = range(plan.world_size)
+    env = {**row.env, "ZORSE_TEST_RECORD": str(record), "ZORSE_TEST_WITHOUT": without}
+    ranks = range(row.plan.world_size)
     run_ranks(flags, len(ranks), entry=f"tests.megatron.{entry}", timeout_s=120, env=env).check()
     steps = json.loads((record / f"steps-rank{ranks[-1]}.json").read_text())
     if entry != "rehearsal_entry":
@@ -61,11 +53,11 @@ def rehearsed(
     ]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_is_used_before_it_is_there(name: str, corpus: Path, tmp_path: Path) -> None:
-    plan = PLANS[name]
-    expected, _ = rehearsed(plan, corpus, tmp_path / "plain", entry="recording_entry")
-    found, ranks = rehearsed(plan, corpus, tmp_path / "watched")
+    row = CASES[name]
+    expected, _ = rehearsed(row, corpus, tmp_path / "plain", entry="recording_entry")
+    found, ranks = rehearsed(row, corpus, tmp_path / "watched")
     assert [each["hazards"] for each in ranks] == [[]] * len(ranks)
     assert found == expected
 
@@ -74,6 +66,6 @@ def test_nothing_is_used_before_it_is_there(name: str, corpus: Path, tmp_path: P
 def test_a_wait_that_is_missing_is_seen(
     without: str, name: str, corpus: Path, tmp_path: Path
 ) -> None:
-    _, ranks = rehearsed(PLANS[name], corpus, tmp_path / "watched", without=without)
+    _, ranks = rehearsed(CASES[name], corpus, tmp_path / "watched", without=without)
     assert any(without in each["waits"] for each in ranks), "it is waited for there"
     assert any(each["hazards"] for each in ranks)
