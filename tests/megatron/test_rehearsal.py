@@ -8,7 +8,7 @@ import pytest
 
 from tests.megatron.comparison import flags_for
 from tests.megatron.launch import run_ranks
-from tests.megatron.plans import BOTH_ENDS, LAYOUTS, sending_in, split, with_settings
+from tests.megatron.plans import BOTH_ENDS, split, with_settings
 from tests.megatron.test_exactness import ROWS, Row
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.plan.plan import Schedule
@@ -18,7 +18,6 @@ APART, HOST = "interleaved, weight gradients apart", "in the host, layered"
 LEVELS = "two levels, an idle rank and one without a shard"
 CASES = {
     APART: Row(plan=split(with_settings(BOTH_ENDS, schedule=Schedule(name="interleaved")))),
-    "sent in 16 bits": Row(plan=sending_in(LAYOUTS["2|1|2"], "bf16", None, "bf16")),
     **{
         name: ROWS[name]
         for name in (HOST, LEVELS, "1|2+1, llama, cyclic, recompute, no clip, sequence parallel")
@@ -28,7 +27,6 @@ CASES = {
 MISSING = {
     "host_link hold_back": HOST,
     "transport after": APART,
-    "transport wait": APART,
     "collectives _on_streams": LEVELS,
 }
 
@@ -39,8 +37,7 @@ def rehearsed(
     """What the last rank logs, and of each rank hazards and waits."""
     record.mkdir(parents=True)
     save_plan(row.plan, record / "plan.json")
-    save = ("--save", str(record / "checkpoints"), "--save-interval", "1")
-    training = flags_for(corpus, *row.flags, *save, steps=2)
+    training = flags_for(corpus, *row.flags, steps=2)
     flags = [*SCRIPT, *training, "--zorse-plan", str(record / "plan.json")]
     env = {**row.env, "ZORSE_TEST_RECORD": str(record), "ZORSE_TEST_WITHOUT": without}
     ranks = range(row.plan.world_size)
@@ -56,10 +53,11 @@ def rehearsed(
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_used_before_it_is_there(name: str, corpus: Path, tmp_path: Path) -> None:
     row = CASES[name]
-    expected, _ = rehearsed(row, corpus, tmp_path / "plain", entry="recording_entry")
     found, ranks = rehearsed(row, corpus, tmp_path / "watched")
     assert [each["hazards"] for each in ranks] == [[]] * len(ranks)
-    assert found == expected
+    if name == APART:  # test_nccl_order.py compares the others' kinds
+        expected, _ = rehearsed(row, corpus, tmp_path / "plain", entry="recording_entry")
+        assert found == expected
 
 
 @pytest.mark.parametrize(("without", "name"), MISSING.items())

@@ -31,7 +31,11 @@ from zorse_megatron.simulate.result import SimulationResult
 KINDS = ("fast", "middle", "slow")
 SIZES = (1, 2, 4)
 SPACE = SearchSpace(
-    schedules=("1f1b",), recompute=("none", "full"), offload=False, max_micro_batch_size=4
+    split_backward=False,
+    schedules=("1f1b",),
+    recompute=("none", "full"),
+    offload=False,
+    max_micro_batch_size=4,
 )
 
 

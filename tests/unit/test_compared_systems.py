@@ -51,7 +51,7 @@ def make(cluster, batch=16):
         None,
         global_batch_size=batch,
         dtype="float16",
-        space=SearchSpace(offload=False, max_tensor_parallel=1),
+        space=SearchSpace(offload=False, max_tensor_parallel=1, split_backward=False),
     )
 
 

@@ -33,7 +33,7 @@ nodes:
 """
 MODEL = dataclasses.replace(MODELS["llama-1b"], seq_length=512, num_layers=8)
 GIB = 2**30
-QUICK = SearchSpace(schedules=("1f1b",))
+QUICK = SearchSpace(schedules=("1f1b",), split_backward=False)
 
 
 def small(*, memory="16GB", host="64GiB", model=MODEL, batch=4):

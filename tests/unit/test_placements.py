@@ -134,6 +134,7 @@ def all_placements(num_groups, num_layers, most_chunks):
 
 
 SPACE = SearchSpace(
+    split_backward=False,
     schedules=("1f1b", "interleaved"),
     recompute=("none",),
     offload=False,
@@ -235,7 +236,7 @@ def test_no_more_is_in_flight_than_the_iteration_needs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_allowing_weight_gradients_apart_is_never_slower(seed):
     inputs = random_case(seed, most_gpus=5, most_layers=8)
     spaces = (

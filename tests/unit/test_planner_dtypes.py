@@ -31,7 +31,7 @@ nodes:
 BESIDE = {"T4": ("fp16", "fp16"), "V100-16": ("fp16", "fp16"), "relic": ("fp32", "fp32")}
 
 
-NO_TP = SearchSpace(max_tensor_parallel=1)
+NO_TP = SearchSpace(max_tensor_parallel=1, split_backward=False)
 
 
 def lab(old: str, dtype="auto", *, space: SearchSpace = NO_TP, profile=None) -> Inputs:

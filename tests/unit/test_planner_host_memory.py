@@ -37,7 +37,10 @@ from zorse_megatron.schedule.lower import refuse_unsupported
 # Shards are cut at multiples of 64 elements, and so are pieces here.
 GRAIN = 64
 SPACE = SearchSpace(
-    schedules=("breadth_first",), recompute=("none", "full"), offload_activations=True
+    split_backward=False,
+    schedules=("breadth_first",),
+    recompute=("none", "full"),
+    offload_activations=True,
 )
 
 

@@ -36,7 +36,7 @@ def lab(cluster=CLUSTER):
         None,
         global_batch_size=8,
         dtype="float16",
-        space=SearchSpace(max_tensor_parallel=1),
+        space=SearchSpace(max_tensor_parallel=1, split_backward=False),
     )
 
 

@@ -33,7 +33,7 @@ nodes:
 MODEL = dataclasses.replace(MODELS["llama-1b"], seq_length=512)
 
 
-NO_TP = SearchSpace(max_tensor_parallel=1)
+NO_TP = SearchSpace(max_tensor_parallel=1, split_backward=False)
 
 
 def lab(cluster: str = CLUSTER, *, batch: int = 24, space: SearchSpace = NO_TP) -> Inputs:

@@ -43,7 +43,7 @@ MODEL = ModelShape(
     vocab_size=16384,
     seq_length=2048,
 )
-QUICK = SearchSpace(schedules=("1f1b",), recompute=("none",), offload=False)
+QUICK = SearchSpace(schedules=("1f1b",), recompute=("none",), offload=False, split_backward=False)
 COLUMNS = 1024
 """Of the MLP, in the compositions that are all tried."""
 NEAR = 1.02

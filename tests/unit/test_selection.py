@@ -135,7 +135,7 @@ def test_gpus_that_slowed_the_others(text: str, fast: range) -> None:
         None,
         global_batch_size=16,
         dtype="float16",
-        space=SearchSpace(max_tensor_parallel=1),
+        space=SearchSpace(max_tensor_parallel=1, split_backward=False),
     )
     search = searches(inputs)
     found = explored(inputs, search)

@@ -77,6 +77,7 @@ def cluster_of(*nodes, layers=6, batch=8, room=3.0, nic=2e5, fixed_s=0.002, most
         model=ModelFingerprint(num_layers=layers),
         cluster=ClusterFingerprint(gpu_kinds=kinds),
         space=SearchSpace(
+            split_backward=False,
             schedules=("1f1b", "interleaved"),
             recompute=KINDS,
             offload=False,
@@ -281,7 +282,7 @@ def make(cluster=TWO_NODES, batch=16, layers=8):
         None,
         global_batch_size=batch,
         dtype="float16",
-        space=SearchSpace(offload=False),
+        space=SearchSpace(offload=False, split_backward=False),
     )
 
 
