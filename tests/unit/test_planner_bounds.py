@@ -52,9 +52,7 @@ def test_no_plan_beats_the_bound(seed):
     bound_s = lower_bound_s(inputs)
     assert best_by_trying(inputs, below_s=bound_s, most_simulated=MOST_SIMULATED) is None
     if seed % 10 == 0:
-        found = find_plan(
-            dataclasses.replace(inputs, space=SearchSpace(split_backward=False)), stock=()
-        )
+        found = find_plan(dataclasses.replace(inputs, space=SearchSpace()), stock=())
         assert bound_s <= found.iteration_s
 
 
@@ -149,9 +147,7 @@ def test_no_plan_beats_the_bound_of_links(bytes_per_s):
 def test_a_plan_comes_close_to_the_bound():
     """Two GPUs between which every sample passes for a little longer than they compute."""
     inputs = with_nics(random_case(2, most_gpus=4, most_layers=6), 1000.0)
-    many = dataclasses.replace(
-        inputs, global_batch_size=96, space=SearchSpace(split_backward=False)
-    )
+    many = dataclasses.replace(inputs, global_batch_size=96, space=SearchSpace())
     found = find_plan(many)
     assert found.link_bound.bound_s > 1.02 * found.bound_s
     assert 1.0 <= found.iteration_s / found.link_bound.bound_s < 1.1
