@@ -15,7 +15,7 @@ from zorse_megatron.errors import Problem, ZorseError
 
 PACKAGE = "zorse-megatron"
 MODULES: Mapping[str, tuple[str, ...]] = {
-    "train": ("torch", "megatron"),
+    "train": ("torch", "megatron", "safetensors"),
     "plots": ("matplotlib",),
 }
 """Extra -> the top-level modules that it brings and that are imported by name."""

@@ -1,4 +1,4 @@
-"""The `zorse` command; no sub-command imports torch or Megatron.
+"""The `zorse` command; none but `import-hf` and `export-hf` imports torch, none Megatron.
 
 `emulate` and `compare` start processes that do.
 """
@@ -17,6 +17,7 @@ from zorse_megatron.cli.commands.measure import discover, doctor, profile
 from zorse_megatron.cli.commands.plan import plan
 from zorse_megatron.cli.commands.run import checkpoint, move, status
 from zorse_megatron.cli.commands.simulate import actions, explain
+from zorse_megatron.cli.commands.weights import export_hf, import_hf
 
 # What goes wrong on our side is reported with a plain traceback, without local variables.
 app = Commands(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -32,6 +33,8 @@ app.command(cls=TakesTrainingFlags)(join)
 app.command()(status)
 app.command()(move)
 app.command()(actions)
+app.command()(import_hf)
+app.command()(export_hf)
 app.add_typer(profile, name="profile")
 app.add_typer(checkpoint, name="checkpoint")
 

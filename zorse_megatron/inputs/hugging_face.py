@@ -228,6 +228,36 @@ def parse_config(data: bytes, *, source: str = "config.json") -> HuggingFaceMode
     return model
 
 
+CONVERTED = ("llama", "mistral", "qwen2", "qwen3")
+"""The types whose weights `zorse import-hf` converts."""
+# Megatron's `--use-rope-scaling` has these alone (`RotaryEmbedding._apply_scaling`).
+_LLAMA3_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def conversion_problems(
+    value: Mapping[str, Any], model: HuggingFaceModel, *, source: str
+) -> list[Problem]:
+    """Say what keeps the weights of a model that `parse_config` has read from being converted."""
+    config = _Config(value=value, source=source)
+    if (kind := value.get("model_type")) not in CONVERTED:
+        listed = ", ".join(CONVERTED)
+        config.add("model_type", repr(kind), listed, "The weights of no other type are converted.")
+    if value.get("quantization_config"):
+        method = dict(value["quantization_config"]).get("quant_method", "unknown")
+        config.add(
+            "quantization_config", str(method)[:40], "none", "Take weights in bf16, fp16 or fp32."
+        )
+    config.add_other_scaling()
+    if not model.flags and not config.problems:
+        lacks = "; ".join(model.notes)
+        config.add("model_type", lacks, "what Megatron's flags build", "Take another model.")
+    return config.problems
+
+
 class _Config:
     """The keys of a file, and what is wrong with those that were asked for."""
 
@@ -402,6 +432,18 @@ class _Config:
         usual = self.value.get("rotary_emb_base", 10_000.0)
         base = self.value.get("rope_theta", both.get("rope_theta", usual) if both else usual)
         return base, scaling if isinstance(scaling, dict) else {}
+
+    def add_other_scaling(self) -> None:
+        """Note a scaling of positions that Megatron's flags have not."""
+        base, scaling = self._rope()
+        kind = self._rope_kind()
+        if kind not in ("default", "llama3"):
+            self.add("rope_scaling", kind, "none, or llama3", "Megatron has no other.")
+        for key, usual in (_LLAMA3_SCALING if kind == "llama3" else {}).items():
+            if scaling.get(key, usual) != usual:
+                self.add(f"rope_scaling.{key}", repr(scaling[key]), repr(usual), "Megatron's own.")
+        if isinstance(base, int | float) and base != int(base):
+            self.add("rope_theta", repr(base), "an integer", "--rotary-base takes no other.")
 
     def _rotary_share(self, family: _Family) -> Any:
         """Share of a head that is rotated."""

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
 
+from zorse_megatron import __version__
 from zorse_megatron.cli.command_group import AnswersInJson, TakesTrainingFlags, training_flags
 from zorse_megatron.cli.console import (
     Output,
@@ -37,7 +37,7 @@ from zorse_megatron.cli.options import (
 )
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.extras import PACKAGE, refuse_without
+from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.read_write import write_text
 from zorse_megatron.files.strict import read_file
 from zorse_megatron.files.wording import number_of
@@ -414,5 +414,4 @@ def _report(checks: "tuple[Check, ...]", ends_s: float, *, quiet: bool) -> "Repo
         with runner_here(has_gpu=bool(machine.gpus)) as run_job:
             run = DoctorRun(machine=machine, run_job=run_job, directory=directory, ends_s=ends_s)
             findings = tuple(examine(run, checks, tell))
-    version = metadata.version(PACKAGE)
-    return Report(machine=machine, findings=findings, version=version, date=date)
+    return Report(machine=machine, findings=findings, version=__version__, date=date)

@@ -1,0 +1,354 @@
+"""Weights of Hugging Face models in Megatron: the logits of transformers, and back to the bit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.megatron.launch import MegatronServer
+from tests.megatron.logits_entry import TOKENS
+from tests.megatron.plans import LAYOUTS, chunked_plan, plan_of, replica, tp_replica
+from tests.megatron.small_run import stock
+from tests.megatron.stock_log import iterations
+from tests.shared import directory_of
+from zorse_megatron.errors import CheckpointError, ModelError, OutputError
+from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.live.checkpoint_check import State, look_at
+from zorse_megatron.live.checkpoint_files import read_tracker
+from zorse_megatron.plan.plan import Plan, TpShards
+from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.weights import convert
+from zorse_megatron.weights.convert import export_model, import_model
+
+VOCABULARY, SAMPLES, LENGTH = 250, 2, 40
+MOST = {"logits": 1e-5, "loss": 2e-6}
+"""The issue asks for 1e-4 of logits up to 2; seen: 8e-7."""
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3, "num_key_value_heads": 4}),
+    "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+}
+UNEQUAL = TpShards(kv_groups=(2, 0), mlp_columns=(32, 96), vocabulary_rows=(192, 64))
+PLANS = {
+    "unequal groups": LAYOUTS["3|2"],
+    "a set with unequal parts": plan_of(
+        ((tp_replica((0, 1), 2, 4, tp_shards=UNEQUAL),), 3), ((replica(2, 4, 2),), 1)
+    ),
+    "breadth-first": chunked_plan(
+        [(replica(0, 1, 6, 3.0), replica(1, 1, 2, 1.0)), (replica(2, 4, 2),)],
+        [(0, 1), (1, 2), (0, 1)],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> Path:
+    """A folder with each model, made by transformers, and its logits of some tokens."""
+    return directory_of("hugging-face-models", _make_models)
+
+
+def _make_models(folder: Path) -> None:
+    import transformers
+
+    for name, (config_class, more) in MODELS.items():
+        config = getattr(transformers, config_class)(**(SHAPE | more))
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            tokens = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH))
+            logits = model(tokens).logits
+        model.save_pretrained(folder / name, max_shard_size="200KB")
+        torch.save((tokens, logits), folder / f"{name}.pt")
+
+
+def _flags(flags: tuple[str, ...], checkpoint: Path) -> list[str]:
+    """Of a job that trains the model without changing it: a rate of 1e-30 is lost in rounding."""
+    return [
+        *(*flags, "--load", str(checkpoint), "--finetune", "--seq-length", str(LENGTH)),
+        *("--tokenizer-type", "NullTokenizer", "--mock-data", "--calculate-per-token-loss"),
+        *("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "1"),
+        *("--lr", "1e-30", "--lr-decay-style", "constant", "--log-interval", "1"),
+        *(*WITHOUT_DROPOUT, *WITHOUT_EVALUATION, *WITHOUT_WORKERS, "--seed", "7"),
+    ]
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def _assert_same_model(folder: Path, other: Path) -> None:
+    """Every tensor to the bit, and the files that say what they are."""
+    found, expected = _tensors(folder), _tensors(other)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+    config, original = ((each / "config.json").read_text() for each in (folder, other))
+    assert json.loads(config) == json.loads(original)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(
+    name: str, models: Path, megatron_server: MegatronServer, tmp_path: Path
+) -> None:
+    """Token by token, from a checkpoint that is whole, and that goes back to the same bits."""
+    done = import_model(models / name, tmp_path / "checkpoint")
+    latest = read_tracker(tmp_path / "checkpoint").names
+    assert latest is not None and look_at(latest).state is State.WHOLE
+    tokens, expected = torch.load(models / f"{name}.pt")
+    torch.save(tokens, tmp_path / "tokens.pt")
+    megatron_server.run_ranks(
+        _flags(done.flags, tmp_path / "checkpoint"),
+        1,
+        entry="tests.megatron.logits_entry",
+        timeout_s=60,
+        env={TOKENS: str(tmp_path / "tokens.pt"), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    ).check()
+    logits = torch.load(tmp_path / "tokens.logits")
+    torch.testing.assert_close(logits[..., :VOCABULARY], expected, rtol=0, atol=MOST["logits"])
+    # Rows that stand for no token are zero.
+    assert logits.shape[-1] > VOCABULARY and not logits[..., VOCABULARY:].any()
+    again = tmp_path / "again"
+    export_model(
+        tmp_path / "checkpoint", again, source=models / name, dtype=None, shard_bytes=200_000
+    )
+    assert len(list(again.glob("*.safetensors"))) > 1
+    _assert_same_model(again, models / name)
+
+
+def _trained(
+    server: MegatronServer, folder: Path, source: Path, plan: Plan | None
+) -> tuple[float, Path]:
+    """Return the loss of the first iteration and a model exported from what it saved."""
+    done = import_model(source, folder / "checkpoint")
+    flags = [
+        *_flags(done.flags, folder / "checkpoint"),
+        "--save",
+        str(folder / "saved"),
+        "--save-interval",
+        "1",
+    ]
+    if plan is None:
+        result = stock(server, flags)
+    else:
+        save_plan(plan, folder / "plan.json")
+        num_ranks = sum(len(each.ranks) for group in plan.groups for each in group.replicas)
+        flags += ["--zorse-plan", str(folder / "plan.json")]
+        result = server.run_ranks(flags, num_ranks, timeout_s=120).check()
+    export_model(folder / "saved", folder / "out", source=source, dtype=None, shard_bytes=10**9)
+    losses = [each.lm_loss for output in result.outputs for each in iterations(output)]
+    return losses[0], folder / "out"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_plans_start_from_the_weights(
+    name: str, models: Path, megatron_server: MegatronServer, tmp_path: Path
+) -> None:
+    """The loss is stock's under each plan, and what it saves is exported as it was imported."""
+    source = models / name
+    expected, exported = _trained(megatron_server, tmp_path / "stock", source, None)
+    _assert_same_model(exported, source)
+    for title, plan in PLANS.items():
+        loss, exported = _trained(megatron_server, tmp_path / title, source, plan)
+        assert loss == pytest.approx(expected, rel=MOST["loss"]), title
+        _assert_same_model(exported, source)
+
+
+def test_exported_types(models: Path, tmp_path: Path) -> None:
+    """Weights are rounded to the type asked for, which config.json names; fp16 may not do."""
+    import_model(models / "llama", tmp_path / "checkpoint")
+    source = models / "llama"
+
+    def export(dtype: str, folder: str) -> None:
+        export_model(
+            tmp_path / "checkpoint",
+            tmp_path / folder,
+            source=source,
+            dtype=dtype,
+            shard_bytes=10**9,
+        )
+
+    export("bf16", "bf16")
+    original = _tensors(source)
+    for name, tensor in _tensors(tmp_path / "bf16").items():
+        assert torch.equal(tensor, original[name].bfloat16())
+    assert json.loads((tmp_path / "bf16/config.json").read_text())["dtype"] == "bfloat16"
+    large = _copied(source, tmp_path / "large")
+    _rewrite(large, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
+    import_model(large, tmp_path / "large-checkpoint")
+    with pytest.raises(OutputError, match="100000") as caught:
+        export_model(
+            tmp_path / "large-checkpoint", tmp_path / "fp16",
+            source=large, dtype="fp16", shard_bytes=10**9,
+        )  # fmt: skip
+    assert "65504" in str(caught.value) and not list((tmp_path / "fp16").iterdir())
+
+
+def _copied(source: Path, folder: Path) -> Path:
+    """A copy of a model with all tensors in one file."""
+    folder.mkdir()
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    save_file(_tensors(source), folder / "model.safetensors")
+    return folder
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = _tensors(folder)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _configured(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def _indexed(folder: Path, file: str) -> None:
+    index = {"weight_map": dict.fromkeys(_tensors(folder), file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+
+
+def _tokenized(folder: Path) -> None:
+    value = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 250, "content": "b"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+
+
+NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "a missing tensor and an unknown one": (
+        lambda folder: _rewrite(folder, lambda all_: all_.update({"other": all_.pop(QUERY)})),
+        (f"no tensor {QUERY}", "1 tensors beside the model's: other"),
+    ),
+    "another shape": (
+        lambda folder: _rewrite(folder, lambda all_: all_.update({NORM: torch.ones(65)})),
+        (f"{NORM}: (65,)", "(64,)"),
+    ),
+    "another dtype": (
+        lambda folder: _rewrite(folder, lambda all_: all_.update({NORM: torch.ones(64).half()})),
+        (f"tensors in F16: {NORM}", "F32"),
+    ),
+    "8 bits": (
+        lambda folder: _rewrite(
+            folder, lambda all_: all_.update({NORM: torch.ones(64).to(torch.float8_e4m3fn)})
+        ),
+        (f"tensors in F8_E4M3: {NORM}",),
+    ),
+    "a truncated file": (_truncated, ("model.safetensors", "Download it again")),
+    "a path outside": (
+        lambda folder: _indexed(folder, "../model.safetensors"),
+        ("../model.safetensors",),
+    ),
+    "a missing file": (
+        lambda folder: _indexed(folder, "model-00001-of-00002.safetensors"),
+        ("no model-00001-of-00002.safetensors", "model.safetensors, which"),
+    ),
+    "pickles": (_pickled, ("no model.safetensors (there is pytorch_model.bin)",)),
+    "a larger tokenizer": (_tokenized, ("token 250",)),
+    "experts": (lambda folder: _configured(folder, model_type="mixtral"), ("experts",)),
+    "a type that is not converted": (
+        lambda folder: _configured(folder, model_type="phi3"), ("'phi3'",)
+    ),
+    "quantized": (
+        lambda folder: _configured(folder, quantization_config={"quant_method": "gptq"}),
+        ("quantization_config", "gptq"),
+    ),
+    "another scaling": (
+        lambda folder: _configured(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+        ("yarn",),
+    ),
+    "other constants of llama3": (
+        lambda folder: _configured(folder, rope_parameters=LLAMA3 | {"high_freq_factor": 2.0}),
+        ("high_freq_factor", "2.0"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_models_are_refused_before_anything_is_written(
+    case: str, models: Path, tmp_path: Path
+) -> None:
+    """With what is wrong, all of it."""
+    folder = _copied(models / "llama", tmp_path / "model")
+    damage, said = BAD[case]
+    damage(folder)
+    with pytest.raises(ModelError) as caught:
+        import_model(folder, tmp_path / "checkpoint")
+    for each in said:
+        assert each in str(caught.value)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(models: Path, tmp_path: Path) -> None:
+    """By the tensors that differ, each once."""
+    import_model(models / "qwen3", tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError) as caught:
+        export_model(
+            tmp_path / "checkpoint", tmp_path / "out",
+            source=models / "llama", dtype=None, shard_bytes=10**9,
+        )  # fmt: skip
+    said = [each.where.partition(": ")[2] for each in caught.value.problems]
+    assert said == [
+        f"decoder.layers.self_attention.linear_{name}.weight" for name in ("qkv", "proj")
+    ]
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_written_leaves_nothing(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where files are already, nor half a checkpoint."""
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "mine").touch()
+    with pytest.raises(OutputError, match="not empty"):
+        import_model(models / "llama", used)
+    assert [each.name for each in used.iterdir()] == ["mine"]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert, "write_manifest", fail)
+    with pytest.raises(OutputError, match="No space left"):
+        import_model(models / "llama", tmp_path / "full")
+    assert not list((tmp_path / "full").iterdir())

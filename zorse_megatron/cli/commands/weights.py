@@ -1,0 +1,113 @@
+"""`zorse import-hf` and `export-hf`: weights of Hugging Face models, in and out."""
+
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic_core import PydanticCustomError
+
+from zorse_megatron.cli.console import Output, refusal
+from zorse_megatron.cli.options import answers
+from zorse_megatron.extras import refuse_without
+from zorse_megatron.files.quantities import MEMORY_SIZE
+
+
+class ExportedType(StrEnum):
+    """Types of exported weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+@answers
+def import_hf(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Folder with config.json and safetensors files."),
+    ],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A new directory, for Megatron's --load.")
+    ],
+) -> Output:
+    """Convert a Hugging Face model into a checkpoint that any plan and stock Megatron load.
+
+    Prints the flags that build the model. Types: llama, mistral, qwen2 and 2.5, qwen3. No GPU and
+    no code of the model is needed; pickles are never read.
+    """
+    refuse_without("train", what="zorse import-hf")
+    from zorse_megatron.weights.convert import import_model
+
+    done = import_model(source, checkpoint)
+    load = ("--load", str(checkpoint), "--finetune")
+    return Output(
+        values={
+            "parameters": done.num_parameters,
+            "flags": list(done.flags),
+            "load": list(load),
+        },
+        shown=(
+            f"{done.num_parameters:,} parameters",
+            f"plan it with: zorse plan --model {shlex.quote(str(source))}",
+            f"train it with: {shlex.join((*done.flags, *load))}",
+        ),
+        notes=done.notes,
+        written=[checkpoint],
+    )
+
+
+@answers
+def export_hf(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="The directory given to --save, or one iteration's in it."
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory for the model.")],
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--source",
+            help="Folder of the model that was imported: config.json and tokenizer come from it.",
+        ),
+    ],
+    dtype: Annotated[
+        ExportedType | None,
+        typer.Option("--dtype", help="Type of the weights. Default: as source."),
+    ] = None,
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", metavar="SIZE", help="Largest file, for instance 5GB.")
+    ] = "5GB",
+) -> Output:
+    """Convert a checkpoint's weights into a Hugging Face model.
+
+    The checkpoint is one of a plan or of stock Megatron (`--ckpt-format torch_dist`).
+    """
+    refuse_without("train", what="zorse export-hf")
+    from zorse_megatron.weights.convert import export_model
+
+    written = export_model(
+        checkpoint,
+        folder,
+        source=source,
+        dtype=None if dtype is None else dtype.value,
+        shard_bytes=_shard_bytes(shard_size),
+    )
+    num_bytes = sum(path.stat().st_size for path in written)
+    return Output(
+        values={"bytes": num_bytes, "files": [path.name for path in written]},
+        shown=[f"{folder}: {len(written)} files, {num_bytes:,} bytes"],
+        written=[folder],
+    )
+
+
+def _shard_bytes(text: str) -> int:
+    try:
+        return round(MEMORY_SIZE.parse(text))
+    except PydanticCustomError as error:
+        raise refusal(
+            "--shard-size", text, error.message(), "Write a number and its unit."
+        ) from error

@@ -1,0 +1,1 @@
+"""Weights of Hugging Face models to and from Megatron's distributed checkpoints."""

@@ -1,0 +1,370 @@
+"""A folder with a Hugging Face model: its tensors in safetensors files, checked and never executed.
+
+All that is wrong is found from the files' headers, before a tensor is read.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from zorse_megatron.errors import ModelError, Problem
+from zorse_megatron.files.json_text import read_json
+from zorse_megatron.files.read_write import MAX_INPUT_BYTES, read_input
+from zorse_megatron.inputs.hugging_face import (
+    CONFIG_FILE,
+    HuggingFaceModel,
+    config_path,
+    conversion_problems,
+    parse_config,
+)
+from zorse_megatron.weights.names import Part, WholeTensor, whole_tensors
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_IN_CONFIG = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_AS_PUBLISHED = "Take the files that are published."
+# Tensors of older files that transformers computes itself.
+_COMPUTED = ".rotary_emb.inv_freq"
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a folder's `config.json` says."""
+
+    folder: Path
+    model: HuggingFaceModel
+    vocab_size: int
+    """Rows of its table of tokens."""
+    dtype: str | None
+    """As in safetensors files: BF16 and the like; None: the file does not say."""
+    has_head: bool
+    """Whether its output layer is a tensor of its own."""
+
+    def tensors(self) -> list[WholeTensor]:
+        """Return all tensors of the model."""
+        return list(whole_tensors(self.model.shape, self.vocab_size))
+
+
+def describe(folder: Path) -> Description:
+    """Read `config.json`. Raises ModelError with all that keeps its weights from conversion."""
+    path = config_path(folder)
+    if path == folder:
+        where, found = str(folder), "no folder" if not folder.is_dir() else "no config.json in it"
+        expected = "a folder with config.json and safetensors files"
+        problem = Problem(where=where, found=found, expected=expected, remedy="Correct the path.")
+        raise ModelError("The model cannot be converted", [problem])
+    data = _text(path)
+    model = parse_config(data, source=str(path))
+    value, _ = read_json(data, str(path), CONFIG_FILE)
+    problems = conversion_problems(value, model, source=str(path))
+    if problems:
+        raise ModelError(f"{path}: its weights cannot be converted", problems)
+    name = value.get("dtype") or value.get("torch_dtype")
+    return Description(
+        folder=folder,
+        model=model,
+        vocab_size=value["vocab_size"],
+        dtype=_IN_CONFIG.get(str(name)),
+        has_head=not model.shape.tied_embeddings,
+    )
+
+
+class ModelFiles:
+    """The tensors in a folder's safetensors files."""
+
+    def __init__(self, description: Description) -> None:
+        """Read all headers. Raises ModelError with everything that does not fit `config.json`."""
+        self._folder = description.folder
+        self._file_of: dict[str, str] = {}
+        self._dtype_of: dict[str, str] = {}
+        self._shape_of: dict[str, tuple[int, ...]] = {}
+        self._open: tuple[str, Any] | None = None
+        problems = [*self._read_headers(), *_tokenizer_problems(description)]
+        if not problems:
+            problems += self._compare(description)
+        if problems:
+            raise ModelError(f"{self._folder} cannot be imported", problems)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type of a tensor."""
+        return _IN_FILES[self._dtype_of[name]]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor. Raises OSError, SafetensorError."""
+        file = self._file_of[name]
+        if self._open is None or self._open[0] != file:
+            self._open = (file, safe_open(self._folder / file, framework="pt"))
+        tensor: torch.Tensor = self._open[1].get_tensor(name)
+        return tensor
+
+    def _read_headers(self) -> Iterator[Problem]:
+        index, problems = self._index()
+        yield from problems
+        present = sorted(path.name for path in self._folder.glob("*.safetensors"))
+        listed = sorted(set(index.values())) if index is not None else [SINGLE]
+        missing = [name for name in listed if name not in present]
+        if missing and not problems:
+            others = sorted(
+                path.name for path in self._folder.iterdir() if path.suffix in _WEIGHT_FILES
+            )
+            yield self._problem(
+                f"no {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
+                + f" (there is {', '.join(others[:4])})" * bool(others),
+                "the safetensors files of the model",
+                "Download all of them; files that hold pickles (.bin, .pt) are never read.",
+            )
+        if extra := [name for name in present if name not in listed]:
+            yield self._problem(
+                f"{', '.join(extra[:4])}, which {INDEX if index is not None else SINGLE} knows not",
+                "the files of one model alone",
+                "Remove what belongs to another.",
+            )
+        for name in listed:
+            if name in present:
+                yield from self._read_header(name)
+        for tensor, file in (index or {}).items():
+            if not missing and self._file_of.get(tensor) != file:
+                yield self._problem(
+                    f"{tensor} is not in {file}", f"what {INDEX} says", _AS_PUBLISHED
+                )
+
+    def _read_header(self, name: str) -> Iterator[Problem]:
+        try:
+            with safe_open(self._folder / name, framework="pt") as file:
+                for tensor in file.keys():  # noqa: SIM118 - it is no mapping
+                    if tensor in self._file_of:
+                        yield self._problem(
+                            f"{tensor} in {self._file_of[tensor]} and {name}", "once", _AS_PUBLISHED
+                        )
+                    self._file_of[tensor] = name
+                    part = file.get_slice(tensor)
+                    self._dtype_of[tensor] = str(part.get_dtype())
+                    self._shape_of[tensor] = tuple(part.get_shape())
+        except (SafetensorError, OSError) as error:
+            yield self._problem(
+                f"{name}: {error}", "a whole safetensors file", "Download it again."
+            )
+
+    def _index(self) -> tuple[dict[str, str] | None, list[Problem]]:
+        """Return tensor -> file, None without an index."""
+        path = self._folder / INDEX
+        if not path.is_file():
+            return None, []
+        value, problems = read_json(_text(path), str(path), CONFIG_FILE)
+        files = value.get("weight_map") if isinstance(value, dict) else None
+        if not (isinstance(files, dict) and files and all(map(_is_file_name, files.values()))):
+            outside = [each for each in (files or {}).values() if not _is_file_name(each)] if (
+                isinstance(files, dict)
+            ) else []  # fmt: skip
+            found = repr(outside[0])[:60] if outside else "no weight_map"
+            expected = "tensors, each with a file of this folder, *.safetensors"
+            problems.append(self._problem(f"{INDEX}: {found}", expected, _AS_PUBLISHED))
+            return {}, problems
+        return dict(files), problems
+
+    def _compare(self, description: Description) -> Iterator[Problem]:
+        """Compare what the files have with what `config.json` says."""
+        wanted = {part.name: part for each in description.tensors() for part in each.parts}
+        shapes = self._shape_of
+        for name in [name for name in wanted if name not in shapes][:8]:
+            expected = f"a tensor of {wanted[name].shape}"
+            yield self._problem(f"no tensor {name}", expected, _AS_PUBLISHED)
+        allowed = () if description.has_head else ("lm_head.weight",)
+        unknown = [
+            name for name in shapes
+            if name not in wanted and name not in allowed and not name.endswith(_COMPUTED)
+        ]  # fmt: skip
+        if unknown:
+            yield self._problem(
+                f"{len(unknown)} tensors beside the model's: {', '.join(sorted(unknown)[:4])}",
+                "those of a model without adapters, experts or quantization",
+                "Convert it to plain weights first, with the tool that made it.",
+            )
+        yield from self._bad_tensors(description, wanted)
+
+    def _bad_tensors(
+        self, description: Description, wanted: Mapping[str, Part]
+    ) -> Iterator[Problem]:
+        shapes = self._shape_of
+        known = [each for each in wanted.values() if each.name in shapes]
+        for part in [each for each in known if shapes[each.name] != each.shape][:8]:
+            yield self._problem(
+                f"{part.name}: {shapes[part.name]}", f"{part.shape}, by config.json", _AS_PUBLISHED
+            )
+        types = {self._dtype_of[part.name] for part in known}
+        expected = {description.dtype} if description.dtype else set(_IN_FILES)
+        if other := sorted(types - expected):
+            first = next(part.name for part in known if self._dtype_of[part.name] in other)
+            yield self._problem(
+                f"tensors in {', '.join(other)}: {first}",
+                f"{' or '.join(sorted(expected))}"
+                + ", by config.json" * (description.dtype is not None),
+                "Take weights that are not quantized, or correct its dtype.",
+            )
+
+    def _problem(self, found: str, expected: str, remedy: str) -> Problem:
+        return Problem(where=str(self._folder), found=found, expected=expected, remedy=remedy)
+
+
+def _is_file_name(value: Any) -> bool:
+    return (
+        isinstance(value, str)
+        and value.endswith(".safetensors")
+        and "/" not in value
+        and "\\" not in value
+        and "\0" not in value
+    )
+
+
+def _text(path: Path) -> bytes:
+    """Read a text file of a model. Raises ModelError."""
+    try:
+        return read_input(path, max_bytes=MAX_INPUT_BYTES)
+    except OSError as error:
+        problem = Problem(
+            where=str(path),
+            found=str(error.strerror or error),
+            expected="a file that can be read",
+            remedy="Correct the path, or its permissions.",
+        )
+        raise ModelError("The model cannot be converted", [problem]) from error
+
+
+def _tokenizer_problems(description: Description) -> Iterator[Problem]:
+    """Say if a token has no row in the table."""
+    path = description.folder / _TOKENIZER
+    if not path.is_file():
+        return
+    try:
+        value = json.loads(path.read_bytes())
+        tokens = value["model"].get("vocab", {})
+        listed = tokens.values() if isinstance(tokens, dict) else range(len(tokens))
+        numbers = [*listed, *(each["id"] for each in value.get("added_tokens") or ())]
+        largest = max(map(int, numbers), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        yield Problem(
+            where=str(path),
+            found=f"{type(error).__name__}: {error}",
+            expected="a tokenizer of Hugging Face's tokenizers",
+            remedy=_AS_PUBLISHED,
+        )
+        return
+    if largest >= description.vocab_size:
+        yield Problem(
+            where=str(path),
+            found=f"token {largest}",
+            expected=f"numbers below {description.vocab_size}, the rows of the model's table",
+            remedy="Take the tokenizer of this model.",
+        )
+
+
+# Writing one.
+
+
+def write_model(
+    folder: Path,
+    parts: Sequence[Part],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> list[Path]:
+    """Write safetensors files of at most `shard_bytes`, or one tensor, and their index.
+
+    `parts`: all tensors, in the order in which `tensors` gives them. Raises OSError.
+    """
+    shards = list(_shards(parts, dtype.itemsize, shard_bytes))
+    names = [
+        SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        for i in range(1, len(shards) + 1)
+    ]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(folder / name, shard, tensors, dtype)
+    if len(shards) > 1:
+        total = sum(_num_bytes(part, dtype.itemsize) for part in parts)
+        files = {
+            part.name: name for name, shard in zip(names, shards, strict=True) for part in shard
+        }
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        names.append(INDEX)
+    return [folder / name for name in names]
+
+
+def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[Path]:
+    """Copy configuration and tokenizer of the model; its dtype becomes that of the weights.
+
+    Raises OSError.
+    """
+    written = []
+    for path in sorted(source.iterdir()):
+        is_text = path.suffix in (".json", ".txt", ".model", ".jinja")
+        if path.is_file() and is_text and path.name not in ("config.json", INDEX):
+            shutil.copyfile(path, folder / path.name)
+            written.append(folder / path.name)
+    value = json.loads((source / "config.json").read_bytes())
+    key = "dtype" if "dtype" in value else "torch_dtype"
+    value[key] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(value, indent=2) + "\n")
+    return [*written, folder / "config.json"]
+
+
+def _shards(parts: Sequence[Part], itemsize: int, shard_bytes: int) -> Iterator[list[Part]]:
+    shard: list[Part] = []
+    filled = 0
+    for part in parts:
+        size = _num_bytes(part, itemsize)
+        if shard and filled + size > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(part)
+        filled += size
+    yield shard
+
+
+def _num_bytes(part: Part, itemsize: int) -> int:
+    count = itemsize
+    for size in part.shape:
+        count *= size
+    return count
+
+
+def _write_shard(
+    path: Path,
+    shard: Sequence[Part],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+) -> None:
+    """Write one file; source of the layout: the README of huggingface/safetensors."""
+    label = next(key for key, value in _IN_FILES.items() if value == dtype)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for part in shard:
+        start, end = end, end + _num_bytes(part, dtype.itemsize)
+        header[part.name] = {"dtype": label, "shape": part.shape, "data_offsets": (start, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for part in shard:
+            name, tensor = next(tensors)
+            assert (name, tuple(tensor.shape), tensor.dtype) == (part.name, part.shape, dtype)
+            file.write(tensor.contiguous().view(torch.uint8).reshape(-1).numpy())
+        file.flush()
+        os.fsync(file.fileno())

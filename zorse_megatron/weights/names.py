@@ -1,0 +1,140 @@
+"""Which tensors of a Hugging Face model make up which of Megatron's, and how they are laid out.
+
+One table for Llama, Mistral, Qwen2 and Qwen3, whose names are the same; biases and norms of heads
+follow from the shape. Megatron's names are those of its checkpoints, in which the tensors of all
+layers are stacked. Sources: `SelfAttention.get_query_key_value_tensors` in Megatron-Core for heads,
+`MLP` for the gate, and the modelling files of transformers for the other names.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zorse_megatron.inputs.model import ModelShape
+
+TABLE = "embedding.word_embeddings.weight"
+_LAYERS = "decoder.layers."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A tensor of the Hugging Face model."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeTensor:
+    """A tensor of Megatron's, and the parts of which its rows consist.
+
+    Rows come in `groups` of equal size, each with a share of every part in turn: for attention a
+    group is the query heads of one key and value head, then its key, then its value.
+    """
+
+    key: str
+    parts: tuple[Part, ...]
+    layer: int | None = None
+    """None: not in a layer."""
+    num_layers: int = 1
+    groups: int = 1
+    is_padded: bool = False
+    """Whether Megatron may have more rows, which stand for no token."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of it in one layer."""
+        rows = sum(part.shape[0] for part in self.parts)
+        return (rows, *self.parts[0].shape[1:])
+
+    @property
+    def key_of_layer(self) -> str:
+        """Its key in a checkpoint that does not stack layers."""
+        return self.key.replace(_LAYERS, f"{_LAYERS}{self.layer}.", 1)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all its parts."""
+        return math.prod(self.shape)
+
+
+def whole_tensors(shape: ModelShape, vocab_size: int) -> Iterator[WholeTensor]:
+    """Yield all tensors of a model. `vocab_size`: rows of its table in the Hugging Face model."""
+    hidden = shape.hidden_size
+    table = (vocab_size, hidden)
+    yield _single(TABLE, "model.embed_tokens.weight", table, is_padded=True)
+    for layer in range(shape.num_layers):
+        yield from _layer(shape, layer)
+    yield _single("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
+    if not shape.tied_embeddings:
+        yield _single("output_layer.weight", "lm_head.weight", table, is_padded=True)
+
+
+def stateful_modules(shape: ModelShape) -> Sequence[tuple[str, int]]:
+    """Megatron's modules that have an entry `_extra_state` in each layer, and the number of layers.
+
+    It is empty without fp8. That of `core_attention` is Transformer Engine's.
+    """
+    attention = [f"self_attention.{name}" for name in ("linear_proj", "linear_qkv")]
+    names = (*attention, "self_attention.core_attention", "mlp.linear_fc1", "mlp.linear_fc2")
+    return [(_LAYERS + name, shape.num_layers) for name in names]
+
+
+def _single(key: str, name: str, shape: tuple[int, ...], *, is_padded: bool = False) -> WholeTensor:
+    return WholeTensor(key=key, parts=(Part(name=name, shape=shape),), is_padded=is_padded)
+
+
+def _layer(shape: ModelShape, layer: int) -> Iterator[WholeTensor]:
+    """Yield the tensors of one layer."""
+    hidden, ffn, head = shape.hidden_size, shape.ffn_hidden_size, shape.kv_channels
+    query, key_or_value = shape.query_width, shape.num_query_groups * head
+
+    def tensor(
+        key: str, names: Sequence[str], rows: Sequence[int], *columns: int, groups: int = 1
+    ) -> WholeTensor:
+        parts = tuple(
+            Part(name=f"model.layers.{layer}.{name}", shape=(count, *columns))
+            for name, count in zip(names, rows, strict=True)
+        )
+        return WholeTensor(
+            key=_LAYERS + key,
+            parts=parts,
+            layer=layer,
+            num_layers=shape.num_layers,
+            groups=groups,
+        )
+
+    def linear(
+        key: str,
+        names: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        *,
+        bias: bool,
+        groups: int,
+    ) -> Iterator[WholeTensor]:
+        weights = [f"{name}.weight" for name in names]
+        yield tensor(f"{key}.weight", weights, rows, columns, groups=groups)
+        if bias:
+            biases = [f"{name}.bias" for name in names]
+            yield tensor(f"{key}.bias", biases, rows, groups=groups)
+
+    heads = [f"self_attn.{each}_proj" for each in "qkv"]
+    widths = (query, key_or_value, key_or_value)
+    attention, mlp = "self_attention.linear_", "mlp.linear_"
+    all_biased = shape.linear_bias
+    yield tensor(f"{attention}qkv.layer_norm_weight", ["input_layernorm.weight"], [hidden])
+    yield from linear(
+        f"{attention}qkv", heads, widths, hidden,
+        bias=all_biased or shape.qkv_bias, groups=shape.num_query_groups,
+    )  # fmt: skip
+    if shape.qk_norm:
+        for each in "qk":
+            name = f"self_attention.{each}_layernorm.weight"
+            yield tensor(name, [f"self_attn.{each}_norm.weight"], [head])
+    names = ["self_attn.o_proj"]
+    yield from linear(f"{attention}proj", names, [hidden], query, bias=all_biased, groups=1)
+    yield tensor(f"{mlp}fc1.layer_norm_weight", ["post_attention_layernorm.weight"], [hidden])
+    names = ["mlp.gate_proj", "mlp.up_proj"]
+    yield from linear(f"{mlp}fc1", names, [ffn, ffn], hidden, bias=all_biased, groups=1)
+    yield from linear(f"{mlp}fc2", ["mlp.down_proj"], [hidden], ffn, bias=all_biased, groups=1)

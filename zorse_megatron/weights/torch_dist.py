@@ -1,0 +1,229 @@
+"""Megatron's `torch_dist` checkpoints, written and read tensor by tensor, without Megatron.
+
+They are checkpoints of torch.distributed.checkpoint (DCP) with a `metadata.json`. Sources:
+`TorchDistSaveShardedStrategy` and `load_common_state_dict` in `megatron.core.dist_checkpointing`.
+"""
+
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from zorse_megatron.weights.names import WholeTensor
+
+CONFIG = "metadata.json"
+_COMMON = "common_state/shard_0_1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A tensor to write, made when it is its turn."""
+
+    tensor: WholeTensor
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: Iterable[Written],
+    *,
+    common: Mapping[str, Any],
+    modules: Sequence[tuple[str, int]],
+) -> None:
+    """Write a checkpoint of weights alone into a folder; `metadata.json` is its last file.
+
+    `common`: what is no tensor; of types that `torch.load` takes with `weights_only`. `modules`:
+    linear modules and their number of layers. Raises OSError, CheckpointException.
+    """
+    planner = _Saving([(_item(each), each.make) for each in tensors], _bytes_of(common, modules))
+    # One thread and no look-ahead: no more than a few tensors are in memory.
+    writer = dcp.FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / CONFIG).write_text(json.dumps(config))
+
+
+class CheckpointTensors:
+    """The tensors of a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read its index. Raises OSError, and whatever an index that is none makes pickle raise."""
+        self._reader = dcp.FileSystemReader(folder)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._entries: Mapping[str, Any] = metadata.state_dict_metadata
+
+    def found(self, tensor: WholeTensor) -> tuple[int, ...] | None:
+        """Return the shape that the tensor has there, in one layer; None: it is not there."""
+        entry = self._entry(tensor)
+        if entry is None:
+            return None
+        stacked = self._is_stacked(tensor)
+        size = tuple(entry.size)
+        return size[1:] if stacked and size[:1] == (tensor.num_layers,) else size
+
+    def layers(self, tensor: WholeTensor) -> int | None:
+        """Return how many layers are stacked there; None where they are not."""
+        return int(self._entry(tensor).size[0]) if self._is_stacked(tensor) else None
+
+    def read(self, tensor: WholeTensor) -> torch.Tensor:
+        """Read the rows that stand for something. Raises OSError, CheckpointException."""
+        entry, rest = self._entry(tensor), tensor.shape
+        first = (tensor.layer or 0, *(0 for _ in rest)) if self._is_stacked(tensor) else None
+        offsets = first or tuple(0 for _ in rest)
+        sizes = (1, *rest) if first else rest
+        target = torch.empty(sizes, dtype=entry.properties.dtype)
+        wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        items = create_read_items_for_chunk_list(self._key(tensor), entry, [wanted])
+        missing = target.numel() - sum(each.lengths.numel() for each in items)
+        if missing:
+            raise OSError(f"{self._key(tensor)}: {missing} elements are in no file")
+        self._reader.read_data(LoadPlan(items), _Loading(target)).wait()
+        return target.view(rest)
+
+    def _key(self, tensor: WholeTensor) -> str:
+        return tensor.key if tensor.key in self._entries else tensor.key_of_layer
+
+    def _is_stacked(self, tensor: WholeTensor) -> bool:
+        return tensor.layer is not None and tensor.key in self._entries
+
+    def _entry(self, tensor: WholeTensor) -> Any:
+        entry = self._entries.get(self._key(tensor))
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+
+class _Saving(SavePlanner):
+    """Plans one process's save of tensors that do not exist yet."""
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[WriteItem, Callable[[], torch.Tensor]]],
+        data: Mapping[str, io.BytesIO],
+    ) -> None:
+        self._makes = {(item.index.fqn, item.index.offset): make for item, make in tensors}
+        self._data = data
+        named = [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in data]
+        self._items = [*(item for item, _ in tensors), *named]
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """There is no state dict."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what there is to write."""
+        return SavePlan(items=self._items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return the plan and the index."""
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Nothing is left to plan."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Make what is written next."""
+        name, offset = write_item.index.fqn, write_item.index.offset
+        return self._data[name] if offset is None else self._makes[name, offset]()
+
+
+class _Loading(LoadPlanner):
+    """Has the parts of one tensor read into their places."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the place of a part."""
+        place = self._target
+        for axis, (start, size) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            place = place.narrow(axis, start, size)
+        return place
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """It is in its place."""
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        """Unused: the plan is made by its caller, as are the next three."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Unused."""
+        raise NotImplementedError
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Unused."""
+        raise NotImplementedError
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Unused."""
+        raise NotImplementedError
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unused: only tensors are read."""
+        raise NotImplementedError
+
+
+def _item(written: Written) -> WriteItem:
+    tensor, is_in_layer = written.tensor, written.tensor.layer is not None
+    offset = torch.Size(((tensor.layer or 0),) * is_in_layer + (0,) * len(tensor.shape))
+    size = torch.Size((1,) * is_in_layer + tensor.shape)
+    whole = torch.Size((tensor.num_layers,) * is_in_layer + tensor.shape)
+    return WriteItem(
+        index=MetadataIndex(tensor.key, offset),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offset, sizes=size),
+            properties=TensorProperties(dtype=written.dtype),
+            size=whole,
+        ),
+    )
+
+
+def _bytes_of(
+    common: Mapping[str, Any], modules: Sequence[tuple[str, int]]
+) -> dict[str, io.BytesIO]:
+    """What Megatron saves beside tensors: the common part, and empty states of modules."""
+    states = {
+        f"{module}._extra_state/shard_{layer}_{layers}": _saved([None])
+        for module, layers in modules
+        for layer in range(layers)
+    }
+    return {_COMMON: _saved([dict(common)]), **states}
+
+
+def _saved(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
