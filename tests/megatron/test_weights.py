@@ -1,6 +1,7 @@
 """Weights of Hugging Face models in Megatron: the logits of transformers, and back to the bit."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from tests.megatron.logits_entry import TOKENS
 from tests.megatron.plans import LAYOUTS, chunked_plan, plan_of, replica, tp_replica
 from tests.megatron.small_run import stock
 from tests.megatron.stock_log import iterations
+from tests.printed import run_zorse
 from tests.shared import directory_of
+from tests.unit.test_docs import commands_in
 from zorse_megatron.errors import CheckpointError, ModelError, OutputError
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.live.checkpoint_check import State, look_at
@@ -183,6 +186,35 @@ def test_plans_start_from_the_weights(
         loss, exported = _trained(megatron_server, tmp_path / title, source, plan)
         assert loss == pytest.approx(expected, rel=MOST["loss"]), title
         _assert_same_model(exported, source)
+
+
+def test_the_commands_of_the_page(
+    models: Path, megatron_server: MegatronServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/migration.md from a downloaded model to one that transformers loads, on a small one."""
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(models / "llama", "Llama-3.1-8B")
+    nodes = "nodes:\n  - {name: new, gpus: [1 x A6000, 1 x V100-16], nics: 100 Gb/s}\n"
+    Path("cluster.yaml").write_text(nodes)
+    lines = commands_in("docs/migration.md")
+    first = next(at for at, line in enumerate(lines) if line.startswith("zorse import-hf"))
+    imports, plans, trains, exports = lines[first : first + 4]
+    printed = run_zorse([*shlex.split(imports), "--json"])
+    run_zorse(shlex.split(plans.replace("4096", str(LENGTH))))
+    assert trains.endswith(" MEGATRON_FLAGS --zorse-plan plan.json")
+    flags = _flags(tuple(json.loads(printed)["flags"]), tmp_path / "start")
+    flags += ["--global-batch-size", "64", "--save", "trained", "--save-interval", "1"]
+    flags += ["--lr", "1e-3", "--fp16", "--initial-loss-scale", "16", "--zorse-plan", "plan.json"]
+    megatron_server.run_ranks(flags, 2, timeout_s=120, directory=tmp_path).check()
+    run_zorse(shlex.split(exports))
+    model = transformers.AutoModelForCausalLM.from_pretrained("out")
+    trained, original = model.state_dict(), _tensors(Path("Llama-3.1-8B"))
+    changes = [(trained[name] - tensor).abs().max().item() for name, tensor in original.items()]
+    # Adam's first step changes what has a gradient by the rate, beside two roundings to fp16 of
+    # weights below 2, at most 2**-11 each.
+    assert 0.9e-3 < max(changes) < 1e-3 * 1.01 + 2 * 2**-11
 
 
 def test_exported_types(models: Path, tmp_path: Path) -> None:
