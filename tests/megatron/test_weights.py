@@ -95,8 +95,8 @@ def _make_models(folder: Path) -> None:
 def _flags(flags: tuple[str, ...], checkpoint: Path) -> list[str]:
     """Of a job that trains the model without changing it: a rate of 1e-30 is lost in rounding."""
     return [
-        *(*flags, "--load", str(checkpoint), "--finetune", "--seq-length", str(LENGTH)),
         *("--tokenizer-type", "NullTokenizer", "--mock-data", "--calculate-per-token-loss"),
+        *(*flags, "--load", str(checkpoint), "--finetune", "--seq-length", str(LENGTH)),
         *("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "1"),
         *("--lr", "1e-30", "--lr-decay-style", "constant", "--log-interval", "1"),
         *(*WITHOUT_DROPOUT, *WITHOUT_EVALUATION, *WITHOUT_WORKERS, "--seed", "7"),
@@ -193,9 +193,17 @@ def test_the_commands_of_the_page(
 ) -> None:
     """docs/migration.md from a downloaded model to one that transformers loads, on a small one."""
     import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(models / "llama", "Llama-3.1-8B")
+    # With fewer tokens than the table has rows, as most models have.
+    words = {f"word{number}": number for number in range(100)} | {"<eos>": 100}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>"
+    ).save_pretrained("Llama-3.1-8B")
     nodes = "nodes:\n  - {name: new, gpus: [1 x A6000, 1 x V100-16], nics: 100 Gb/s}\n"
     Path("cluster.yaml").write_text(nodes)
     lines = commands_in("docs/migration.md")
@@ -209,6 +217,7 @@ def test_the_commands_of_the_page(
     flags += ["--lr", "1e-3", "--fp16", "--initial-loss-scale", "16", "--zorse-plan", "plan.json"]
     megatron_server.run_ranks(flags, 2, timeout_s=120, directory=tmp_path).check()
     run_zorse(shlex.split(exports))
+    assert len(transformers.AutoTokenizer.from_pretrained("out")) == len(words)
     model = transformers.AutoModelForCausalLM.from_pretrained("out")
     trained, original = model.state_dict(), _tensors(Path("Llama-3.1-8B"))
     changes = [(trained[name] - tensor).abs().max().item() for name, tensor in original.items()]
@@ -315,6 +324,12 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda folder: _indexed(folder, "model-00001-of-00002.safetensors"),
         ("no model-00001-of-00002.safetensors", "model.safetensors, which"),
     ),
+    "a surplus file": (
+        lambda folder: shutil.copyfile(
+            folder / "model.safetensors", folder / "model-00003-of-00003.safetensors"
+        ),
+        ("model-00003-of-00003.safetensors, which",),
+    ),
     "pickles": (_pickled, ("no model.safetensors (there is pytorch_model.bin)",)),
     "a larger tokenizer": (_tokenized, ("token 250",)),
     "experts": (lambda folder: _configured(folder, model_type="mixtral"), ("experts",)),
@@ -364,6 +379,22 @@ def test_a_checkpoint_of_another_model_is_refused(models: Path, tmp_path: Path) 
         f"decoder.layers.self_attention.linear_{name}.weight" for name in ("qkv", "proj")
     ]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_refused(name: str, models: Path, tmp_path: Path) -> None:
+    """Whether a file is shorter or gone; and no half of a model stays."""
+    import_model(models / "llama", tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint/release" / name
+    data = path.read_bytes()
+    for damage in (lambda: path.write_bytes(data[: len(data) // 2]), path.unlink):
+        damage()
+        with pytest.raises(CheckpointError):
+            export_model(
+                tmp_path / "checkpoint", tmp_path / "out",
+                source=models / "llama", dtype=None, shard_bytes=10**9,
+            )  # fmt: skip
+        assert not list((tmp_path / "out").glob("*"))
 
 
 def test_what_cannot_be_written_leaves_nothing(

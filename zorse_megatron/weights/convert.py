@@ -61,7 +61,7 @@ def import_model(source: Path, folder: Path) -> Imported:
     _refuse_used(folder, "CHECKPOINT")
     tensors = description.tensors()
     release = Checkpoint(root=folder, iteration=0, is_release=True)
-    flags = (*description.model.flags, *_tokenizer_flags(source))
+    flags = (*description.model.flags, *_vocabulary_flags(description))
     with _all_or_nothing(folder):
         release.folder.mkdir()
         write_checkpoint(
@@ -133,7 +133,7 @@ def _parts_of(
     tensors: Sequence[WholeTensor], found: CheckpointTensors, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for tensor in tensors:
-        value = found.read(tensor)
+        value = _read(found, tensor)
         cast = value.to(dtype)
         if dtype == torch.float16 and not torch.equal(cast.isfinite(), value.isfinite()):
             problem = Problem(
@@ -145,6 +145,20 @@ def _parts_of(
             raise OutputError("the model cannot be written in fp16", [problem])
         for part, piece in zip(tensor.parts, taken_apart(tensor, cast), strict=True):
             yield part.name, piece
+
+
+def _read(found: CheckpointTensors, tensor: WholeTensor) -> torch.Tensor:
+    """Read a tensor of a checkpoint. Raises CheckpointError for a damaged file."""
+    try:
+        return found.read(tensor)
+    except Exception as error:  # whatever unpickling raises
+        problem = Problem(
+            where=f"{found.folder}: {tensor.key}",
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+            expected="files as they were saved",
+            remedy="See which is damaged: zorse checkpoint verify.",
+        )
+        raise CheckpointError("The checkpoint cannot be exported", [problem]) from error
 
 
 def _iteration_of(checkpoint: Path) -> Path:
@@ -240,9 +254,14 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-def _tokenizer_flags(source: Path) -> tuple[str, ...]:
-    has_one = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)) * has_one
+def _vocabulary_flags(description: Description) -> tuple[str, ...]:
+    """Megatron sizes the table by the tokenizer, which may have fewer tokens than it has rows."""
+    rows = ("--padded-vocab-size", str(description.model.shape.vocab_size))
+    files = [description.folder / name for name in ("tokenizer.json", "tokenizer.model")]
+    if not any(path.is_file() for path in files):
+        return rows
+    folder = str(description.folder)
+    return (*rows, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
 
 
 def _refuse_used(folder: Path, option: str) -> None:

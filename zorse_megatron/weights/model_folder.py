@@ -116,7 +116,8 @@ class ModelFiles:
     def _read_headers(self) -> Iterator[Problem]:
         index, problems = self._index()
         yield from problems
-        present = sorted(path.name for path in self._folder.glob("*.safetensors"))
+        # Mistral's own format, consolidated.safetensors, may be beside them.
+        present = sorted(path.name for path in self._folder.glob("model*.safetensors"))
         listed = sorted(set(index.values())) if index is not None else [SINGLE]
         missing = [name for name in listed if name not in present]
         if missing and not problems:
@@ -315,7 +316,8 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[Path
     written = []
     for path in sorted(source.iterdir()):
         is_text = path.suffix in (".json", ".txt", ".model", ".jinja")
-        if path.is_file() and is_text and path.name not in ("config.json", INDEX):
+        is_other = path.name == "config.json" or path.name.endswith(".index.json")
+        if path.is_file() and is_text and not is_other:
             shutil.copyfile(path, folder / path.name)
             written.append(folder / path.name)
     value = json.loads((source / "config.json").read_bytes())

@@ -76,6 +76,7 @@ class CheckpointTensors:
 
     def __init__(self, folder: Path) -> None:
         """Read its index. Raises OSError, and whatever an index that is none makes pickle raise."""
+        self.folder = folder
         self._reader = dcp.FileSystemReader(folder)
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
