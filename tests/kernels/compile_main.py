@@ -4,23 +4,27 @@
 
 The launches are the real ones, up to the point where the GPU would be given the machine code. Their
 tensors have no memory (device "meta"), so that they may have more than 2^31 elements. Prints a JSON
-list of launches: kernel, compute capability, grid, whether there is machine code, types of the
-arguments, PTX instructions, types of the offsets that are added to pointers.
+list of launches: kernel, compute capability, grid, registers of a thread, bytes that it spills,
+types of the arguments, PTX instructions, types of the offsets that are added to pointers.
 """
 
 import json
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from zorse_megatron.kernels.kernels import AdamW
 from zorse_megatron.kernels.on_triton import KERNELS
 
+CAPABILITIES = (70, 75, 80, 86, 89, 90, 100, 120)
 META = torch.device("meta")
 LARGE = 2**31 + 64
 """A multiple of 16."""
@@ -84,7 +88,7 @@ def recorded(capability: int) -> Iterator[dict[str, Any]]:
             "kernel": kernel.name,
             "capability": capability,
             "grid": grid[0],
-            "is_assembled": bool(kernel.asm.get("cubin")),
+            **assembled(kernel.asm["ptx"], capability),
             "types": {name: str(kind) for name, kind in kernel.src.signature.items()},
             "instructions": sorted(
                 word for word in words if re.fullmatch(r"[a-z]\w*(\.\w+)+", word)
@@ -93,5 +97,19 @@ def recorded(capability: int) -> Iterator[dict[str, Any]]:
         }
 
 
+def assembled(ptx: str, capability: int) -> dict[str, int]:
+    """What Triton's assembler, which needs no GPU, says of the machine code."""
+    target = re.findall(r"\.target (\w+)", ptx)[0]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(capability).path, "-v", "-o", "/dev/null", "--gpu-name", target]
+        done = subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
+    (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+    spilled = re.findall(r"(\d+) bytes spill", done.stderr)
+    assert len(spilled) == 2, done.stderr  # stores and loads
+    return {"registers": int(registers), "spilled_bytes": sum(map(int, spilled))}
+
+
 if __name__ == "__main__":
-    print(json.dumps([launch for capability in (70, 80, 90) for launch in recorded(capability)]))
+    print(json.dumps([launch for each in CAPABILITIES for launch in recorded(each)]))

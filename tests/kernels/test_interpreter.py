@@ -45,9 +45,12 @@ def test_compiles_to_what_the_docstrings_promise() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     launches = json.loads(done.stdout)
     kernels = ["sum_parts", "adamw_shard", "norm_and_flag"]
-    # Of each the elements up to a multiple of 16, then the last one; from V100 to H100.
-    expected = [f"{name}_kernel" for name in kernels for _ in range(2)] * 3
-    assert all(launch["is_assembled"] for launch in launches)
+    # Of each the elements up to a multiple of 16, then the last one; from V100 to RTX 50.
+    expected = [f"{name}_kernel" for name in kernels for _ in range(2)] * 8
+    assert {launch["capability"] for launch in launches} == {70, 75, 80, 86, 89, 90, 100, 120}
+    # All registers of a multiprocessor, 65,536, are enough for half its threads or more.
+    assert all(launch["registers"] <= 64 for launch in launches)
+    assert not any(launch["spilled_bytes"] for launch in launches)
     assert [launch["kernel"] for launch in launches] == expected
     for number, launch in enumerate(launches):
         instructions = set(launch["instructions"])
