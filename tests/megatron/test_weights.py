@@ -340,6 +340,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda folder: _configured(folder, quantization_config={"quant_method": "gptq"}),
         ("quantization_config", "gptq"),
     ),
+    "a quantization that is no object": (
+        lambda folder: _configured(folder, quantization_config="awq"),
+        ("quantization_config", "awq"),
+    ),
     "another scaling": (
         lambda folder: _configured(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
         ("yarn",),

@@ -246,8 +246,9 @@ def conversion_problems(
     if (kind := value.get("model_type")) not in CONVERTED:
         listed = ", ".join(CONVERTED)
         config.add("model_type", repr(kind), listed, "The weights of no other type are converted.")
-    if value.get("quantization_config"):
-        method = dict(value["quantization_config"]).get("quant_method", "unknown")
+    if quantization := value.get("quantization_config"):
+        is_object = isinstance(quantization, Mapping)
+        method = quantization.get("quant_method", "some") if is_object else quantization
         config.add(
             "quantization_config", str(method)[:40], "none", "Take weights in bf16, fp16 or fp32."
         )
@@ -454,7 +455,10 @@ class _Config:
     def _notes(self) -> Iterator[str]:
         window = self.value.get("sliding_window")
         if window and self.value.get("use_sliding_window", True):
-            yield f"attention is costed over whole samples, not over a window of {window} tokens"
+            yield (
+                "attention is over whole samples, in costs and with Megatron's flags above, "
+                f"not over a window of {window} tokens: longer samples differ"
+            )
         kind = self._rope_kind()
         if kind not in ("default", "llama3"):
             yield f"of rope_scaling {kind} Megatron's flags above say nothing"

@@ -70,14 +70,29 @@ def whole_tensors(shape: ModelShape, vocab_size: int) -> Iterator[WholeTensor]:
         yield _single("output_layer.weight", "lm_head.weight", table, is_padded=True)
 
 
-def stateful_modules(shape: ModelShape) -> Sequence[tuple[str, int]]:
-    """Megatron's modules that have an entry `_extra_state` in each layer, and the number of layers.
+@dataclass(frozen=True, kw_only=True)
+class StatefulModule:
+    """A module that has an entry `_extra_state` in a checkpoint, which says nothing without fp8."""
 
-    It is empty without fp8. That of `core_attention` is Transformer Engine's.
+    name: str
+    layers: int = 1
+    """How many layers have one."""
+    is_norm: bool = False
+
+
+def stateful_modules(shape: ModelShape) -> Sequence[StatefulModule]:
+    """Return those that Megatron's own layers, or Transformer Engine's, ask a checkpoint for.
+
+    The former ask for linear layers alone; what nobody asks for does no harm.
     """
-    attention = [f"self_attention.{name}" for name in ("linear_proj", "linear_qkv")]
-    names = (*attention, "self_attention.core_attention", "mlp.linear_fc1", "mlp.linear_fc2")
-    return [(_LAYERS + name, shape.num_layers) for name in names]
+    linear = ["self_attention.linear_proj", "self_attention.linear_qkv"]
+    linear += ["mlp.linear_fc1", "mlp.linear_fc2", "self_attention.core_attention"]
+    norms = [f"self_attention.{each}_layernorm" for each in "qk"] * shape.qk_norm
+    in_layers = [
+        StatefulModule(name=_LAYERS + name, layers=shape.num_layers, is_norm=name in norms)
+        for name in (*linear, *norms)
+    ]
+    return [*in_layers, StatefulModule(name="decoder.final_layernorm", is_norm=True)]
 
 
 def _single(key: str, name: str, shape: tuple[int, ...], *, is_padded: bool = False) -> WholeTensor:

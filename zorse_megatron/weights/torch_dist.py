@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zorse_megatron.weights.names import WholeTensor
+from zorse_megatron.weights.names import StatefulModule, WholeTensor
 
 CONFIG = "metadata.json"
 _COMMON = "common_state/shard_0_1"
@@ -54,12 +54,12 @@ def write_checkpoint(
     tensors: Iterable[Written],
     *,
     common: Mapping[str, Any],
-    modules: Sequence[tuple[str, int]],
+    modules: Sequence[StatefulModule],
 ) -> None:
     """Write a checkpoint of weights alone into a folder; `metadata.json` is its last file.
 
-    `common`: what is no tensor; of types that `torch.load` takes with `weights_only`. `modules`:
-    linear modules and their number of layers. Raises OSError, CheckpointException.
+    `common`: what is no tensor; of types that `torch.load` takes with `weights_only`. Raises
+    OSError, CheckpointException.
     """
     planner = _Saving([(_item(each), each.make) for each in tensors], _bytes_of(common, modules))
     # One thread and no look-ahead: no more than a few tensors are in memory.
@@ -212,15 +212,20 @@ def _item(written: Written) -> WriteItem:
 
 
 def _bytes_of(
-    common: Mapping[str, Any], modules: Sequence[tuple[str, int]]
+    common: Mapping[str, Any], modules: Sequence[StatefulModule]
 ) -> dict[str, io.BytesIO]:
     """What Megatron saves beside tensors: the common part, and empty states of modules."""
     states = {
-        f"{module}._extra_state/shard_{layer}_{layers}": _saved([None])
-        for module, layers in modules
-        for layer in range(layers)
+        f"{module.name}._extra_state/shard_{layer}_{module.layers}": _saved([_no_state(module)])
+        for module in modules
+        for layer in range(module.layers)
     }
     return {_COMMON: _saved([dict(common)]), **states}
+
+
+def _no_state(module: StatefulModule) -> torch.Tensor | None:
+    """What Transformer Engine saves for it without fp8: an empty tensor for its norms."""
+    return torch.empty(0, dtype=torch.uint8) if module.is_norm else None
 
 
 def _saved(value: Any) -> io.BytesIO:
