@@ -309,6 +309,17 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda folder: _rewrite(folder, lambda all_: all_.update({NORM: torch.ones(64).half()})),
         (f"tensors in F16: {NORM}", "F32"),
     ),
+    "another output layer though tied": (
+        lambda folder: _configured(folder, tie_word_embeddings=True),
+        ("lm_head.weight differs from model.embed_tokens.weight",),
+    ),
+    "several types, config.json naming none": (
+        lambda folder: (
+            _rewrite(folder, lambda all_: all_.update({QUERY: all_[QUERY].half()})),
+            _configured(folder, dtype=None),
+        ),
+        ("tensors in F16 and F32",),
+    ),
     "8 bits": (
         lambda folder: _rewrite(
             folder, lambda all_: all_.update({NORM: torch.ones(64).to(torch.float8_e4m3fn)})

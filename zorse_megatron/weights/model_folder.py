@@ -36,6 +36,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 _IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _IN_CONFIG = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AS_PUBLISHED = "Take the files that are published."
 # Tensors of older files that transformers computes itself.
 _COMPUTED = ".rotary_emb.inv_freq"
@@ -98,6 +99,8 @@ class ModelFiles:
         problems = [*self._read_headers(), *_tokenizer_problems(description)]
         if not problems:
             problems += self._compare(description)
+        if not problems:
+            problems += self._other_head(description)
         if problems:
             raise ModelError(f"{self._folder} cannot be imported", problems)
 
@@ -186,7 +189,7 @@ class ModelFiles:
         for name in [name for name in wanted if name not in shapes][:8]:
             expected = f"a tensor of {wanted[name].shape}"
             yield self._problem(f"no tensor {name}", expected, _AS_PUBLISHED)
-        allowed = () if description.has_head else ("lm_head.weight",)
+        allowed = () if description.has_head else (_HEAD,)
         unknown = [
             name for name in shapes
             if name not in wanted and name not in allowed and not name.endswith(_COMPUTED)
@@ -209,6 +212,10 @@ class ModelFiles:
                 f"{part.name}: {shapes[part.name]}", f"{part.shape}, by config.json", _AS_PUBLISHED
             )
         types = {self._dtype_of[part.name] for part in known}
+        if description.dtype is None and types <= set(_IN_FILES) and len(types) > 1:
+            yield self._problem(
+                f"tensors in {' and '.join(sorted(types))}", "one type", "Convert them to one."
+            )
         expected = {description.dtype} if description.dtype else set(_IN_FILES)
         if other := sorted(types - expected):
             first = next(part.name for part in known if self._dtype_of[part.name] in other)
@@ -217,6 +224,17 @@ class ModelFiles:
                 f"{' or '.join(sorted(expected))}"
                 + ", by config.json" * (description.dtype is not None),
                 "Take weights that are not quantized, or correct its dtype.",
+            )
+
+    def _other_head(self, description: Description) -> Iterator[Problem]:
+        """Say if a model whose tables are tied has another output layer nevertheless."""
+        if description.has_head or _HEAD not in self._file_of:
+            return
+        if not torch.equal(self.read(_HEAD), self.read(_EMBEDDING)):
+            yield self._problem(
+                f"{_HEAD} differs from {_EMBEDDING}",
+                "the same values, as config.json ties them (tie_word_embeddings)",
+                "Set tie_word_embeddings to what the model was trained with.",
             )
 
     def _problem(self, found: str, expected: str, remedy: str) -> Problem:
