@@ -320,6 +320,30 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ),
         ("tensors in F16 and F32",),
     ),
+    "8 bits beside a tied table": (
+        lambda folder: (
+            _configured(folder, tie_word_embeddings=True),
+            _rewrite(
+                folder,
+                lambda all_: all_.update(
+                    {"lm_head.weight": all_["lm_head.weight"].to(torch.float8_e4m3fn)}
+                ),
+            ),
+        ),
+        ("lm_head.weight differs",),
+    ),
+    "a type that nobody knows": (lambda folder: _configured(folder, dtype="int8"), ("'int8'",)),
+    "a base beyond floats": (
+        lambda folder: _configured(folder, rope_parameters={"rope_theta": 10**400}),
+        ("rope_theta",),
+    ),
+    "a scaling that is no object": (
+        lambda folder: _configured(folder, rope_scaling="yarn"), ("'yarn'",)
+    ),
+    "a factor that is no number": (
+        lambda folder: _configured(folder, rope_parameters=LLAMA3 | {"factor": "abc"}),
+        ("rope_scaling.factor", "'abc'"),
+    ),
     "8 bits": (
         lambda folder: _rewrite(
             folder, lambda all_: all_.update({NORM: torch.ones(64).to(torch.float8_e4m3fn)})
@@ -390,8 +414,10 @@ def test_a_checkpoint_of_another_model_is_refused(models: Path, tmp_path: Path) 
             source=models / "llama", dtype=None, shard_bytes=10**9,
         )  # fmt: skip
     said = [each.where.partition(": ")[2] for each in caught.value.problems]
+    attention = "decoder.layers.self_attention"
     assert said == [
-        f"decoder.layers.self_attention.linear_{name}.weight" for name in ("qkv", "proj")
+        *(f"{attention}.linear_{name}.weight" for name in ("qkv", "proj")),
+        *(f"{attention}.{each}_layernorm.weight" for each in "qk"),
     ]
     assert not (tmp_path / "out").exists()
 
@@ -410,6 +436,32 @@ def test_a_damaged_checkpoint_is_refused(name: str, models: Path, tmp_path: Path
                 source=models / "llama", dtype=None, shard_bytes=10**9,
             )  # fmt: skip
         assert not list((tmp_path / "out").glob("*"))
+
+
+def test_weights_that_the_source_has_not_are_not_lost(models: Path, tmp_path: Path) -> None:
+    """An output layer of a checkpoint whose source is tied."""
+    import_model(models / "llama", tmp_path / "checkpoint")
+    source = _copied(models / "llama", tmp_path / "tied")
+    _configured(source, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"output_layer\.weight"):
+        export_model(
+            tmp_path / "checkpoint", tmp_path / "out", source=source, dtype=None, shard_bytes=10**9
+        )
+
+
+def test_a_failed_write_is_told_in_one_line(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch wraps in a traceback; and nothing stays."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert.ModelFiles, "read", fail)
+    with pytest.raises(OutputError) as caught:
+        import_model(models / "llama", tmp_path / "full")
+    assert "No space left" in str(caught.value) and "Traceback" not in str(caught.value)
+    assert not list((tmp_path / "full").iterdir())
 
 
 def test_what_cannot_be_written_leaves_nothing(

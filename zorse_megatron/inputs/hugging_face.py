@@ -259,6 +259,14 @@ def conversion_problems(
     return config.problems
 
 
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float holds."""
+    try:
+        return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 class _Config:
     """The keys of a file, and what is wrong with those that were asked for."""
 
@@ -438,13 +446,19 @@ class _Config:
         """Note a scaling of positions that Megatron's flags have not."""
         base, scaling = self._rope()
         kind = self._rope_kind()
+        if not isinstance(self.value.get("rope_scaling") or {}, Mapping):
+            kind = repr(self.value["rope_scaling"])[:40]
+        factor = scaling.get("factor", 8)
+        if kind == "llama3" and not (_is_finite(factor) and factor >= 1):
+            self.add("rope_scaling.factor", repr(factor)[:40], "a number from 1 on", "Fix it.")
         if kind not in ("default", "llama3"):
             self.add("rope_scaling", kind, "none, or llama3", "Megatron has no other.")
         for key, usual in (_LLAMA3_SCALING if kind == "llama3" else {}).items():
             if scaling.get(key, usual) != usual:
                 self.add(f"rope_scaling.{key}", repr(scaling[key]), repr(usual), "Megatron's own.")
-        if isinstance(base, int | float) and base != int(base):
-            self.add("rope_theta", repr(base), "an integer", "--rotary-base takes no other.")
+        if _is_finite(base) and (base != int(base) or base < 1):
+            expected = "an integer from 1 on"
+            self.add("rope_theta", repr(base), expected, "--rotary-base takes no other.")
 
     def _rotary_share(self, family: _Family) -> Any:
         """Share of a head that is rotated."""
@@ -471,7 +485,7 @@ class _Config:
         base, scaling = self._rope()
         epsilon = next((self.value[key] for key in _EPSILONS if key in self.value), 1e-6)
         numbers = (base, epsilon, share := self._rotary_share(family))
-        if not all(isinstance(each, int | float) and math.isfinite(each) for each in numbers):
+        if not all(map(_is_finite, numbers)):
             found = ", ".join(map(repr, numbers))[:60]
             self.add("rope_theta, rms_norm_eps, partial_rotary_factor", found, "numbers", "Fix it.")
             return ()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 
 from zorse_megatron.errors import CheckpointError, ModelError, OutputError, Problem
 from zorse_megatron.files.read_write import remedy_for, write_text
@@ -93,10 +92,10 @@ def export_model(
     description = describe(source)
     found = _opened(_iteration_of(checkpoint), description)
     _refuse_used(folder, "DIR")
-    names = {value: key for key, value in DTYPES.items()}
-    own = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}.get(description.dtype or "")
-    wanted = DTYPES[dtype or own or names[torch.float32]]
     tensors = description.tensors()
+    own = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}.get(description.dtype or "")
+    named = dtype or own
+    wanted = found.dtype(tensors[0]) if named is None else DTYPES[named]
     parts = [part for each in tensors for part in each.parts]
     with _all_or_nothing(folder):
         weights = _parts_of(tensors, found, wanted)
@@ -190,7 +189,9 @@ def _opened(folder: Path, description: Description) -> CheckpointTensors:
             remedy="See whether it is whole: zorse checkpoint verify.",
         )
         raise CheckpointError("The checkpoint cannot be exported", [problem]) from error
-    misfits = [_misfit(folder, tensor, found) for tensor in description.tensors()]
+    tensors = description.tensors()
+    misfits = [_misfit(folder, tensor, found) for tensor in tensors]
+    misfits += [_surplus(folder, name) for name in found.others(tensors)]
     if problems := {str(each): each for each in misfits if each is not None}:
         title = f"The checkpoint is not of {description.folder}'s model"
         raise CheckpointError(title, list(problems.values()))
@@ -214,6 +215,16 @@ def _misfit(folder: Path, tensor: WholeTensor, found: CheckpointTensors) -> Prob
         where=f"{folder}: {tensor.key}",
         found=seen,
         expected=f"{tensor.shape}{layers}, by config.json",
+        remedy="Give the folder of the model that was trained (--source).",
+    )
+
+
+def _surplus(folder: Path, name: str) -> Problem:
+    """A tensor that an export would lose."""
+    return Problem(
+        where=f"{folder}: {name}",
+        found="a tensor that the model of config.json has not",
+        expected="those of that model alone",
         remedy="Give the folder of the model that was trained (--source).",
     )
 
@@ -286,9 +297,10 @@ def _all_or_nothing(folder: Path) -> Iterator[None]:
     clear = partial(_empty, folder)
     try:
         yield
-    except (OSError, CheckpointException) as error:
+    except (OSError, RuntimeError) as error:
+        failure = _not_written(folder, error)  # before there is room again
         clear()
-        raise _not_written(folder, error) from error
+        raise failure from error
     except SafetensorError as error:
         clear()
         problem = Problem(
@@ -314,7 +326,7 @@ def _not_written(folder: Path, error: BaseException) -> OutputError:
         said, disk, free_bytes, disk_bytes = full
         found = f"{said}: {free_bytes:,} of {disk_bytes:,} bytes are free on the disk {disk}"
     else:
-        found = str(getattr(error, "strerror", None) or error)
+        found = str(getattr(error, "strerror", None) or error).partition("\n")[0]
     remedy = remedy_for(error) if isinstance(error, OSError) else "Make room there."
     problem = Problem(
         where=str(folder), found=found, expected="room for all weights", remedy=remedy

@@ -77,11 +77,20 @@ def describe(folder: Path) -> Description:
     if problems:
         raise ModelError(f"{path}: its weights cannot be converted", problems)
     name = value.get("dtype") or value.get("torch_dtype")
+    label = _IN_CONFIG.get(str(name).removeprefix("torch."))
+    if name is not None and label is None:
+        problem = Problem(
+            where=f"{path}: dtype",
+            found=repr(name)[:40],
+            expected=" or ".join(_IN_CONFIG),
+            remedy="Take weights that are not quantized, or correct it.",
+        )
+        raise ModelError(f"{path}: its weights cannot be converted", [problem])
     return Description(
         folder=folder,
         model=model,
         vocab_size=value["vocab_size"],
-        dtype=_IN_CONFIG.get(str(name)),
+        dtype=label,
         has_head=not model.shape.tied_embeddings,
     )
 
@@ -122,7 +131,7 @@ class ModelFiles:
         # Mistral's own format, consolidated.safetensors, may be beside them.
         present = sorted(path.name for path in self._folder.glob("model*.safetensors"))
         listed = sorted(set(index.values())) if index is not None else [SINGLE]
-        missing = [name for name in listed if name not in present]
+        missing = [name for name in listed if not (self._folder / name).is_file()]
         if missing and not problems:
             others = sorted(
                 path.name for path in self._folder.iterdir() if path.suffix in _WEIGHT_FILES
@@ -140,7 +149,7 @@ class ModelFiles:
                 "Remove what belongs to another.",
             )
         for name in listed:
-            if name in present:
+            if name not in missing:
                 yield from self._read_header(name)
         for tensor, file in (index or {}).items():
             if not missing and self._file_of.get(tensor) != file:
@@ -230,7 +239,11 @@ class ModelFiles:
         """Say if a model whose tables are tied has another output layer nevertheless."""
         if description.has_head or _HEAD not in self._file_of:
             return
-        if not torch.equal(self.read(_HEAD), self.read(_EMBEDDING)):
+        kinds = {self._dtype_of[_HEAD], self._dtype_of[_EMBEDDING]}
+        bits = torch.uint8  # nan equals itself
+        if len(kinds) > 1 or not torch.equal(
+            self.read(_HEAD).view(bits), self.read(_EMBEDDING).view(bits)
+        ):
             yield self._problem(
                 f"{_HEAD} differs from {_EMBEDDING}",
                 "the same values, as config.json ties them (tie_word_embeddings)",
@@ -275,7 +288,9 @@ def _tokenizer_problems(description: Description) -> Iterator[Problem]:
         tokens = value["model"].get("vocab", {})
         listed = tokens.values() if isinstance(tokens, dict) else range(len(tokens))
         numbers = [*listed, *(each["id"] for each in value.get("added_tokens") or ())]
-        largest = max(map(int, numbers), default=0)
+        if not all(type(each) is int and each >= 0 for each in numbers):
+            raise TypeError("a token's number is no whole number")
+        largest = max(numbers, default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         yield Problem(
             where=str(path),

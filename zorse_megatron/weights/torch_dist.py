@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zorse_megatron.weights.names import StatefulModule, WholeTensor
 
 CONFIG = "metadata.json"
+_OF_A_MODEL = ("embedding.", "decoder.", "output_layer.")
 _COMMON = "common_state/shard_0_1"
 
 
@@ -58,15 +60,18 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint of weights alone into a folder; `metadata.json` is its last file.
 
-    `common`: what is no tensor; of types that `torch.load` takes with `weights_only`. Raises
-    OSError, CheckpointException.
+    `common`: what is no tensor; of types that `torch.load` takes with `weights_only`. Raises what
+    making a tensor raises, OSError, and RuntimeError where torch cannot write.
     """
     planner = _Saving([(_item(each), each.make) for each in tensors], _bytes_of(common, modules))
     # One thread and no look-ahead: no more than a few tensors are in memory.
     writer = dcp.FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        try:
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # its text is a traceback
+            raise next(iter(error.failures.values()))[0] from error
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / CONFIG).write_text(json.dumps(config))
 
@@ -94,6 +99,21 @@ class CheckpointTensors:
     def layers(self, tensor: WholeTensor) -> int | None:
         """Return how many layers are stacked there; None where they are not."""
         return int(self._entry(tensor).size[0]) if self._is_stacked(tensor) else None
+
+    def dtype(self, tensor: WholeTensor) -> torch.dtype:
+        """Return the type that a tensor has there."""
+        kind: torch.dtype = self._entry(tensor).properties.dtype
+        return kind
+
+    def others(self, tensors: Iterable[WholeTensor]) -> list[str]:
+        """Return the tensors of a model there that are none of these."""
+        known = {key for each in tensors for key in (each.key, each.key_of_layer)}
+        return [
+            key
+            for key, entry in self._entries.items()
+            if key.startswith(_OF_A_MODEL) and key not in known
+            if isinstance(entry, TensorStorageMetadata)
+        ]
 
     def read(self, tensor: WholeTensor) -> torch.Tensor:
         """Read the rows that stand for something. Raises OSError, CheckpointException."""
