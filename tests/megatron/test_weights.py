@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from tests.megatron.launch import MegatronServer
 from tests.megatron.logits_entry import TOKENS
@@ -19,6 +21,7 @@ from tests.megatron.stock_log import iterations
 from tests.printed import run_zorse
 from tests.shared import directory_of
 from tests.unit.test_docs import commands_in
+from zorse_megatron.cli.main import app
 from zorse_megatron.errors import CheckpointError, ModelError, OutputError
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.live.checkpoint_check import State, look_at
@@ -216,7 +219,8 @@ def test_the_commands_of_the_page(
     flags += ["--global-batch-size", "64", "--save", "trained", "--save-interval", "1"]
     flags += ["--lr", "1e-3", "--fp16", "--initial-loss-scale", "16", "--zorse-plan", "plan.json"]
     megatron_server.run_ranks(flags, 2, timeout_s=120, directory=tmp_path).check()
-    run_zorse(shlex.split(exports))
+    printed = run_zorse(shlex.split(exports))
+    assert "6 rows of output_layer.weight are left out" in printed
     assert len(transformers.AutoTokenizer.from_pretrained("out")) == len(words)
     model = transformers.AutoModelForCausalLM.from_pretrained("out")
     trained, original = model.state_dict(), _tensors(Path("Llama-3.1-8B"))
@@ -462,6 +466,16 @@ def test_a_failed_write_is_told_in_one_line(
         import_model(models / "llama", tmp_path / "full")
     assert "No space left" in str(caught.value) and "Traceback" not in str(caught.value)
     assert not list((tmp_path / "full").iterdir())
+
+
+def test_a_stopped_import_leaves_nothing(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM in the middle of the tensors, as of a scheduler."""
+    monkeypatch.setattr(convert.ModelFiles, "read", lambda *_: signal.raise_signal(signal.SIGTERM))
+    words = ["import-hf", str(models / "llama"), str(tmp_path / "stopped")]
+    assert CliRunner().invoke(app, words).exit_code == 128 + signal.SIGTERM
+    assert not list((tmp_path / "stopped").iterdir())
 
 
 def test_what_cannot_be_written_leaves_nothing(

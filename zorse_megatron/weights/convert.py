@@ -25,6 +25,7 @@ from zorse_megatron.live.checkpoint_files import (
 )
 from zorse_megatron.weights.model_folder import (
     DTYPES,
+    IN_FILES,
     Description,
     ModelFiles,
     copy_companions,
@@ -47,6 +48,14 @@ class Imported:
     """Megatron's, that build the model, its tokenizer's among them."""
     notes: tuple[str, ...]
     num_parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What an export has made."""
+
+    files: tuple[Path, ...]
+    notes: tuple[str, ...]
 
 
 def import_model(source: Path, folder: Path) -> Imported:
@@ -82,7 +91,7 @@ def import_model(source: Path, folder: Path) -> Imported:
 
 def export_model(
     checkpoint: Path, folder: Path, *, source: Path, dtype: str | None, shard_bytes: int
-) -> list[Path]:
+) -> Exported:
     """Write a checkpoint's weights as a Hugging Face model, with `source`'s files beside them.
 
     `checkpoint`: what Megatron's `--save` was given, or one iteration's folder in it. Raises
@@ -93,14 +102,14 @@ def export_model(
     found = _opened(_iteration_of(checkpoint), description)
     _refuse_used(folder, "DIR")
     tensors = description.tensors()
-    own = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}.get(description.dtype or "")
-    named = dtype or own
-    wanted = found.dtype(tensors[0]) if named is None else DTYPES[named]
+    own = IN_FILES[description.dtype] if description.dtype else found.dtype(tensors[0])
+    wanted = own if dtype is None else DTYPES[dtype]
     parts = [part for each in tensors for part in each.parts]
     with _all_or_nothing(folder):
         weights = _parts_of(tensors, found, wanted)
         written = write_model(folder, parts, weights, dtype=wanted, shard_bytes=shard_bytes)
-        return [*written, *copy_companions(source, folder, wanted)]
+        written += copy_companions(source, folder, wanted)
+    return Exported(files=tuple(written), notes=tuple(_left_out(tensors, found)))
 
 
 def joined(tensor: WholeTensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -144,6 +153,17 @@ def _parts_of(
             raise OutputError("the model cannot be written in fp16", [problem])
         for part, piece in zip(tensor.parts, taken_apart(tensor, cast), strict=True):
             yield part.name, piece
+
+
+def _left_out(tensors: Sequence[WholeTensor], found: CheckpointTensors) -> Iterator[str]:
+    """Say what is not exported: Megatron's padding, if `vocab_size` of the source is right."""
+    for tensor in tensors:
+        shape = found.found(tensor)
+        if tensor.is_padded and shape is not None and shape[0] > tensor.shape[0]:
+            yield (
+                f"{shape[0] - tensor.shape[0]} rows of {tensor.key} are left out: "
+                f"by config.json, vocab_size is {tensor.shape[0]}"
+            )
 
 
 def _read(found: CheckpointTensors, tensor: WholeTensor) -> torch.Tensor:

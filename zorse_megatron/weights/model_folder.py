@@ -4,6 +4,7 @@ All that is wrong is found from the files' headers, before a tensor is read.
 """
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -34,7 +35,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-_IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _IN_CONFIG = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AS_PUBLISHED = "Take the files that are published."
@@ -115,7 +116,7 @@ class ModelFiles:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of a tensor."""
-        return _IN_FILES[self._dtype_of[name]]
+        return IN_FILES[self._dtype_of[name]]
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor. Raises OSError, SafetensorError."""
@@ -221,11 +222,11 @@ class ModelFiles:
                 f"{part.name}: {shapes[part.name]}", f"{part.shape}, by config.json", _AS_PUBLISHED
             )
         types = {self._dtype_of[part.name] for part in known}
-        if description.dtype is None and types <= set(_IN_FILES) and len(types) > 1:
+        if description.dtype is None and types <= set(IN_FILES) and len(types) > 1:
             yield self._problem(
                 f"tensors in {' and '.join(sorted(types))}", "one type", "Convert them to one."
             )
-        expected = {description.dtype} if description.dtype else set(_IN_FILES)
+        expected = {description.dtype} if description.dtype else set(IN_FILES)
         if other := sorted(types - expected):
             first = next(part.name for part in known if self._dtype_of[part.name] in other)
             yield self._problem(
@@ -374,10 +375,7 @@ def _shards(parts: Sequence[Part], itemsize: int, shard_bytes: int) -> Iterator[
 
 
 def _num_bytes(part: Part, itemsize: int) -> int:
-    count = itemsize
-    for size in part.shape:
-        count *= size
-    return count
+    return math.prod(part.shape) * itemsize
 
 
 def _write_shard(
@@ -387,7 +385,7 @@ def _write_shard(
     dtype: torch.dtype,
 ) -> None:
     """Write one file; source of the layout: the README of huggingface/safetensors."""
-    label = next(key for key, value in _IN_FILES.items() if value == dtype)
+    label = next(key for key, value in IN_FILES.items() if value == dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for part in shard:

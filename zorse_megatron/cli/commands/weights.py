@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from zorse_megatron.cli.console import Output, refusal
 from zorse_megatron.cli.options import answers
+from zorse_megatron.emulate.rank_jobs import exits_on_signals
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.quantities import MEMORY_SIZE
 
@@ -40,7 +41,8 @@ def import_hf(
     refuse_without("train", what="zorse import-hf")
     from zorse_megatron.weights.convert import import_model
 
-    done = import_model(source, checkpoint)
+    with exits_on_signals():
+        done = import_model(source, checkpoint)
     load = ("--load", str(checkpoint), "--finetune")
     return Output(
         values={
@@ -89,17 +91,20 @@ def export_hf(
     refuse_without("train", what="zorse export-hf")
     from zorse_megatron.weights.convert import export_model
 
-    written = export_model(
-        checkpoint,
-        folder,
-        source=source,
-        dtype=None if dtype is None else dtype.value,
-        shard_bytes=_shard_bytes(shard_size),
-    )
-    num_bytes = sum(path.stat().st_size for path in written)
+    shard_bytes = _shard_bytes(shard_size)
+    with exits_on_signals():
+        done = export_model(
+            checkpoint,
+            folder,
+            source=source,
+            dtype=None if dtype is None else dtype.value,
+            shard_bytes=shard_bytes,
+        )
+    num_bytes = sum(path.stat().st_size for path in done.files)
     return Output(
-        values={"bytes": num_bytes, "files": [path.name for path in written]},
-        shown=[f"{folder}: {len(written)} files, {num_bytes:,} bytes"],
+        values={"bytes": num_bytes, "files": [path.name for path in done.files]},
+        shown=[f"{folder}: {len(done.files)} files, {num_bytes:,} bytes"],
+        notes=done.notes,
         written=[folder],
     )
 
