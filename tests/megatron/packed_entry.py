@@ -1,7 +1,8 @@
-"""The recording entry, with attention of packed sequences and conversations on a CPU.
+"""The recording entry, with conversations, and under stock with attention of packed sequences.
 
-Stock's own attention without Transformer Engine refuses packed sequences. Here it gets the mask
-that packing means: a token sees itself and what stands before it in its own sequence.
+Stock's own attention without Transformer Engine refuses packed sequences. Without a plan it gets
+the mask that packing means: a token sees itself and what stands before it in its own sequence.
+Plans have their own (`zorse_megatron.adapter.samples`), which makes no such mask.
 """
 
 import importlib.util
@@ -52,9 +53,10 @@ def main() -> None:
         stand_in = types.ModuleType("datasets")
         stand_in.load_dataset = read_json_lines  # type: ignore[attr-defined]
         sys.modules["datasets"] = stand_in
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    if "--zorse-plan" not in sys.argv:
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    DotProductAttention.forward = attending_within_sequences(DotProductAttention.forward)
+        DotProductAttention.forward = attending_within_sequences(DotProductAttention.forward)
     record()
 
 

@@ -21,10 +21,18 @@ from tests.megatron.comparison import (
     plan_run,
     stock_run,
 )
-from tests.megatron.plans import BOTH_ENDS, TWO_BY_TWO, in_the_host, with_settings
+from tests.megatron.plans import (
+    BOTH_ENDS,
+    TWO_BY_TWO,
+    in_the_host,
+    plan_of,
+    replica,
+    tp_replica,
+    with_settings,
+)
 from tests.megatron.upstream import DIRECTORY, PRETRAIN_GPT, needs_upstream
 from tests.unit.test_patches import apply
-from zorse_megatron.plan.plan import Schedule
+from zorse_megatron.plan.plan import Schedule, TpShards
 
 pytestmark = needs_upstream
 
@@ -100,8 +108,8 @@ def write_conversations(path: Path, count: int = 200) -> None:
     path.write_text("\n".join(lines))
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A word-level tokenizer as Hugging Face stores them."""
+def write_tokenizer(directory: Path, start: str = "") -> None:
+    """A word-level tokenizer as Hugging Face stores them; `start`: of each conversation."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -110,7 +118,7 @@ def write_tokenizer(directory: Path) -> None:
         models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    template = start + "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<unk>",
@@ -120,20 +128,62 @@ def write_tokenizer(directory: Path) -> None:
     ).save_pretrained(directory)
 
 
-def test_fine_tunes_on_conversations(tmp_path: Path) -> None:
-    write_conversations(tmp_path / "talk.jsonl")
-    write_tokenizer(tmp_path / "tokenizer")
+def tuned_on(directory: Path, tokenizer: Path, *more: str) -> tuple[str, ...]:
+    """The command that fine-tunes on `directory`'s conversations."""
     tuned = (
         *("--sft", "--sft-tokenizer-prompt-format", "default", "--tokenizer-type", "SFTTokenizer"),
-        *("--tokenizer-model", str(tmp_path / "tokenizer"), "--position-embedding-type", "rope"),
+        *("--tokenizer-model", str(tokenizer), "--position-embedding-type", "rope"),
         *("--no-create-attention-mask-in-dataloader",),
     )
-    flags = flags_for(tmp_path / "talk.jsonl", *UNTIED, *tuned, *EVALUATED, steps=2)
+    return flags_for(directory / "talk.jsonl", *UNTIED, *tuned, *more, steps=2)
+
+
+def with_value(flags: tuple[str, ...], flag: str, value: int) -> tuple[str, ...]:
+    place = flags.index(flag) + 1
+    return (*flags[:place], str(value), *flags[place + 1 :])
+
+
+# Groups of tensor-parallel ranks at both ends and in the middle, two of them with unequal heads.
+WITH_TP_GROUPS = plan_of(
+    ((tp_replica((0, 1), 2, 4),), 1),
+    ((tp_replica((2, 3), 1, 4, 1.0, TpShards(kv_groups=(3, 1))), replica(4, 2, 2, 2.0)), 2),
+    ((tp_replica((5, 6), 4, 2, 1.0, TpShards(kv_groups=(4, 0), mlp_columns=(96, 32))),), 1),
+)
+
+
+def test_fine_tunes_on_conversations(tmp_path: Path) -> None:
+    """Without Transformer Engine; stock attends by a mask of all that are packed together."""
+    write_conversations(tmp_path / "talk.jsonl")
+    write_tokenizer(tmp_path / "tokenizer")
+    flags = tuned_on(tmp_path, tmp_path / "tokenizer", *EVALUATED)
     # Stock's evaluation averages means of micro-batches; a plan takes the mean of the batch, as
     # stock does with one micro-batch.
-    size = flags.index("--micro-batch-size") + 1
-    whole = (*flags[:size], str(GLOBAL_BATCH_SIZE), *flags[size + 1 :])
-    reference, run = stock_run(whole, **PACKED), plan_run(IN_THE_MIDDLE, flags, **PACKED)
-    assert_follows(run, reference)
+    whole = with_value(flags, "--micro-batch-size", GLOBAL_BATCH_SIZE)
+    reference = stock_run(whole, **PACKED)
     expected = evaluations(reference)
-    assert evaluations(run) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
+    for plan in (IN_THE_MIDDLE, WITH_TP_GROUPS):
+        run = plan_run(plan, flags, **PACKED)
+        assert_follows(run, reference)
+        assert evaluations(run) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
+
+
+def test_packed_conversations_count_as_each_alone(tmp_path: Path) -> None:
+    """Three in a sample, or one: the same tokens, though prompts mask very unequal parts of them.
+
+    A conversation starts with a token that is masked, as prompts are; without one, stock lets each
+    conversation's last token predict the first of the next.
+    """
+    write_tokenizer(tmp_path / "tokenizer", start="<pad> ")
+    words = [" ".join(f"w{(7 * n + i) % 40}" for i in range(1 + n * n % 9)) for n in range(600)]
+    talks = [{"role": "system", "content": each} for each in words]
+    for name, together in (("packed", 3), ("alone", 1)):
+        starts = range(0, len(talks), together)
+        lines = [json.dumps({"messages": talks[start : start + together]}) for start in starts]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "talk.jsonl").write_text("\n".join(lines))
+    alone = with_value(
+        tuned_on(tmp_path / "alone", tmp_path / "tokenizer", *EVALUATED), "--global-batch-size", 24
+    )
+    reference = stock_run(alone, **PACKED)
+    packed = tuned_on(tmp_path / "packed", tmp_path / "tokenizer", *EVALUATED)
+    assert_follows(plan_run(TWO_BY_TWO, packed, **PACKED), reference)

@@ -223,9 +223,9 @@ EXAMPLES = {
     ],
     "plan_has_tp_groups": [
         (TP_GROUPS, "", "--attention-dropout"),
-        (TP_GROUPS, "--sft", "--sft"),
         (TP_GROUPS, f"{QUIET} --optimizer muon", "--optimizer"),
     ],
+    "tp_groups_split_sequences": [(TP_GROUPS, f"{QUIET} --sft --sequence-parallel", "--sft")],
     "vocabulary_is_uneven": [
         (
             {

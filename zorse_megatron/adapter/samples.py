@@ -138,6 +138,45 @@ def counting_each_chunk(
     return consume_seqlen_stats_in_iteration
 
 
+def attending_within_sequences(stock: Any) -> Any:
+    """A subclass of stock's `DotProductAttention` that takes packed samples, as stock's does not.
+
+    Each sequence attends by itself, with stock's arithmetic and causal mask, so that packing costs
+    neither the time nor the memory of scores between sequences: lengths squared, added up. Samples
+    of one sequence each need no more than those that are not packed.
+    """
+
+    class PackedDotProductAttention(stock):
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            *,
+            packed_seq_params: Any = None,
+            **options: Any,
+        ) -> torch.Tensor:
+            """Packed: [tokens, heads, dim] each, and [tokens, 1, heads x dim] is returned."""
+            attend = partial(super().forward, **options)
+            if packed_seq_params is None:
+                return attend(query, key, value, attention_mask)
+            lengths = _lengths(packed_seq_params)
+            parts = (each.unsqueeze(1).split(lengths) for each in (query, key, value))
+            return torch.cat([attend(q, k, v, None) for q, k, v in zip(*parts, strict=True)])
+
+    return PackedDotProductAttention
+
+
+def _lengths(packing: Any) -> list[int]:
+    """Of the sequences in a micro-batch; layers share the one wait for the device."""
+    known: list[int] | None = getattr(packing, "zorse_lengths", None)
+    if known is None:
+        known = [length for length in packing.cu_seqlens_q.diff().tolist() if length]
+        packing.zorse_lengths = known
+    return known
+
+
 def one_sequence(activation: torch.Tensor) -> torch.Tensor:
     """[sequence, samples, hidden] as the layers of packed samples have it: [tokens, 1, hidden].
 

@@ -40,6 +40,7 @@ from zorse_megatron.adapter.preload import logged_once
 from zorse_megatron.adapter.rank_plan import RankPlan, plan_of_this_rank
 from zorse_megatron.adapter.recording import check_record_files
 from zorse_megatron.adapter.samples import (
+    attending_within_sequences,
     counting_each_chunk,
     datasets_on_rank_0,
     plan_loader_builder,
@@ -236,6 +237,7 @@ def _hooks(
         hooks[under_plan.COUNT_SEQUENCES] = partial(
             counting_each_chunk, loop=training, num_chunks=at.num_chunks, device=at.device
         )
+        hooks[under_plan.PACKED_ATTENTION] = attending_within_sequences
     return hooks
 
 

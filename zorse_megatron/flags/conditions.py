@@ -78,7 +78,10 @@ def layout(num_layers: Sequence[int]) -> str | None:
 
 def barring_tp(args: Namespace) -> list[str]:
     """Flags with which no plan may have TP groups, as they are spelled."""
-    barred = [row for row in further_rows() if row.when == plan_has_tp_groups.__name__]
+    barring = {plan_has_tp_groups.__name__}
+    if getattr(args, "sequence_parallel", False):
+        barring.add(tp_groups_split_sequences.__name__)
+    barred = [row for row in further_rows() if row.when in barring]
     return [
         spelling_of(name)
         for row in barred
@@ -360,6 +363,12 @@ def plan_has_tp_groups(case: Case, plan: Plan, name: str) -> Filled:
         return
 
 
+def tp_groups_split_sequences(case: Case, plan: Plan, name: str) -> Filled:
+    """A rank's part of samples that are sent apart is not its part of one packed sequence."""
+    if case.value("sequence_parallel"):
+        yield from plan_has_tp_groups(case, plan, name)
+
+
 def optimizer_state_waits(case: Case, plan: Plan, name: str) -> Filled:
     """In the host, with which Muon has no whole matrix."""
     for number, group in enumerate(plan.groups):
@@ -468,6 +477,7 @@ OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
         model_is_another,
         embeddings_are_tied_otherwise,
         plan_has_tp_groups,
+        tp_groups_split_sequences,
         optimizer_state_waits,
         vocabulary_is_uneven,
         tp_groups_between_lack_masks,

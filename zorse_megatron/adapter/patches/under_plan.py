@@ -276,6 +276,23 @@ COUNT_SEQUENCES = _training(
     test=f"{_SCRIPT}::test_trains_on_packed_documents",
     delete_when="stock sums over one data-parallel group, with every rank",
 )
+PACKED_ATTENTION = _training(
+    target="megatron.core.models.backends:DotProductAttention",
+    parameters=(
+        "config",
+        "layer_number",
+        "attn_mask_type",
+        "attention_type",
+        "attention_dropout",
+        "softmax_scale",
+        "cp_comm_type",
+        "pg_collection",
+    ),
+    becomes="A subclass that takes packed samples: each sequence attends by itself.",
+    why="stock's attention without Transformer Engine refuses them, which V100 and T4 need",
+    test=f"{_SCRIPT}::test_fine_tunes_on_conversations",
+    delete_when="stock's DotProductAttention takes packed_seq_params",
+)
 _reporting = partial(
     _training,
     becomes="The same; the job's last rank, which prints, is told the loss if it does not know it.",
@@ -338,6 +355,7 @@ UNDER_A_PLAN = (
     BUILD_DATASETS,
     BUILD_LOADER,
     COUNT_SEQUENCES,
+    PACKED_ATTENTION,
     TRAIN_STEP,
     EVALUATE,
     SIGNALS_RECEIVED,
