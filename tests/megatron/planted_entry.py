@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tests.megatron.recording_entry import record
@@ -28,7 +29,25 @@ def plant_sum() -> None:
     buckets.sum_over_tp_group = twice
 
 
-PLANTS: dict[str, Callable[[], None]] = {"norm": plant_norm, "sum": plant_sum}
+def plant_large_output(number: int) -> None:
+    """Let a layer's output be too large for fp16; layers count from 0."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    stock = TransformerLayer.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden, context = stock(self, *args, **kwargs)
+        return hidden * (1e6 if self.layer_number == number + 1 else 1.0), context
+
+    TransformerLayer.forward = forward
+
+
+PLANTS: dict[str, Callable[[], None]] = {
+    "norm": plant_norm,
+    "sum": plant_sum,
+    "large 0": partial(plant_large_output, 0),
+    "large 3": partial(plant_large_output, 3),
+}
 
 if __name__ == "__main__":
     if cpu_mode.needed():

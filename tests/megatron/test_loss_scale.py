@@ -13,6 +13,7 @@ import pytest
 from tests.megatron.comparison import BASE_FLAGS, Recorded, plan_run, run_recorded, stock_run
 from tests.megatron.plans import LAYOUTS, TWO_BY_TWO, computing_in, sending_in, with_settings
 from tests.megatron.small_run import TOKENIZER_FLAGS
+from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.plan import Schedule
 
 SAVED, STEPS = 4, 6
@@ -117,3 +118,34 @@ def test_who_asks_for_sums_gets_the_scale_of_sums(corpus_prefix: Path) -> None:
     assert run.steps[-1]["loss_scale"] < of_means.steps[-1]["loss_scale"]
     assert not run.steps[-1]["skipped"]
     assert "the loss scale is for gradients of a sum" in run.outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "large", "named"),
+    [
+        (("fp16", "fp16"), 0, "rank 1: the output of layer 0 (layers"),
+        (("fp16", "fp16"), 3, "rank 0: the output of layer 3 (layers"),
+        (("fp32", "fp16"), 0, "rank 0: the output of layer 2, received from group 0 (layers"),
+        (("fp16", "fp32"), 3, None),
+    ],
+)
+def test_a_layer_that_leaves_the_range_is_named_once(
+    dtypes: tuple[ComputeDtype, ...], large: int, named: str | None, corpus_prefix: Path
+) -> None:
+    """From the second of skipped steps on; where fp32 holds the values, steps are not skipped."""
+    run = plan_run(
+        computing_in(LAYOUTS["1|2"], *dtypes),
+        flags(corpus_prefix, *LOW, steps=4),
+        entry="tests.megatron.planted_entry",
+        env={"ZORSE_TEST_PLANT": f"large {large}"},
+    )
+    lines = [line for output in run.outputs for line in output.splitlines() if "exceeds" in line]
+    skipped = [step["skipped"] for step in run.steps]
+    if named is None:
+        assert not lines
+        assert not all(skipped)
+    else:
+        assert all(skipped)
+        assert sum(named in line for line in lines) == 1
+        assert "iteration 2 is skipped" in lines[0]
+        assert '"compute_dtype": "fp32"' in lines[0]

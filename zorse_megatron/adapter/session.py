@@ -26,6 +26,7 @@ from zorse_megatron.adapter.model.chunk_runner import (
     StepInputs,
     iterator_per_chunk,
 )
+from zorse_megatron.adapter.model.forward_overflow import ForwardOverflow
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.rank_plan import Batch, RankPlan
@@ -84,6 +85,8 @@ class PlanSession:
         """Of a training step, from its first forward to its optimizer step."""
         self.activations: ActivationOffload | None = None
         self.kept: SavedActivations | None = None
+        self.overflow: ForwardOverflow | None = None
+        """Of a rank that computes in fp16."""
 
     def build_optimizer(
         self, config: Any, model_chunks: list[Any], config_overrides: Any = None, **options: Any
@@ -183,6 +186,10 @@ class PlanSession:
         self.runner.stock_step = stock_step
         self.executor.run_rest(self.runner)
         result = self.runner.step_result
+        if self.overflow is not None:
+            self.overflow.after_step(
+                is_skipped=not result[0], iteration=get_args().curr_iteration + 1
+            )
         self._drop_gradients(self.runner.inputs.models)
         if _reads_parameters_next(get_args()):
             self.wait_for_parameters()
@@ -237,6 +244,8 @@ class PlanSession:
         )
         with before_first_step(at.rank, self.link):
             self._settle(models, watches_memory=watches_memory)
+        if at.dtypes[at.plan.group_of_rank(at.rank)] == "fp16":
+            self.overflow = ForwardOverflow(at, inputs.models)
         return self.executor
 
     def _settle(self, models: list[Any], *, watches_memory: bool) -> None:
