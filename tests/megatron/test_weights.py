@@ -1,10 +1,12 @@
 """Weights of Hugging Face models in Megatron: the logits of transformers, and back to the bit."""
 
 import json
+import pickle
 import shlex
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +259,52 @@ def test_exported_types(models: Path, tmp_path: Path) -> None:
             tmp_path / "large-checkpoint", tmp_path / "fp16",
             source=large, dtype="fp16", shard_bytes=10**9,
         )  # fmt: skip
-    assert "65504" in str(caught.value) and not list((tmp_path / "fp16").iterdir())
+    assert "65504" in str(caught.value) and not (tmp_path / "fp16").exists()
+
+
+def test_files_of_other_names_and_a_type_that_is_not_named(models: Path, tmp_path: Path) -> None:
+    """An index may name any file; without a dtype in config.json, weights go out as they came."""
+    source = _copied(models / "llama", tmp_path / "model")
+    (source / "model.safetensors").rename(source / "weights.safetensors")
+    index = {"weight_map": dict.fromkeys(_tensors(source), "weights.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    _configured(source, dtype=None)
+    checkpoint = tmp_path / "checkpoint"
+    import_model(source, checkpoint)
+    export_model(checkpoint, tmp_path / "out", source=source, dtype=None, shard_bytes=200_000)
+    found, expected = _tensors(tmp_path / "out"), _tensors(source)
+    assert {name: each.dtype for name, each in found.items()} == dict.fromkeys(
+        expected, torch.float32
+    )
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float32"
+
+
+def test_what_is_to_be_copied_is_looked_at_first(models: Path, tmp_path: Path) -> None:
+    import_model(models / "llama", tmp_path / "checkpoint")
+    source = _copied(models / "llama", tmp_path / "model")
+    (source / "tokenizer.model").symlink_to("../blobs/none")
+    with pytest.raises(ModelError, match=r"tokenizer\.model"):
+        export_model(
+            tmp_path / "checkpoint", tmp_path / "out", source=source, dtype=None, shard_bytes=10**9
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_that_has_elements_twice_is_refused(models: Path, tmp_path: Path) -> None:
+    """As many elements as the tensor has, of which the second half is nowhere."""
+    import_model(models / "llama", tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint/release/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    (whole,) = metadata.state_dict_metadata[NORM_KEY].chunks
+    half = replace(whole, sizes=torch.Size([whole.sizes[0] // 2]))
+    metadata.state_dict_metadata[NORM_KEY].chunks[:] = [half, half]
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="32 elements are in no file"):
+        export_model(
+            tmp_path / "checkpoint", tmp_path / "out",
+            source=models / "llama", dtype=None, shard_bytes=10**9,
+        )  # fmt: skip
 
 
 def _copied(source: Path, folder: Path) -> Path:
@@ -299,6 +346,7 @@ def _tokenized(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(value))
 
 
+NORM_KEY = "decoder.final_layernorm.weight"
 NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "a missing tensor and an unknown one": (
@@ -371,6 +419,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "pickles": (_pickled, ("no model.safetensors (there is pytorch_model.bin)",)),
     "a larger tokenizer": (_tokenized, ("token 250",)),
+    "a tokenizer that is a link to nothing": (
+        lambda folder: (folder / "tokenizer.json").symlink_to("../blobs/none"),
+        ("tokenizer.json", "FileNotFoundError"),
+    ),
     "experts": (lambda folder: _configured(folder, model_type="mixtral"), ("experts",)),
     "a type that is not converted": (
         lambda folder: _configured(folder, model_type="phi3"), ("'phi3'",)
@@ -439,7 +491,7 @@ def test_a_damaged_checkpoint_is_refused(name: str, models: Path, tmp_path: Path
                 tmp_path / "checkpoint", tmp_path / "out",
                 source=models / "llama", dtype=None, shard_bytes=10**9,
             )  # fmt: skip
-        assert not list((tmp_path / "out").glob("*"))
+        assert not (tmp_path / "out").exists()
 
 
 def test_weights_that_the_source_has_not_are_not_lost(models: Path, tmp_path: Path) -> None:
@@ -465,7 +517,7 @@ def test_a_failed_write_is_told_in_one_line(
     with pytest.raises(OutputError) as caught:
         import_model(models / "llama", tmp_path / "full")
     assert "No space left" in str(caught.value) and "Traceback" not in str(caught.value)
-    assert not list((tmp_path / "full").iterdir())
+    assert not (tmp_path / "full").exists()
 
 
 def test_a_stopped_import_leaves_nothing(
@@ -475,7 +527,7 @@ def test_a_stopped_import_leaves_nothing(
     monkeypatch.setattr(convert.ModelFiles, "read", lambda *_: signal.raise_signal(signal.SIGTERM))
     words = ["import-hf", str(models / "llama"), str(tmp_path / "stopped")]
     assert CliRunner().invoke(app, words).exit_code == 128 + signal.SIGTERM
-    assert not list((tmp_path / "stopped").iterdir())
+    assert not (tmp_path / "stopped").exists()
 
 
 def test_what_cannot_be_written_leaves_nothing(
@@ -495,4 +547,4 @@ def test_what_cannot_be_written_leaves_nothing(
     monkeypatch.setattr(convert, "write_manifest", fail)
     with pytest.raises(OutputError, match="No space left"):
         import_model(models / "llama", tmp_path / "full")
-    assert not list((tmp_path / "full").iterdir())
+    assert not (tmp_path / "full").exists()

@@ -285,6 +285,8 @@ def test_what_flags_cannot_say_is_said():
     assert not parsed(QWEN_2_5_7B).notes
     yarn = parsed(QWEN_2_5_7B | {"rope_scaling": {"type": "yarn", "factor": 4.0}})
     assert "yarn" in yarn.notes[0]
+    chunked = parsed(QWEN_2_5_7B | {"dual_chunk_attention_config": {"chunk_size": 262144}})
+    assert "dual_chunk_attention_config" in chunked.notes[0]
     assert "--rope-scaling-factor" in parsed(LLAMA_3_2_1B).flags
 
 

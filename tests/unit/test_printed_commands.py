@@ -49,6 +49,7 @@ NOT_RUN = {
     "zorse import-hf ": "a downloaded model; tests/megatron/test_weights.py",
     "zorse export-hf ": "what was trained from it; tests/megatron/test_weights.py",
     "zorse plan --cluster cluster.yaml --model Llama-3.1-8B": "the same",
+    "zorse plan --cluster examples/fine-tuning-lab.yaml": "the same, and a minute",
     "zorse doctor": "a minute; tests/megatron/test_doctor.py runs it",
     "python -m scripts.launch_order.check": "minutes; tests/unit/test_launch_order.py checks less",
     "python -m scripts.bench_stock": "half an hour of searches; tests/unit/test_bench_stock.py",

@@ -473,6 +473,8 @@ class _Config:
                 "attention is over whole samples, in costs and with Megatron's flags above, "
                 f"not over a window of {window} tokens: longer samples differ"
             )
+        if self.value.get("dual_chunk_attention_config"):
+            yield "dual_chunk_attention_config is left out: samples longer than a chunk differ"
         kind = self._rope_kind()
         if kind not in ("default", "llama3"):
             yield f"of rope_scaling {kind} Megatron's flags above say nothing"

@@ -3,7 +3,7 @@
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from zorse_megatron.weights.model_folder import (
     ModelFiles,
     copy_companions,
     describe,
+    unreadable_companions,
     write_model,
 )
 from zorse_megatron.weights.names import WholeTensor, stateful_modules
@@ -66,11 +67,11 @@ def import_model(source: Path, folder: Path) -> Imported:
     """
     description = describe(source)
     files = ModelFiles(description)
-    _refuse_used(folder, "CHECKPOINT")
+    is_new = _prepared(folder, "CHECKPOINT")
     tensors = description.tensors()
     release = Checkpoint(root=folder, iteration=0, is_release=True)
     flags = (*description.model.flags, *_vocabulary_flags(description))
-    with _all_or_nothing(folder):
+    with _all_or_nothing(folder, is_new=is_new):
         release.folder.mkdir()
         write_checkpoint(
             release.folder,
@@ -99,13 +100,15 @@ def export_model(
     OutputError where the model cannot be written: nothing of it is left then.
     """
     description = describe(source)
+    if problems := unreadable_companions(source):
+        raise ModelError(f"The files of {source} cannot be copied", problems)
     found = _opened(_iteration_of(checkpoint), description)
-    _refuse_used(folder, "DIR")
+    is_new = _prepared(folder, "DIR")
     tensors = description.tensors()
     own = IN_FILES[description.dtype] if description.dtype else found.dtype(tensors[0])
     wanted = own if dtype is None else DTYPES[dtype]
     parts = [part for each in tensors for part in each.parts]
-    with _all_or_nothing(folder):
+    with _all_or_nothing(folder, is_new=is_new):
         weights = _parts_of(tensors, found, wanted)
         written = write_model(folder, parts, weights, dtype=wanted, shard_bytes=shard_bytes)
         written += copy_companions(source, folder, wanted)
@@ -295,8 +298,12 @@ def _vocabulary_flags(description: Description) -> tuple[str, ...]:
     return (*rows, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
 
 
-def _refuse_used(folder: Path, option: str) -> None:
-    """Make the folder; raise OutputError where it holds anything or takes no files."""
+def _prepared(folder: Path, option: str) -> bool:
+    """Make the folder; whether there was none.
+
+    Raises OutputError where it holds anything or takes no files.
+    """
+    is_new = not folder.exists()
     problems = list(folder_problems(option, folder))
     if not problems and any(folder.iterdir()):
         problems.append(
@@ -309,12 +316,13 @@ def _refuse_used(folder: Path, option: str) -> None:
         )
     if problems:
         raise OutputError("the results could not be written", problems)
+    return is_new
 
 
 @contextmanager
-def _all_or_nothing(folder: Path) -> Iterator[None]:
-    """Leave nothing in the folder if the block ends with an error."""
-    clear = partial(_empty, folder)
+def _all_or_nothing(folder: Path, *, is_new: bool) -> Iterator[None]:
+    """Leave nothing in the folder, nor itself if it is new, if the block ends with an error."""
+    clear = partial(_empty, folder, is_new=is_new)
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -332,12 +340,15 @@ def _all_or_nothing(folder: Path) -> Iterator[None]:
         raise
 
 
-def _empty(folder: Path) -> None:
+def _empty(folder: Path, *, is_new: bool) -> None:
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+    if is_new:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _not_written(folder: Path, error: BaseException) -> OutputError:

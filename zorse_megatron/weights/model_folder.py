@@ -282,7 +282,7 @@ def _text(path: Path) -> bytes:
 def _tokenizer_problems(description: Description) -> Iterator[Problem]:
     """Say if a token has no row in the table."""
     path = description.folder / _TOKENIZER
-    if not path.is_file():
+    if not path.is_symlink() and not path.exists():
         return
     try:
         value = json.loads(path.read_bytes())
@@ -342,23 +342,42 @@ def write_model(
     return [folder / name for name in names]
 
 
+def unreadable_companions(source: Path) -> list[Problem]:
+    """Say which of the files that `copy_companions` copies cannot be read."""
+    return [
+        Problem(
+            where=str(path),
+            found="a file that cannot be read, or a link to none",
+            expected="configuration and tokenizer of the model, to be copied",
+            remedy="Correct its permissions, or download it again.",
+        )
+        for path in _companions(source)
+        if not (path.is_file() and os.access(path, os.R_OK))
+    ]
+
+
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[Path]:
     """Copy configuration and tokenizer of the model; its dtype becomes that of the weights.
 
     Raises OSError.
     """
     written = []
-    for path in sorted(source.iterdir()):
-        is_text = path.suffix in (".json", ".txt", ".model", ".jinja")
-        is_other = path.name == "config.json" or path.name.endswith(".index.json")
-        if path.is_file() and is_text and not is_other:
-            shutil.copyfile(path, folder / path.name)
-            written.append(folder / path.name)
+    for path in _companions(source):
+        shutil.copyfile(path, folder / path.name)
+        written.append(folder / path.name)
     value = json.loads((source / "config.json").read_bytes())
     key = "dtype" if "dtype" in value else "torch_dtype"
     value[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(value, indent=2) + "\n")
     return [*written, folder / "config.json"]
+
+
+def _companions(source: Path) -> Iterator[Path]:
+    for path in sorted(source.iterdir()):
+        is_text = path.suffix in (".json", ".txt", ".model", ".jinja")
+        is_other = path.name == "config.json" or path.name.endswith(".index.json")
+        if is_text and not is_other and not path.is_dir():
+            yield path
 
 
 def _shards(parts: Sequence[Part], itemsize: int, shard_bytes: int) -> Iterator[list[Part]]:

@@ -124,9 +124,8 @@ class CheckpointTensors:
         target = torch.empty(sizes, dtype=entry.properties.dtype)
         wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         items = create_read_items_for_chunk_list(self._key(tensor), entry, [wanted])
-        missing = target.numel() - sum(each.lengths.numel() for each in items)
-        if missing:
-            raise OSError(f"{self._key(tensor)}: {missing} elements are in no file")
+        if holes := _holes(target.shape, items):
+            raise OSError(f"{self._key(tensor)}: {holes}")
         self._reader.read_data(LoadPlan(items), _Loading(target)).wait()
         return target.view(rest)
 
@@ -139,6 +138,24 @@ class CheckpointTensors:
     def _entry(self, tensor: WholeTensor) -> Any:
         entry = self._entries.get(self._key(tensor))
         return entry if isinstance(entry, TensorStorageMetadata) else None
+
+
+def _holes(shape: torch.Size, items: Sequence[ReadItem]) -> str | None:
+    """Say what a damaged index leaves out of a tensor, or has twice; None: neither."""
+    if len(items) == 1 and items[0].lengths == shape:
+        return None
+    times = torch.zeros(shape, dtype=torch.uint8)
+    for item in items:
+        _place_of(item, times).add_(1)
+    if missing := (times == 0).sum().item():
+        return f"{missing} elements are in no file"
+    return "some elements are in several files" if (times > 1).any() else None
+
+
+def _place_of(item: ReadItem, whole: torch.Tensor) -> torch.Tensor:
+    for axis, (start, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+        whole = whole.narrow(axis, start, size)
+    return whole
 
 
 class _Saving(SavePlanner):
@@ -185,12 +202,7 @@ class _Loading(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the place of a part."""
-        place = self._target
-        for axis, (start, size) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            place = place.narrow(axis, start, size)
-        return place
+        return _place_of(read_item, self._target)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """It is in its place."""
