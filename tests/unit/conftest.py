@@ -25,7 +25,21 @@ os.environ.pop("COLUMNS", None)
 @pytest.fixture
 def little_effort(monkeypatch: pytest.MonkeyPatch) -> Effort:
     """The search with less of everything, for what does not hang on how good a plan is."""
-    effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000, climb=4000)
+    effort = Effort(
+        listed=20,
+        costed=4,
+        widened=2,
+        finalists=4,
+        computations=2000,
+        orders=1,
+        levels=(1, 2, 4),
+        partitions=4,
+        polished=2,
+        followed=2,
+        refits=2,
+        tries=4,
+        climb=1000,
+    )
     monkeypatch.setattr(Effort, "of", lambda inputs: effort)
     return effort
 

@@ -238,7 +238,7 @@ def test_no_more_is_in_flight_than_the_iteration_needs():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_allowing_weight_gradients_apart_is_never_slower(seed):
-    inputs = random_case(seed, most_gpus=5, most_layers=8)
+    inputs = random_case(seed, most_gpus=4, most_layers=6)
     spaces = (
         dataclasses.replace(SPACE, effort="normal", split_backward=may) for may in (False, True)
     )
@@ -252,7 +252,7 @@ def test_allowing_weight_gradients_apart_is_never_slower(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 7])
 def test_more_effort_is_never_slower_and_finds_the_same_again(seed):
-    inputs = random_case(seed, most_gpus=4, most_layers=8)
+    inputs = random_case(seed, most_gpus=3, most_layers=6)
     more = dataclasses.replace(inputs, space=dataclasses.replace(SPACE, split_backward=True))
     less = dataclasses.replace(
         more, space=dataclasses.replace(SPACE, split_backward=True, effort="normal")

@@ -39,7 +39,7 @@ nodes:
   - {name: old, gpus: 2 x T4, nics: 1 Gb/s}
   - {name: near, gpus: 2 x A100-40, nics: 100 Gb/s}
 """
-WORKLOAD = ("--model", "llama-1b", "--global-batch-size", "8", "--seq-length", "512")
+WORKLOAD = ("--model", "llama-1b", "--global-batch-size", "4", "--seq-length", "512")
 PLAN = (
     "plan",
     "--cluster",
