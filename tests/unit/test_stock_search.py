@@ -224,22 +224,22 @@ TEN_GB = "nics: 10 Gb/s"
 NEVER_SLOWER = {
     "two kinds in one PC": (
         "nodes: [{name: pc, gpus: [1 x RTX4090, 1 x RTX3090]}]",
-        ("gpt-1.3b", 8),
+        ("gpt-1.3b", 8, 12),
     ),
-    "four equal GPUs": ("nodes: [{name: a, gpus: 4 x A100-80}]", ("llama-7b", 8)),
+    "four equal GPUs": ("nodes: [{name: a, gpus: 4 x A100-80}]", ("llama-7b", 8, 16)),
     "one fast and three slow": (
         f"nodes:\n  - {{name: a, gpus: 1 x H100-80, {TEN_GB}}}\n"
         f"  - {{name: b, gpus: 3 x L4, {TEN_GB}}}",
-        ("llama-3b", 32),
+        ("llama-3b", 32, 26),
     ),
 }
 
 
 def inputs_named(name):
-    cluster, (model, batch) = NEVER_SLOWER[name]
+    cluster, (model, batch, layers) = NEVER_SLOWER[name]
     return make_inputs(
         parse_cluster(cluster.encode()),
-        dataclasses.replace(MODELS[model], seq_length=2048),
+        dataclasses.replace(MODELS[model], seq_length=2048, num_layers=layers),
         None,
         global_batch_size=batch,
         dtype="float16",
@@ -304,9 +304,9 @@ def test_stages_may_count_embedding_and_head_as_layers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [8, 10])
-def test_the_best_layout_is_the_fastest_that_fits(layers):
-    inputs = make(layers=layers)
+@pytest.mark.parametrize(("cluster", "layers"), [(TWO_NODES, 8), (FOUR_GPUS, 10)])
+def test_the_best_layout_is_the_fastest_that_fits(cluster, layers):
+    inputs = make(cluster, layers=layers)
     every = []
     for grid in grids(inputs):
         plan = plan_of_grid(inputs, grid)
