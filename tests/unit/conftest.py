@@ -21,13 +21,28 @@ settings.load_profile("zorse")
 # Tables are as wide as documented, whatever the terminal of whoever runs the tests says.
 os.environ.pop("COLUMNS", None)
 
+LITTLE_EFFORT = Effort(
+    listed=20,
+    costed=4,
+    widened=2,
+    finalists=4,
+    computations=2000,
+    orders=1,
+    levels=(1, 2, 4),
+    partitions=4,
+    polished=2,
+    followed=2,
+    refits=2,
+    tries=4,
+    climb=1000,
+)
+
 
 @pytest.fixture
 def little_effort(monkeypatch: pytest.MonkeyPatch) -> Effort:
     """The search with less of everything, for what does not hang on how good a plan is."""
-    effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000, climb=4000)
-    monkeypatch.setattr(Effort, "of", lambda inputs: effort)
-    return effort
+    monkeypatch.setattr(Effort, "of", lambda inputs: LITTLE_EFFORT)
+    return LITTLE_EFFORT
 
 
 class FewLayouts(StockSearch):

@@ -57,7 +57,7 @@ FEASIBLE = {
     "one GPU, one layer, one sample": ("nodes: [{gpus: 1 x T4}]", LAYER, 1),
     "one GPU, a prime number of samples": ("nodes: [{gpus: 1 x T4}]", LAYER, 7),
     "more GPUs than layers and samples": ("nodes: [{gpus: 8 x T4}]", LAYER, 1),
-    "100 layers": ("nodes: [{gpus: 2 x T4}]", DEEP, 4, *NO_TP),
+    "100 layers": ("nodes: [{gpus: 2 x T4}]", DEEP, 2, *NO_TP),
     "every GPU another kind": (
         "nodes: [{gpus: [1 x T4, 1 x L4, 1 x A10G, 1 x P40]}]",
         MODEL,
@@ -93,7 +93,7 @@ def test_there_is_a_plan(run, case):
 
 REFUSED = {
     "no GPU holds a layer": (small("20MB", "gpus: 4 x T4-small"), MODEL, 8, *NO_TP, "T4-small"),
-    "too few GPUs": ("nodes: [{gpus: 2 x T4}]", LLAMA_65B, 8, *NO_TP, "T4 (2 GPUs"),
+    "too few GPUs": ("nodes: [{gpus: 2 x T4}]", LLAMA_65B, 2, *NO_TP, "T4 (2 GPUs"),
     "more samples than memory for one": (
         "nodes: [{gpus: 2 x T4}]",
         MODEL | {"max_position_embeddings": 9_000_000},
@@ -115,7 +115,7 @@ def test_there_is_none_and_the_answer_says_what_is_missing(run, case):
 
 def test_a_gpu_too_small_for_a_layer_gets_state_or_nothing_or_is_named(run):
     cluster = small("60MB", "gpus: [2 x T4, 2 x T4-small]")
-    result, _ = run(cluster, MODEL, 8, *NO_TP)
+    result, _ = run(cluster, MODEL, 4, *NO_TP)
     if result.exit_code:
         assert "T4-small" in result.stderr
         return

@@ -93,7 +93,7 @@ def fake_replan(inputs, *, found_s=None, on_progress=None):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, few_layouts):
+def run(tmp_path, monkeypatch, few_layouts, little_effort):
     monkeypatch.setattr(stock_best, "stock_at_best", some_stock)
     return runner_in(tmp_path, monkeypatch)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,8 @@ def test_gpus_that_are_not_there_are_refused(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(demo, "_planned", lambda *_: UNEVEN_PLAN)
     monkeypatch.setattr(demo, "stands_for_table", lambda plan: "")
+    # A real one runs jobs in `tests/megatron/test_demo.py`.
+    monkeypatch.setattr(demo, "runner_here", lambda **_: nullcontext())
     monkeypatch.setattr(demo, "machine_here", lambda *_: nothing)
     with pytest.raises(ZorseError, match="--device: found cuda, while torch sees no GPU"):
         demo._demo(tmp_path, None, 4, demo.Device.CUDA, Console())

@@ -1,13 +1,8 @@
 """What the documents name exists: links, files, commands, flags, messages; what they show is so."""
 
-import contextlib
 import importlib.util
-import io
 import re
-import runpy
 import shlex
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from scripts.flag_tables import decided_table, refused_table
+from tests.unit.in_process import run_program
 from zorse_megatron.cli import command_group
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.perturbed import link_names
@@ -53,6 +49,8 @@ PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
 OF_PIP_AND_SLURM = {"--index-url", "--no-build-isolation", "--gpus-per-task"}
 # Where this repository stands in a command that is run elsewhere.
 ELSEWHERE = "/path/to/zorse-megatron/"
+# Packages whose modules' own flags are looked at.
+OURS = ("scripts.", "zorse_megatron")
 
 
 def text_of(document):
@@ -94,22 +92,16 @@ def megatron_and_torchrun_sources():
 
 
 @cache
-def help_of_command(*command):
-    """What a command prints with --help."""
-    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
-    return shown.stdout
+def words_in_their_sources():
+    return frozenset(re.findall(r"\w+", megatron_and_torchrun_sources()))
 
 
-def help_of(path):
-    """What a script prints with --help, in this process: starting Python takes longer than it."""
-    shown = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
-        patch.setattr(sys, "argv", [str(path), "--help"])
-        patch.syspath_prepend(path.parent)
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(path), run_name="__main__")
-    assert not ended.value.code
-    return shown.getvalue()
+@cache
+def help_of(program):
+    """What a script or a module prints with --help."""
+    ended = run_program(program, "--help")
+    assert not ended.status, ended.stderr
+    return ended.stdout
 
 
 @cache
@@ -149,13 +141,11 @@ def removed_flags():
 
 def is_flag_of_others(flag):
     """Megatron defines flags by name, or from a field's name, with `no-` for a false one."""
-    sources = megatron_and_torchrun_sources()
-    name = flag.removeprefix("--")
-    plain = name.removeprefix("no-").replace("-", "_")
+    plain = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     return (
         flag in OF_PIP_AND_SLURM
-        or flag in sources
-        or re.search(rf"\b(no_)?{plain}\b", sources) is not None
+        or not words_in_their_sources().isdisjoint({plain, f"no_{plain}"})
+        or flag in megatron_and_torchrun_sources()
     )
 
 
@@ -271,7 +261,7 @@ def check_python_command(words):
         return
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]) is not None
-        shown = help_of_command(sys.executable, "-m", words[1])
+        shown = help_of(words[1]) if words[1].startswith(OURS) else ""
     else:
         assert (ROOT / words[0]).is_file()
         shown = help_of(ROOT / words[0])

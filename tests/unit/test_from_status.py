@@ -100,7 +100,7 @@ class RunDirectory:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(tmp_path: Path, little_effort: object, few_layouts: object) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 

@@ -17,7 +17,7 @@ LINKS = [Communicator(use="link", ranks=edge) for edge in ((0, 1), (1, 0))]
 
 @pytest.fixture(scope="module")
 def plans():
-    return random_plans(60, 7)
+    return random_plans(30, 7)
 
 
 def kernel(rank: int, link: Communicator, *after: Launch, number: int = 0) -> Launch:

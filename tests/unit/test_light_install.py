@@ -64,7 +64,8 @@ FLAGS = (
 )
 GIVEN = "plan.json --cluster cluster.yaml --model gpt-1.3b"
 PLANS = {
-    "plan": "plan --cluster cluster.yaml --model gpt-1.3b --global-batch-size 4 --out plan.json",
+    "plan": "plan --cluster cluster.yaml --model gpt-1.3b --global-batch-size 4 --max-tp 1 "
+    "--use-all --out plan.json",
     "check": "check plan.json cluster.yaml",
     "actions": "actions plan.json",
     "explain": f"explain {GIVEN} --trace trace.json",

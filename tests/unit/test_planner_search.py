@@ -36,7 +36,7 @@ MODEL = dataclasses.replace(MODELS["llama-1b"], seq_length=512)
 NO_TP = SearchSpace(max_tensor_parallel=1, split_backward=False)
 
 
-def lab(cluster: str = CLUSTER, *, batch: int = 24, space: SearchSpace = NO_TP) -> Inputs:
+def lab(cluster: str = CLUSTER, *, batch: int = 12, space: SearchSpace = NO_TP) -> Inputs:
     return make_inputs(
         parse_cluster(cluster.encode()),
         MODEL,

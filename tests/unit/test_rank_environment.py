@@ -167,10 +167,11 @@ def test_no_rank_survives_who_started_it(number, status, tmp_path):
     """SIGINT is Python's own."""
     code = (
         "from pathlib import Path\n"
-        "from tests.unit.test_rank_environment import waiting\n"
-        "from zorse_megatron.emulate.rank_jobs import exits_on_signals, run_spawned\n"
+        "from pathlib import PosixPath\n"
+        "from zorse_megatron.emulate.rank_jobs import RankJob, exits_on_signals, run_spawned\n"
+        f"job = RankJob(**{vars(waiting(tmp_path, 60.0))!r})\n"
         "with exits_on_signals():\n"
-        f"    run_spawned(waiting(Path({str(tmp_path)!r}), 60.0))\n"
+        "    run_spawned(job)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as starter:
         until(lambda: len(ranks_in(tmp_path)) == 2)

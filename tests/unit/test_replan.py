@@ -64,7 +64,8 @@ def replanner(directory: Path, **options: Any) -> Replanner:
 
 @pytest.mark.slow
 def test_a_plan_for_what_is_left_is_searched_once(tmp_path: Path) -> None:
-    first = replanner(tmp_path).files_for({"a-1", "b"})
+    quick: dict[str, Any] = {"options": ("--strategy", "zorse-paper")}
+    first = replanner(tmp_path, **quick).files_for({"a-1", "b"})
     plan, cluster = load_plan(first.plan), load_cluster(first.cluster)
     assert first.is_new
     assert [node.name for node in cluster.nodes] == ["a-1", "b"]
@@ -73,12 +74,12 @@ def test_a_plan_for_what_is_left_is_searched_once(tmp_path: Path) -> None:
     ranks = [r for group in plan.groups for replica in group.replicas for r in replica.ranks]
     assert sorted(ranks) == list(range(4))
     # No search: there is no such program.
-    again = replanner(tmp_path, python="/nowhere").files_for({"b", "a-1", "unknown"})
+    again = replanner(tmp_path, python="/nowhere", **quick).files_for({"b", "a-1", "unknown"})
     assert (again.plan, again.cluster, again.is_new) == (first.plan, first.cluster, False)
     # Another command or another cost model is another search.
     others: list[dict[str, Any]] = [
-        {"training": (*FLAGS, "--seed", "2")},
-        {"options": ("--max-tp", "1")},
+        {**quick, "training": (*FLAGS, "--seed", "2")},
+        {},
     ]
     for other in others:
         with pytest.raises(LaunchError, match="/nowhere: found No such file"):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.conftest import LITTLE_EFFORT as EFFORT
 from tests.unit.test_planner_search import lab
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups, GpuClass
@@ -33,7 +34,6 @@ nodes:
   - {name: new, gpus: 2 x A100-40, link: NVSwitch 220 GB/s, nics: 100 Gb/s}
   - {name: old, count: 2, gpus: 2 x T4, link: PCIe 6 GB/s, nics: 25 Gb/s}
 """
-EFFORT = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000)
 
 
 def nothing(progress):

@@ -33,7 +33,7 @@ nodes:
   - {name: far, gpus: 2 x T4, nics: 10 Gb/s, region: there}
 between_regions: [{bandwidth: 50 Mb/s, latency: 50 ms}]
 """
-WORKLOAD = ["--model", "llama-1b", "--global-batch-size", "32", "--dtype", "float16"]
+WORKLOAD = ["--model", "llama-1b", "--global-batch-size", "16", "--dtype", "float16"]
 WORKLOAD += ["--seq-length", "512", "--max-tp", "1"]
 # Cluster, and the ranks that are faster than all of them were.
 NAMED: dict[str, tuple[str, range]] = {
@@ -133,7 +133,7 @@ def test_gpus_that_slowed_the_others(text: str, fast: range) -> None:
         parse_cluster(text.encode()),
         dataclasses.replace(MODELS["llama-7b"], seq_length=2048),
         None,
-        global_batch_size=16,
+        global_batch_size=8,
         dtype="float16",
         space=SearchSpace(max_tensor_parallel=1, split_backward=False),
     )

@@ -29,7 +29,7 @@ nodes:
 """
 ONE = "nodes: [{gpus: 1 x RTX3090}]"
 NEVER_MEASURED = "nodes: [{gpus: 2 x RTX5090}]"
-EQUAL_64 = "nodes: [{name: a, count: 8, gpus: 8 x A100-80, nics: 400 Gb/s}]"
+EQUAL_16 = "nodes: [{name: a, count: 2, gpus: 8 x A100-80, nics: 400 Gb/s}]"
 MIX = "nodes: [{name: a, gpus: [1 x A6000, 1 x V100-16, 1 x P100, 1 x T4], nics: 10 Gb/s}]"
 PROFILE = ("--profile", str(EXAMPLES / "mini-profile.json"), "--dtype", "float16")
 
@@ -44,7 +44,7 @@ CLUSTERS = {
     "two-sites": (example("two-sites"), "llama-3b", 32, ("--dtype", "auto", "--use-all")),
     "laptop": (LAPTOP, "llama-1b", 60, ()),
     "one": (ONE, "llama-1b", 16, ()),
-    "equal": (EQUAL_64, "llama-7b", 256, ()),
+    "equal": (EQUAL_16, "llama-7b", 64, ()),
     "never measured": (NEVER_MEASURED, "llama-1b", 8, ()),
     "four kinds": (MIX, "gpt-1.3b", 12, ()),
 }
