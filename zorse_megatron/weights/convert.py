@@ -1,5 +1,6 @@
 """`zorse import-hf` and `export-hf`: whole models, tensor by tensor, complete or not at all."""
 
+import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from zorse_megatron.live.checkpoint_files import (
     write_manifest,
 )
 from zorse_megatron.weights.model_folder import (
+    CONFIG,
     DTYPES,
     IN_FILES,
     Description,
@@ -37,6 +39,7 @@ from zorse_megatron.weights.names import WholeTensor, stateful_modules
 from zorse_megatron.weights.torch_dist import CheckpointTensors, Written, write_checkpoint
 
 _CHECKPOINT_VERSION = 3.0
+_UNFINISHED = "unfinished import or export of zorse"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +70,10 @@ def import_model(source: Path, folder: Path) -> Imported:
     """
     description = describe(source)
     files = ModelFiles(description)
-    is_new = _prepared(folder, "CHECKPOINT")
     tensors = description.tensors()
     release = Checkpoint(root=folder, iteration=0, is_release=True)
     flags = (*description.model.flags, *_vocabulary_flags(description))
-    with _all_or_nothing(folder, is_new=is_new):
+    with _all_or_nothing(folder, "CHECKPOINT", last=TRACKER):
         release.folder.mkdir()
         write_checkpoint(
             release.folder,
@@ -103,12 +105,11 @@ def export_model(
     if problems := unreadable_companions(source):
         raise ModelError(f"The files of {source} cannot be copied", problems)
     found = _opened(_iteration_of(checkpoint), description)
-    is_new = _prepared(folder, "DIR")
     tensors = description.tensors()
     own = IN_FILES[description.dtype] if description.dtype else found.dtype(tensors[0])
     wanted = own if dtype is None else DTYPES[dtype]
     parts = [part for each in tensors for part in each.parts]
-    with _all_or_nothing(folder, is_new=is_new):
+    with _all_or_nothing(folder, "DIR", last=CONFIG):
         weights = _parts_of(tensors, found, wanted)
         written = write_model(folder, parts, weights, dtype=wanted, shard_bytes=shard_bytes)
         written += copy_companions(source, folder, wanted)
@@ -298,32 +299,17 @@ def _vocabulary_flags(description: Description) -> tuple[str, ...]:
     return (*rows, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
 
 
-def _prepared(folder: Path, option: str) -> bool:
-    """Make the folder; whether there was none.
-
-    Raises OutputError where it holds anything or takes no files.
-    """
-    is_new = not folder.exists()
-    problems = list(folder_problems(option, folder))
-    if not problems and any(folder.iterdir()):
-        problems.append(
-            Problem(
-                where=f"{option} {folder}",
-                found="a directory that is not empty",
-                expected="a new one, or an empty one",
-                remedy="Choose another path.",
-            )
-        )
-    if problems:
-        raise OutputError("the results could not be written", problems)
-    return is_new
-
-
 @contextmanager
-def _all_or_nothing(folder: Path, *, is_new: bool) -> Iterator[None]:
-    """Leave nothing in the folder, nor itself if it is new, if the block ends with an error."""
-    clear = partial(_empty, folder, is_new=is_new)
+def _all_or_nothing(folder: Path, option: str, *, last: str) -> Iterator[None]:
+    """Make the folder; if the block ends with an error, leave nothing in it, nor what was made.
+
+    `last`: the file by which others know the folder, which the block replaces at its end. After
+    SIGKILL it still says that the rest is unfinished: Megatron refuses such a tracker file, and
+    transformers such a config.json. Raises OutputError where the folder cannot be used.
+    """
+    clear = partial(_clear, folder, _prepared(folder, option, last))
     try:
+        (folder / last).write_text(_UNFINISHED)
         yield
     except (OSError, RuntimeError) as error:
         failure = _not_written(folder, error)  # before there is room again
@@ -340,15 +326,46 @@ def _all_or_nothing(folder: Path, *, is_new: bool) -> Iterator[None]:
         raise
 
 
-def _empty(folder: Path, *, is_new: bool) -> None:
+def _prepared(folder: Path, option: str, last: str) -> list[Path]:
+    """Make the folder; the directories that there were not, from it outwards.
+
+    Raises OutputError where it holds anything or takes no files.
+    """
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    problems = list(folder_problems(option, folder))
+    if not problems and (names := sorted(path.name for path in folder.iterdir())):
+        found, remedy = f"a directory that is not empty ({names[0]})", "Choose another path."
+        if _is_unfinished(folder / last):
+            found = "what an import or export that was killed, or still runs, has written"
+            remedy = f"If none runs, remove it: rm -r {shlex.quote(str(folder))}"
+        expected = "a new directory, or an empty one"
+        where = f"{option} {folder}"
+        problems.append(Problem(where=where, found=found, expected=expected, remedy=remedy))
+    if problems:
+        _remove(made)
+        raise OutputError("the results could not be written", problems)
+    return made
+
+
+def _is_unfinished(path: Path) -> bool:
+    with suppress(OSError):
+        return path.is_file() and path.read_bytes() == _UNFINISHED.encode()
+    return False
+
+
+def _clear(folder: Path, made: Sequence[Path]) -> None:
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    if is_new:
-        with suppress(OSError):
-            folder.rmdir()
+    _remove(made)
+
+
+def _remove(made: Sequence[Path]) -> None:
+    for each in made:
+        with suppress(OSError):  # it may not be there, or others use it
+            each.rmdir()
 
 
 def _not_written(folder: Path, error: BaseException) -> OutputError:

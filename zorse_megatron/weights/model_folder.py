@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from zorse_megatron.errors import ModelError, Problem
 from zorse_megatron.files.json_text import read_json
-from zorse_megatron.files.read_write import MAX_INPUT_BYTES, read_input
+from zorse_megatron.files.read_write import MAX_INPUT_BYTES, read_input, write_text
 from zorse_megatron.inputs.hugging_face import (
     CONFIG_FILE,
     HuggingFaceModel,
@@ -28,6 +28,7 @@ from zorse_megatron.inputs.hugging_face import (
 )
 from zorse_megatron.weights.names import Part, WholeTensor, whole_tensors
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES: Mapping[str, torch.dtype] = {
@@ -106,7 +107,11 @@ class ModelFiles:
         self._dtype_of: dict[str, str] = {}
         self._shape_of: dict[str, tuple[int, ...]] = {}
         self._open: tuple[str, Any] | None = None
-        problems = [*self._read_headers(), *_tokenizer_problems(description)]
+        problems = [
+            *self._read_headers(),
+            *unreadable_companions(self._folder, "tokenizer"),
+            *_tokenizer_problems(description),
+        ]
         if not problems:
             problems += self._compare(description)
         if not problems:
@@ -282,7 +287,7 @@ def _text(path: Path) -> bytes:
 def _tokenizer_problems(description: Description) -> Iterator[Problem]:
     """Say if a token has no row in the table."""
     path = description.folder / _TOKENIZER
-    if not path.is_symlink() and not path.exists():
+    if not path.is_file():
         return
     try:
         value = json.loads(path.read_bytes())
@@ -342,40 +347,39 @@ def write_model(
     return [folder / name for name in names]
 
 
-def unreadable_companions(source: Path) -> list[Problem]:
+def unreadable_companions(source: Path, prefix: str = "") -> list[Problem]:
     """Say which of the files that `copy_companions` copies cannot be read."""
     return [
         Problem(
             where=str(path),
             found="a file that cannot be read, or a link to none",
-            expected="configuration and tokenizer of the model, to be copied",
+            expected="configuration or tokenizer of the model",
             remedy="Correct its permissions, or download it again.",
         )
         for path in _companions(source)
-        if not (path.is_file() and os.access(path, os.R_OK))
+        if path.name.startswith(prefix) and not (path.is_file() and os.access(path, os.R_OK))
     ]
 
 
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> list[Path]:
-    """Copy configuration and tokenizer of the model; its dtype becomes that of the weights.
+    """Copy tokenizer and configuration of the model; its dtype becomes that of the weights.
 
-    Raises OSError.
+    `config.json` comes last, in one step. Raises OSError, NotWritten.
     """
     written = []
     for path in _companions(source):
         shutil.copyfile(path, folder / path.name)
         written.append(folder / path.name)
-    value = json.loads((source / "config.json").read_bytes())
+    value = json.loads((source / CONFIG).read_bytes())
     key = "dtype" if "dtype" in value else "torch_dtype"
     value[key] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(value, indent=2) + "\n")
-    return [*written, folder / "config.json"]
+    return [*written, write_text(folder / CONFIG, json.dumps(value, indent=2) + "\n")]
 
 
 def _companions(source: Path) -> Iterator[Path]:
     for path in sorted(source.iterdir()):
         is_text = path.suffix in (".json", ".txt", ".model", ".jinja")
-        is_other = path.name == "config.json" or path.name.endswith(".index.json")
+        is_other = path.name == CONFIG or path.name.endswith(".index.json")
         if is_text and not is_other and not path.is_dir():
             yield path
 

@@ -1,0 +1,57 @@
+"""Small models of each type that are converted, made by transformers, and what it computes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.shared import directory_of
+
+VOCABULARY, SAMPLES, LENGTH = 250, 2, 40
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3, "num_key_value_heads": 4}),
+    "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+}
+
+
+def made_models() -> Path:
+    """Return a folder with each model, and its logits of some tokens."""
+    return directory_of("hugging-face-models", _make_models)
+
+
+def _make_models(folder: Path) -> None:
+    import transformers
+
+    for name, (config_class, more) in MODELS.items():
+        config = getattr(transformers, config_class)(**(SHAPE | more))
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            tokens = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH))
+            logits = model(tokens).logits
+        model.save_pretrained(folder / name, max_shard_size="200KB")
+        torch.save((tokens, logits), folder / f"{name}.pt")
