@@ -140,7 +140,7 @@ def bench_row(inputs: Inputs, cluster: str, model: str, strategy: str) -> dict[s
         "efficiency": outcome.efficiency,
         "peak_memory_fraction": outcome.peak_memory_fraction,
         "plan_time_s": outcome.plan_time_s,
-        "num_groups": outcome.num_groups,
+        "num_groups": len(outcome.plan.groups),
         "recompute": recompute_words(outcome.plan),
     }
 
@@ -181,7 +181,7 @@ def growth_row(num_gpus: int, measured: Path | None) -> dict[str, Any]:
         "estimated": outcome.considered.estimated,
         "simulated": outcome.considered.simulated,
         "efficiency": outcome.efficiency,
-        "num_groups": outcome.num_groups,
+        "num_groups": len(outcome.plan.groups),
         "extrapolated": outcome.extrapolated,
     }
     print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)

@@ -306,7 +306,11 @@ def _keeps_all(inputs: Inputs, stage: _Stage, price: _Price, ends: tuple[bool, b
     ):
         each = stage.num_layers * memory.activation_bytes(1, "none") + memory.head_bytes(1)
         each += 4 * memory.boundary_bytes(1)  # received and made, and the gradients of both
-        most = whole + memory.state_bytes(shard) + share.num_samples * each
+        most = (
+            whole
+            + memory.state_bytes(shard)
+            + share.micro_batch_size * share.num_microbatches * each
+        )
         if most > inputs.capacities_bytes[rank]:
             short.add(inputs.kinds[rank])
     return not stage.recomputes <= short
@@ -351,7 +355,7 @@ def _price(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> _Price | N
         for rank, least_bytes in zip(stage.ranks, least, strict=True)
     ):
         return None
-    shares = tuple(share for (share,) in split.shares)
+    shares = tuple(share for (share,) in split)
     active = [
         (share, each, _passes(inputs, stage, rank, share.micro_batch_size, ends))
         for rank, share, each in zip(stage.ranks, shares, classes, strict=True)
@@ -409,9 +413,7 @@ def _least_memory(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tup
         + bool(share.num_microbatches)
         * stage.num_layers
         * memory.activation_bytes(share.micro_batch_size, mode)
-        for shard, (share,), mode in zip(
-            _shards(parameters, weights), split.shares, modes, strict=True
-        )
+        for shard, (share,), mode in zip(_shards(parameters, weights), split, modes, strict=True)
     )
 
 
@@ -454,7 +456,7 @@ def _plan(inputs: Inputs, stages: tuple[_Stage, ...]) -> Plan | None:
                         if inputs.kinds[rank] in stage.recomputes
                         else None,
                     )
-                    for rank, row, weight in zip(stage.ranks, split.shares, weights, strict=True)
+                    for rank, row, weight in zip(stage.ranks, split, weights, strict=True)
                 )
             )
         )

@@ -21,10 +21,7 @@ from tests.unit.test_simulate_times import run_case
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.plots import gantt
 from zorse_megatron.plots.figures import (
-    ChunkLine,
-    Level,
     LossCurve,
-    draw_by_chunks,
     draw_curves,
     draw_memory,
 )
@@ -154,29 +151,6 @@ def test_the_fastest_step_is_shown(traces):
 def test_no_training_step_is_an_error():
     with pytest.raises(ValueError, match="found no training step"):
         fastest_step({0: []})
-
-
-def line(**changes):
-    options = {"label": "a", "chunks": [1, 2], "predicted": [1.0, 0.6], "iteration_s": [2.0, 1.0]}
-    return ChunkLine(**{**options, **changes})
-
-
-@pytest.mark.slow
-def test_memory_by_chunks_is_drawn(tmp_path):
-    path = draw_by_chunks(
-        tmp_path / "chunks.png",
-        [line(), line(measured_chunks=[2], measured=[0.61])],
-        [Level(label="a formula", share=0.5)],
-        title="t",
-        time_title="u",
-    )
-    assert {rgb("#0072B2"), rgb("#E69F00")} <= colours_of(path)
-
-
-@pytest.mark.parametrize("changes", [{"iteration_s": [2.0]}, {"measured": [0.5]}])
-def test_memory_by_chunks_wants_whole_lines(tmp_path, changes):
-    with pytest.raises(ValueError, match="one for each"):
-        draw_by_chunks(tmp_path / "c.png", [line(**changes)], [], title="t", time_title="u")
 
 
 # Of the simulator.

@@ -17,7 +17,7 @@ from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.profile import Profile
 from zorse_megatron.inputs.rank_placement import cluster_problems
 from zorse_megatron.inputs.status import RUNNING_PLAN_NAME, Status, load_status
-from zorse_megatron.live.move_costs import move_cost
+from zorse_megatron.live.move_costs import move_s
 from zorse_megatron.live.rebalance import with_counts
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import fingerprint, load_plan
@@ -66,7 +66,7 @@ class ObservedRun:
     def move_to(self, outcome: "Outcome", written: Path | None) -> dict[str, Any]:
         """What a move to a plan gains. `written`: the file of the plan; None: there is none."""
         model = self.costs.workload.model
-        move = move_cost(self.plan, outcome.plan, model, self.cluster, rebuild_s=_REBUILD_S)
+        seconds = move_s(self.plan, outcome.plan, model, self.cluster, rebuild_s=_REBUILD_S)
         present_s = simulated(self.plan, self.costs, source="the run's plan").iteration_s
         gain_s = present_s - outcome.iteration_s
         moves = gain_s > 0 and written is not None and not self.status.ended
@@ -77,8 +77,8 @@ class ObservedRun:
             "factors": self.factors,
             "present_s": present_s,
             "next_s": outcome.iteration_s,
-            "move_s": move.seconds,
-            "pays_after_iterations": math.ceil(move.seconds / gain_s) if gain_s > 0 else None,
+            "move_s": seconds,
+            "pays_after_iterations": math.ceil(seconds / gain_s) if gain_s > 0 else None,
             "command": shlex.join(words) if moves else None,
         }
 

@@ -54,7 +54,6 @@ class LocalRanks:
 class RankRing:
     """Ranks of one collective, as a ring over nodes."""
 
-    num_ranks: int
     nodes: tuple[LocalRanks, ...]
     """In ring order."""
     inside: tuple[LocalRanks, ...]
@@ -123,7 +122,6 @@ class RankRings:
         kinds = tuple({id(each): each for each in crossings}.values())
         inside = {id(node): node for node in nodes if node.count > 1}  # equal ones are mostly one
         return RankRing(
-            num_ranks=len(ranks),
             nodes=nodes,
             inside=tuple(dict.fromkeys(inside.values())),
             between=self._between(on_node, crossings),

@@ -49,7 +49,6 @@ class Quantity:
     """A physical quantity: its units as factors of the base unit, and what can be."""
 
     name: str
-    base_unit: str
     units: dict[str, float]
     examples: str
     lowest: float
@@ -109,7 +108,6 @@ def _byte_sign(unit: str) -> str:
 
 MEMORY_SIZE = Quantity(
     name="memory size",
-    base_unit="bytes",
     units=_sizes(),
     examples="80GiB or 40 GB",
     lowest=1e6,
@@ -118,7 +116,6 @@ MEMORY_SIZE = Quantity(
 )
 BANDWIDTH = Quantity(
     name="bandwidth",
-    base_unit="bytes per second",
     units=_bandwidths(),
     examples="50 Gb/s (bits) or 220 GB/s (bytes)",
     lowest=1e3,
@@ -128,7 +125,6 @@ BANDWIDTH = Quantity(
 NETWORK_BANDWIDTH = dataclasses.replace(BANDWIDTH, small_letters_are_bits=True)
 LATENCY = Quantity(
     name="latency",
-    base_unit="seconds",
     units={"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
     examples="5 us or 60 ms",
     lowest=0.0,
@@ -137,7 +133,6 @@ LATENCY = Quantity(
 )
 COMPUTE_RATE = Quantity(
     name="compute rate",
-    base_unit="floating-point operations per second",
     units=_rates(),
     examples="312 TFLOP/s",
     lowest=1e9,

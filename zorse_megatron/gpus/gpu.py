@@ -1,6 +1,5 @@
 """What a kind of GPU can do: peaks, memory, compute capability."""
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -130,10 +129,6 @@ class GpuKind:
                 return self.peak.bfloat16_flops_per_s is not None
             case _:
                 return True
-
-    def renamed(self, name: str) -> "GpuKind":
-        """Return the same GPU under another name."""
-        return dataclasses.replace(self, name=name)
 
 
 def common_dtype(kinds: Iterable[GpuKind]) -> ComputeDtype:

@@ -6,7 +6,6 @@ layer, and a TP group's ranks own equal parts of what their replica owns.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.model import ModelShape
@@ -25,30 +24,18 @@ from zorse_megatron.schedule.tensor_parallel_parts import TensorBlock
 _STATE_BYTES = (4, 4, 4)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MoveCost:
-    """Of one move."""
-
-    sent_bytes: int
-    """By all ranks to others."""
-    between_nodes_bytes: int
-    seconds: float
-    """With the building of the new plan."""
-
-
-def move_cost(
+def move_s(
     before: Plan, after: Plan, model: ModelShape, cluster: Cluster, *, rebuild_s: float
-) -> MoveCost:
-    """What a move takes at the rates of the cluster file.
+) -> float:
+    """Seconds that a move takes at the rates of the cluster file.
 
     State goes down to the host and up again, and between nodes through their adapters. Inside a
     node it is taken to cost nothing more. `rebuild_s`: building processes' groups, model and data.
     """
     old, new = owners(before, model), owners(after, model)
-    transfers = plan_transfers(old, new)
     between = [
         each
-        for each in transfers
+        for each in plan_transfers(old, new)
         if cluster.node_of_rank(each.source) != cluster.node_of_rank(each.destination)
     ]
     between_nodes = moved_bytes(between, _STATE_BYTES)
@@ -58,13 +45,11 @@ def move_cost(
         if node.nics is not None
         for way in between_nodes
     ]
-    return MoveCost(
-        sent_bytes=_total_bytes(transfers),
-        between_nodes_bytes=between_nodes[0].total(),
-        seconds=rebuild_s
+    return (
+        rebuild_s
         + max(*busiest_s, _between_regions_s(between, cluster), 0.0)
         + _host_s(old, cluster)
-        + _host_s(new, cluster),
+        + _host_s(new, cluster)
     )
 
 
@@ -111,13 +96,8 @@ def _between_regions_s(between: Sequence[Transfer], cluster: Cluster) -> float:
     if not far:
         return 0.0
     slowest = min(link.bandwidth_bytes_per_s for link in cluster.region_links)
-    return _total_bytes(far) / slowest
-
-
-def _total_bytes(transfers: Sequence[Transfer]) -> int:
-    """By all ranks to others."""
-    sent, _ = moved_bytes(transfers, _STATE_BYTES)
-    return sent.total()
+    sent, _ = moved_bytes(far, _STATE_BYTES)
+    return sent.total() / slowest
 
 
 def _host_s(owners: Owners, cluster: Cluster) -> float:

@@ -83,7 +83,7 @@ class Builder:
         return with_limits(plan, estimate.extras)
 
     def _bare_group(self, stage: Stage, cost: StageCost) -> Group:
-        shares = self._split(stage, cost).shares
+        shares = self._split(stage, cost)
         said = [_said(stage, own) for own in cost.settings]
         # What all replicas do is said once.
         of_group = said[0] if len(set(cost.settings)) == 1 else {}

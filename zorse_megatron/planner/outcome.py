@@ -107,11 +107,6 @@ class Outcome:
         """bound_s / iteration_s: the share of a rate that no plan exceeds; 1 at most."""
         return self.bound_s / self.iteration_s
 
-    @property
-    def num_groups(self) -> int:
-        """Groups of the plan."""
-        return len(self.plan.groups)
-
 
 CUT_SHORT = "the search was cut short: the plan is the fastest of those found so far"
 

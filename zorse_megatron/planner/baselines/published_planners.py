@@ -168,7 +168,7 @@ def _shares(
     split = best_split(inputs.global_batch_size, classes)
     if split is None:
         return None
-    rows = zip(stage.device_group.gpu_classes, split.shares, strict=True)
+    rows = zip(stage.device_group.gpu_classes, split, strict=True)
     return {
         rank: one for gpu_class, row in rows for rank, one in zip(gpu_class.ranks, row, strict=True)
     }
@@ -402,7 +402,6 @@ def cephalo_plans(
                 levels=(min(level, inputs.global_batch_size),),
                 schedule="breadth_first",
                 num_chunks=-(-inputs.num_layers // layers),
-                origin="together",
             )
             found += evaluator.estimator.best(candidate)
     evaluations: list[Evaluation] = []

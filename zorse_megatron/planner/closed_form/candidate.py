@@ -22,7 +22,6 @@ class Candidate:
     """Chunks of each group."""
     reserves: tuple[int, ...] = ()
     """Bytes to be left free on the GPUs of each group; empty: none."""
-    origin: str = ""
     slack: float = 1.0
     """1f1b: how much of the time that samples wait and travel is made up for by more in flight."""
 
@@ -44,8 +43,6 @@ class Estimate:
     """Samples in flight of each group beyond those of 1f1b."""
     iteration_s: float
     busy_s: float
-    loop_s: float
-    link_s: float
     fill_s: float
     tail_s: float
 

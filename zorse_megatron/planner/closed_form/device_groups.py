@@ -231,20 +231,9 @@ class ReplicaShare:
     micro_batch_size: int
     num_microbatches: int
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of the batch."""
-        return self.micro_batch_size * self.num_microbatches
 
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSplit:
-    """What every replica runs, by class."""
-
-    time_s: float
-    """Time of the slowest replica."""
-    shares: tuple[tuple[ReplicaShare, ...], ...]
-    """Class -> its replicas, those with most samples first."""
+BatchSplit = list[tuple[ReplicaShare, ...]]
+"""What every replica runs: class -> its replicas, those with most samples first."""
 
 
 def best_split(batch: int, classes: Sequence[ReplicaClass]) -> BatchSplit | None:
@@ -379,12 +368,7 @@ def _reconstructed(batch: int, classes: Sequence[ReplicaClass], limit_s: float) 
                 for samples_of_one in sorted(counts, reverse=True)
             )
         )
-    time_s = max(
-        share.num_microbatches * each.times_s.get(share.micro_batch_size, 0.0)
-        for each, row in zip(classes, shares, strict=True)
-        for share in row
-    )
-    return BatchSplit(time_s=time_s, shares=tuple(shares))
+    return shares
 
 
 def min_time_per_sample(each: ReplicaClass) -> float:

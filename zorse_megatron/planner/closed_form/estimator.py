@@ -36,26 +36,17 @@ class GroupCost:
     """What it adds to the time to fill and drain the pipeline."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerAssignment:
-    """Layers of each group, and the value."""
-
-    layers: tuple[int, ...]
-    value_s: float
-    """max(busy) + sum(fill/drain)."""
-
-
 def best_layer_assignments(
     tables: Sequence[Mapping[int, GroupCost]], num_layers: int, *, most: int = 1
-) -> tuple[LayerAssignment, ...]:
-    """Return the best assignment, and up to `most` - 1 of those of other ceilings, best first.
+) -> list[tuple[int, ...]]:
+    """Return the best layers of each group, and up to `most` - 1 of those of other ceilings.
 
-    `tables`: for each group, number of layers -> cost; only numbers that are possible. Empty
-    where no choice adds up to `num_layers`. O(ceilings * groups * table * layers), with ceilings
-    left out that cannot be better.
+    Best first: by max(busy) + sum(fill/drain). `tables`: for each group, number of layers -> cost;
+    only numbers that are possible. Empty where no choice adds up to `num_layers`.
+    O(ceilings * groups * table * layers), with ceilings left out that cannot be better.
     """
     if not all(tables):
-        return ()
+        return []
     least_fill_drain = sum(min(cost.fill_drain_s for cost in table.values()) for table in tables)
     floor_s = max(min(cost.busy_s for cost in table.values()) for table in tables)
     ceilings = sorted(
@@ -74,8 +65,7 @@ def best_layer_assignments(
         found[layers] = _value(tables, layers)
         values = sorted(found.values())
         worst_kept = values[min(most, len(values)) - 1]
-    best = sorted(found.items(), key=lambda item: (item[1], item[0]))[:most]
-    return tuple(LayerAssignment(layers=layers, value_s=value) for layers, value in best)
+    return sorted(found, key=lambda layers: (found[layers], layers))[:most]
 
 
 def _value(tables: Sequence[Mapping[int, GroupCost]], layers: Sequence[int]) -> float:
@@ -271,7 +261,7 @@ class Estimator:
             tables = self._tables(costed, center, step)
             assignments = best_layer_assignments(tables, self.inputs.num_layers, most=most)
             if assignments:
-                found = [self._estimate(candidate, costed, each.layers) for each in assignments]
+                found = [self._estimate(candidate, costed, layers) for layers in assignments]
                 return [each for each in found if each is not None]
         return []
 

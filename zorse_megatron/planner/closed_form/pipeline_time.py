@@ -332,8 +332,6 @@ class PipelineTimes:
             extras=self.in_flight.extras(pipeline.candidate),
             iteration_s=max(busy_s, loop_s, link_s) + fill_s + tail_s,
             busy_s=busy_s,
-            loop_s=loop_s,
-            link_s=link_s,
             fill_s=fill_s,
             tail_s=tail_s,
         )

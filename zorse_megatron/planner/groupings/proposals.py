@@ -37,7 +37,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, kw_only=True)
 class GroupingProposal:
-    """A grouping, and where it comes from, for explanations."""
+    """A grouping, and which family it is of."""
 
     grouping: Grouping
     origin: str
@@ -94,7 +94,7 @@ def _at_periods(sources: Sequence[tuple[int, Iterator[_Item]]]) -> Iterator[_Ite
 
 def _split(spec: Topology, most: int) -> Iterator[GroupingProposal]:
     for step in split_groupings(spec, most):
-        yield GroupingProposal(grouping=step.grouping, origin=f"split k={len(step.grouping)}")
+        yield GroupingProposal(grouping=step.grouping, origin="split")
 
 
 def _by(spec: Topology) -> Iterator[GroupingProposal]:
@@ -133,9 +133,7 @@ def _divided_pools(
             for pools, number in zip(merger, parts, strict=True)
             for group in _shares(pools, number)
         ]
-        names = ["+".join(f"{pool.region}/{pool.kind}" for pool in pools) for pools in merger]
-        told = ", ".join(f"{name} in {n}" for name, n in zip(names, parts, strict=True))
-        yield GroupingProposal(grouping=normalised(groups), origin=f"pools: {told}")
+        yield GroupingProposal(grouping=normalised(groups), origin="pools")
 
 
 _Rows = list[tuple[float, tuple[int, ...], Merger]]

@@ -340,5 +340,4 @@ class DeviceOrderSearch:
             device_groups=tuple(map(self.device_groups.of, partition.groups)),
             levels=partition.sizes,
             schedule="1f1b" if self.nested else "interleaved",
-            origin="device order",
         )

@@ -110,7 +110,7 @@ class LocalMoves:
             device_groups = self.sources.in_order(proposal)
             for level in sorted({_most(level) for level in candidate.levels}):
                 way = (candidate.schedule, candidate.num_chunks)
-                yield self.sources.candidate(device_groups, level, way, proposal.origin)
+                yield self.sources.candidate(device_groups, level, way)
 
 
 def _orders_near(candidate: Candidate) -> Iterator[Candidate]:

@@ -239,7 +239,7 @@ class PlanMoves:
         )
         if split is None:
             return None
-        shares = {key: iter(row) for key, row in zip(classes, split.shares, strict=True)}
+        shares = {key: iter(row) for key, row in zip(classes, split, strict=True)}
         return tuple(next(shares[key]) for key in keys)
 
     def _with(self, plan: Plan, members: _Members) -> Plan:

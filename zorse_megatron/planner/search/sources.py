@@ -301,9 +301,7 @@ class Sources:
                 new = [
                     estimate
                     for level in self.levels(levels)
-                    for estimate in self.estimator.best(
-                        self.candidate(device_groups, level, way, proposal.origin)
-                    )
+                    for estimate in self.estimator.best(self.candidate(device_groups, level, way))
                 ]
                 found += new
                 if new:
@@ -322,7 +320,7 @@ class Sources:
 
     @staticmethod
     def candidate(
-        device_groups: tuple[DeviceGroup, ...], level: int, way: ScheduleChoice, origin: str
+        device_groups: tuple[DeviceGroup, ...], level: int, way: ScheduleChoice
     ) -> Candidate:
         """All groups at one level."""
         return Candidate(
@@ -330,7 +328,6 @@ class Sources:
             levels=(level,) * len(device_groups),
             schedule=way[0],
             num_chunks=way[1],
-            origin=origin,
         )
 
     def ways(self, num_groups: int) -> list[ScheduleChoice]:
@@ -361,7 +358,7 @@ class Sources:
             for device_groups in orders(self.inputs, groups)[: self.effort.orders]:
                 for way in self.ways(len(device_groups)):
                     for level in self.levels(self.effort.levels):
-                        candidate = self.candidate(device_groups, level, way, proposal.origin)
+                        candidate = self.candidate(device_groups, level, way)
                         for slack in self.effort.slacks if way[0] == "1f1b" else (1.0,):
                             self.costed_candidates.cost(replace(candidate, slack=slack))
                 if len(device_groups) == 1 and "breadth_first" in self.inputs.space.schedules:
@@ -372,7 +369,7 @@ class Sources:
         for chunks in (self.inputs.num_layers, -(-self.inputs.num_layers // 2)):
             for level in self.levels(self.effort.levels):
                 way = ("breadth_first", chunks)
-                self.costed_candidates.cost(self.candidate(device_groups, level, way, "together"))
+                self.costed_candidates.cost(self.candidate(device_groups, level, way))
 
     # Device orders.
 
