@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from zorse_megatron.planner.search.device_orders import (
     device_orders,
 )
 from zorse_megatron.planner.search.effort import Effort
-from zorse_megatron.planner.search.workers import CostTask, SearchWorker, Workers, workers_for
+from zorse_megatron.planner.search.workers import SearchWorker, Workers, workers_for
 from zorse_megatron.planner.search.zorse_search import SearchResult, search
 
 CLUSTER = """
@@ -93,8 +94,9 @@ def test_each_worker_does_its_task(monkeypatch, processors):
         alone.append(worker.cost((source,)))
         spent += worker.spent
     assert spent.groupings and spent.estimated and not spent.simulated
+    tasks = [partial(SearchWorker.cost, sources=(each,)) for each in ("device orders", "groupings")]
     with workers_for(inputs, EFFORT, nothing) as workers:
-        together = workers.do([CostTask(("device orders",)), CostTask(("groupings",))])
+        together = workers.do(tasks)
         assert workers.spent == spent
     assert [[each.iteration_s for each in found] for found in together] == [
         [each.iteration_s for each in found] for found in alone
@@ -107,7 +109,7 @@ def test_more_tasks_than_workers_are_refused(monkeypatch):
     with workers_for(lab(CLUSTER), EFFORT, nothing) as workers:
         assert isinstance(workers, Workers)
         with pytest.raises(AssertionError, match="more tasks than workers"):
-            workers.do([CostTask(("device orders",))] * 3)
+            workers.do([partial(SearchWorker.cost, sources=("device orders",))] * 3)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ estimated in closed form, and the best of them get a whole search.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from zorse_megatron.planner.closed_form.candidate import best_sizes
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
@@ -150,7 +151,10 @@ class _TpSearch:
             for number, each in enumerate(batched(new, self.workers.number)):
                 done = number * self.workers.number
                 self.report(SearchProgress(phase="tp_layout", done=done, total=len(new)))
-                tasks = [QuickTask(quick.first_to_last, tp_layout) for tp_layout in each]
+                tasks = [
+                    partial(quick_s, first_to_last=quick.first_to_last, tp_layout=tp_layout)
+                    for tp_layout in each
+                ]
                 for tp_layout, found in zip(each, self.workers.do(tasks), strict=True):
                     values[tp_layout] = found
 
@@ -294,16 +298,9 @@ class QuickEstimate:
         return members.base.kinds[members.tp_groups[member].ranks[0]]
 
 
-@dataclass(frozen=True)
-class QuickTask:
-    """An estimate, for a worker that has the inputs of single GPUs."""
-
-    first_to_last: tuple[str, ...]
-    tp_layout: TpLayout
-    """Without any TP group: the GPUs themselves."""
-
-    def run(self, worker: SearchWorker) -> float:
-        """Estimate them."""
-        quick = QuickEstimate(inputs=worker.inputs, first_to_last=self.first_to_last)
-        tp_layout, inputs = self.tp_layout, worker.inputs
-        return quick.iteration_s(with_tp_groups(inputs, tp_layout) if tp_layout else inputs)
+def quick_s(worker: SearchWorker, *, first_to_last: tuple[str, ...], tp_layout: TpLayout) -> float:
+    """An estimate, by a worker that has the inputs of single GPUs; no TP group: of the GPUs."""
+    quick = QuickEstimate(inputs=worker.inputs, first_to_last=first_to_last)
+    return quick.iteration_s(
+        with_tp_groups(worker.inputs, tp_layout) if tp_layout else worker.inputs
+    )

@@ -22,7 +22,7 @@ def main() -> None:
             return
         try:
             with gc_paused():
-                answer = task.run(worker)
+                answer = task(worker)
                 pickle.dump((answer, worker.spent), sys.stdout.buffer)
             sys.stdout.buffer.flush()
         except BrokenPipeError:

@@ -38,14 +38,9 @@ from zorse_megatron.simulate.result import SimulationResult
 _POLISHING_STEPS = 6
 _PROMISING = 1.005  # previews so much longer than a simulated iteration are left at that
 
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Task(Protocol[T_co]):
-    """A unit of work for a worker, in this process or another."""
-
-    def run(self, worker: "SearchWorker") -> T_co:
-        """Run the task on `worker` and return its result."""
+T = TypeVar("T")
+Task = Callable[["SearchWorker"], T]
+"""A unit of work for a worker, in this process or another: a partial call of a method of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +127,10 @@ class SearchWorker:
 
     # Simulation.
 
+    def preview(self, estimate: Estimate) -> Preview | None:
+        """See `Evaluator.preview`."""
+        return self.evaluator.preview(estimate)
+
     def fit(self, estimate: Estimate | None, best_s: float, *, refits: int) -> FittingPlan | None:
         """Simulate, and ask for more free memory where it does not fit, a few times.
 
@@ -199,66 +198,7 @@ def _estimated_free_bytes(cost: StageCost, device_group: DeviceGroup) -> int:
     )
 
 
-@dataclass(frozen=True)
-class EffortTask:
-    """See `SearchWorker.begin_again`."""
-
-    effort: Effort
-
-    def run(self, worker: SearchWorker) -> None:
-        """Take another effort."""
-        worker.begin_again(self.effort)
-
-
-@dataclass(frozen=True)
-class CostTask:
-    """See `SearchWorker.cost`."""
-
-    sources: tuple[CandidateSource, ...]
-
-    def run(self, worker: SearchWorker) -> list[Estimate]:
-        """Estimate the sources."""
-        return worker.cost(self.sources)
-
-
-@dataclass(frozen=True)
-class PreviewTask:
-    """See `Evaluator.preview`."""
-
-    estimate: Estimate
-
-    def run(self, worker: SearchWorker) -> Preview | None:
-        """Simulate part of the batch."""
-        return worker.evaluator.preview(self.estimate)
-
-
-@dataclass(frozen=True)
-class FitTask:
-    """See `SearchWorker.fit`."""
-
-    estimate: Estimate
-    best_s: float
-    refits: int
-
-    def run(self, worker: SearchWorker) -> FittingPlan | None:
-        """Simulate, with more free memory where it does not fit."""
-        return worker.fit(self.estimate, self.best_s, refits=self.refits)
-
-
-@dataclass(frozen=True)
-class HandOverTask:
-    """See `SearchWorker.simulation_of`."""
-
-    plan: Plan
-
-    def run(self, worker: SearchWorker) -> SimulationResult | None:
-        """Return the simulation of the plan, if it is the fastest so far."""
-        return worker.simulation_of(self.plan)
-
-
 _ALONE_UP_TO = 16  # GPUs; a search of so few is done sooner than a process has started
-
-T = TypeVar("T")
 
 
 class _WorkerHandle(Protocol):
@@ -327,7 +267,7 @@ class _LocalWorker:
         self._answers: deque[Any] = deque()
 
     def start(self, task: Task[Any]) -> None:
-        self._answers.append(task.run(self.worker))
+        self._answers.append(task(self.worker))
         self.spent = self.worker.spent
 
     def answer(self) -> Any:

@@ -1,21 +1,23 @@
 """The search for the best plan: closed form first, then the simulator decides, within a budget."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from zorse_megatron.planner.closed_form.candidate import Estimate
 from zorse_megatron.planner.evaluate import Evaluation, best_first
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import SearchProgress, SearchStats
 from zorse_megatron.planner.search.effort import Effort
-from zorse_megatron.planner.search.sources import CostedCandidates, PlanKeys, batched
+from zorse_megatron.planner.search.sources import (
+    CandidateSource,
+    CostedCandidates,
+    PlanKeys,
+    batched,
+)
 from zorse_megatron.planner.search.workers import (
-    CostTask,
-    EffortTask,
-    FitTask,
-    HandOverTask,
-    PreviewTask,
+    SearchWorker,
     Workers,
     workers_for,
 )
@@ -64,7 +66,7 @@ def search_with(
     with its simulation if it takes less than `least_s`.
     """
     before = workers.spent
-    workers.all_do(EffortTask(effort))
+    workers.all_do(partial(SearchWorker.begin_again, effort=effort))
     zorse = ZorseSearch(workers, effort, on_progress, hopeless_s=hopeless_s)
     evaluations = zorse.run()
     if evaluations and evaluations[0].iteration_s < least_s:
@@ -106,7 +108,7 @@ class ZorseSearch:
 
     def with_simulation(self, evaluation: Evaluation) -> Evaluation:
         """The fastest evaluation with the simulation that a worker has kept."""
-        kept = self.workers.all_do(HandOverTask(evaluation.plan))
+        kept = self.workers.all_do(partial(SearchWorker.simulation_of, plan=evaluation.plan))
         return replace(evaluation, result=next((each for each in kept if each is not None), None))
 
     def report(self, progress: SearchProgress) -> None:
@@ -129,12 +131,13 @@ class ZorseSearch:
     def _finalists(self) -> list[Estimate]:
         """The best estimates from all sources."""
         if self.workers.number == 1:
-            tasks = [CostTask(("groupings", "device orders"))]
+            sources: list[tuple[CandidateSource, ...]] = [("groupings", "device orders")]
         else:
-            tasks = [CostTask(("device orders",)), CostTask(("groupings",))]
+            sources = [("device orders",), ("groupings",)]
         costed_candidates = CostedCandidates(
             self.workers.first.estimator, assignments=self.effort.assignments, keys=self.keys
         )
+        tasks = [partial(SearchWorker.cost, sources=each) for each in sources]
         for found in self.workers.do(tasks):
             for estimate in found:
                 costed_candidates.add(estimate)
@@ -147,7 +150,9 @@ class ZorseSearch:
         ranked: list[tuple[float, int, Estimate]] = []
         for some in batched(enumerate(finalists), self.workers.number):
             self.report(SearchProgress(phase="simulating", done=some[0][0], total=len(finalists)))
-            previews = self.workers.do([PreviewTask(estimate) for _, estimate in some])
+            previews = self.workers.do(
+                [partial(SearchWorker.preview, estimate=estimate) for _, estimate in some]
+            )
             for (number, estimate), preview in zip(some, previews, strict=True):
                 value_s = estimate.iteration_s if preview is None else preview.iteration_s
                 ranked.append((value_s, number, estimate))
@@ -162,11 +167,14 @@ class ZorseSearch:
             limit_s = self.effort.hopeless * self._best_s
             waiting = [row for row in waiting[self.workers.number :] if row[0] < limit_s]
 
-    def _fit(self, costed_candidates: Iterable[Estimate], *, refits: int) -> list[Evaluation]:
+    def _fit(self, costed_candidates: Sequence[Estimate], *, refits: int) -> list[Evaluation]:
         """Simulate as many as there are workers; returns those that fit."""
         best_s, new = self._best_s, []
-        tasks = [FitTask(estimate, best_s, refits) for estimate in costed_candidates]
-        self.fitting.update(self.keys.of(task.estimate) for task in tasks)
+        tasks = [
+            partial(SearchWorker.fit, estimate=estimate, best_s=best_s, refits=refits)
+            for estimate in costed_candidates
+        ]
+        self.fitting.update(map(self.keys.of, costed_candidates))
         for fitting in self.workers.do(tasks):
             if fitting is not None:
                 plan = fitting.evaluation.plan
