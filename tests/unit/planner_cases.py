@@ -370,7 +370,9 @@ def _price(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> _Price | N
     reduce_s, after_s = _collectives_s(inputs, stage, ends)
     return _Price(
         shares=shares,
-        busy_s=split.time_s,
+        busy_s=max(
+            share.num_microbatches * sum(vars(passes).values()) for share, _, passes in active
+        ),
         reduce_s=reduce_s,
         forward_s=least_s,
         passage_s=passage_s,

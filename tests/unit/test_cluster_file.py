@@ -175,6 +175,7 @@ def test_examples_are_the_clusters_of_the_paper():
     sizes = {path.stem: load_cluster(path).world_size for path in EXAMPLES}
     assert sizes == {
         **dict.fromkeys(("mini-a", "mini-b", "mini-c"), 8),
+        "fine-tuning-lab": 6,
         "two-node-lab": 8,
         "two-sites": 8,
         "zorse-paper-cluster-a": 20,
