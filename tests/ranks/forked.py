@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import process as started_processes
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,7 @@ _CONTEXT.set_forkserver_preload(
         "zorse_megatron.live.start_watch",
     ]
 )
+_STARTING = threading.Lock()
 
 
 def make_ready() -> None:
@@ -37,7 +40,11 @@ def start(
     process = _CONTEXT.Process(
         target=_become, args=(module, tuple(words), dict(environment), str(output))
     )
-    process.start()
+    with _STARTING:
+        process.start()
+        # Each start asks all others whether they have ended. One that is joined by its thread at
+        # that moment loses its status, which can be read once, and has 255 instead.
+        started_processes._children.discard(process)  # type: ignore[attr-defined]
     return process
 
 
