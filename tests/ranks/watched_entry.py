@@ -51,7 +51,7 @@ def die() -> None:
     if DEATH == "save-and-end":  # as by --exit-signal-handler
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(FOREVER_S)
+        wait_for_signal()
     if DEATH == "raise":
         raise ValueError("a fault\nwith details")
     if DEATH == "refuse":
@@ -67,6 +67,13 @@ def die() -> None:
         time.sleep(4)
     if DEATH == "hold":  # Python's lock, in a call of C's
         ctypes.PyDLL(None).sleep(4)
+
+
+def wait_for_signal() -> None:
+    """Not in one sleep: Python's handler of a signal that comes just before does not end it."""
+    until_s = time.monotonic() + FOREVER_S
+    while time.monotonic() < until_s:
+        time.sleep(0.02)
 
 
 def main() -> None:
