@@ -220,7 +220,7 @@ def test_regions_in_a_line_have_the_links_of_each():
 # The best plans.
 
 _WANTED = os.environ.get("ZORSE_OPTIMALITY_CASES")
-CASES = int(_WANTED or 12)  # of 20 one may be missed
+CASES = int(_WANTED or 20)  # one of which may be missed
 GPUS, LAYERS = os.environ.get("ZORSE_OPTIMALITY_SIZE", "6x12" if _WANTED else "4x6").split("x")
 SIZE = (int(GPUS), int(LAYERS))
 MOST_OF_ALL = 20_000
