@@ -48,21 +48,22 @@ class ForwardOverflow:
     def _watch(self) -> None:
         self._forget()
         for chunk, layers in self._layers.items():
-            for number, layer in enumerate(layers):
-                if number == 0:
-                    hook = layer.register_forward_pre_hook(
-                        lambda _, args, kwargs, chunk=chunk: self._note(
-                            chunk, 0, args[0] if args else kwargs["hidden_states"]
-                        ),
-                        with_kwargs=True,
-                    )
-                    self._hooks.append(hook)
-                hook = layer.register_forward_hook(
-                    lambda _, _args, output, chunk=chunk, number=number: self._note(
-                        chunk, number + 1, output[0] if isinstance(output, tuple) else output
+            self._hooks.append(
+                layers[0].register_forward_pre_hook(
+                    lambda _, args, kwargs, chunk=chunk: self._note(
+                        chunk, 0, args[0] if args else kwargs["hidden_states"]
+                    ),
+                    with_kwargs=True,
+                )
+            )
+            self._hooks += [
+                layer.register_forward_hook(
+                    lambda _, _args, output, chunk=chunk, place=place: self._note(
+                        chunk, place, output[0] if isinstance(output, tuple) else output
                     )
                 )
-                self._hooks.append(hook)
+                for place, layer in enumerate(layers, start=1)
+            ]
 
     def _stop(self) -> None:
         for hook in self._hooks:
@@ -70,7 +71,8 @@ class ForwardOverflow:
         self._hooks = []
 
     def _forget(self) -> None:
-        zero = torch.zeros((), dtype=torch.float16, device=self.at.device)
+        # In fp32, as outputs are with --fp32-residual-connection, which may be larger.
+        zero = torch.zeros((), device=self.at.device)
         self._largest = {
             chunk: [zero.clone() for _ in range(len(layers) + 1)]
             for chunk, layers in self._layers.items()
@@ -81,7 +83,7 @@ class ForwardOverflow:
         # Without memory for the absolute values; a maximum with nan is nan.
         largest = torch.linalg.vector_norm(values.detach(), float("inf"))
         known = self._largest[chunk][place]
-        torch.maximum(known, largest.to(known.dtype), out=known)
+        torch.maximum(known, largest.float(), out=known)
 
     def _tell(self, iteration: int) -> None:
         for chunk, largest in self._largest.items():
