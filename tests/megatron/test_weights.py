@@ -177,10 +177,17 @@ def test_the_commands_of_the_page(
     printed = run_zorse([*shlex.split(imports), "--json"])
     run_zorse(shlex.split(plans.replace("4096", str(LENGTH))))
     assert trains.endswith(" MEGATRON_FLAGS --zorse-plan plan.json")
-    flags = _flags(tuple(json.loads(printed)["flags"]), tmp_path / "start")
+    done = json.loads(printed)
+    flags = _flags(tuple(done["flags"]), tmp_path / "start")
+    at = flags.index("--load")
+    flags[at : at + len(("--load", "start", "--finetune"))] = done["load"]
     flags += ["--global-batch-size", "64", "--save", "trained", "--save-interval", "1"]
-    flags += ["--lr", "1e-3", "--fp16", "--initial-loss-scale", "16", "--zorse-plan", "plan.json"]
-    megatron_server.run_ranks(flags, 2, timeout_s=120, directory=tmp_path).check()
+    flags += ["--lr", "1e-3", "--fp16", "--initial-loss-scale", "16"]
+    launches = ["zorse", "launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun"]
+    said = run_zorse([*launches, "--", *flags])
+    (line,) = (each for each in said.splitlines() if " torchrun " in each)
+    _, _, job = line.partition("-m zorse_megatron.pretrain ")
+    megatron_server.run_ranks(shlex.split(job), 2, timeout_s=120, directory=tmp_path).check()
     printed = run_zorse(shlex.split(exports))
     assert "6 rows of output_layer.weight are left out" in printed
     assert len(transformers.AutoTokenizer.from_pretrained("out")) == len(words)

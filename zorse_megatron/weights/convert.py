@@ -47,7 +47,7 @@ class Imported:
     """What an import has made."""
 
     folder: Path
-    """For Megatron's `--load`."""
+    """For Megatron's `--pretrained-checkpoint`."""
     flags: tuple[str, ...]
     """Megatron's, that build the model, its tokenizer's among them."""
     notes: tuple[str, ...]

@@ -30,7 +30,7 @@ def import_hf(
         typer.Argument(metavar="DIR", help="Folder with config.json and safetensors files."),
     ],
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A new directory, for Megatron's --load.")
+        Path, typer.Argument(metavar="CHECKPOINT", help="A new directory, for Megatron to load.")
     ],
 ) -> Output:
     """Convert a Hugging Face model into a checkpoint that any plan and stock Megatron load.
@@ -43,7 +43,8 @@ def import_hf(
 
     with exits_on_signals():
         done = import_model(source, checkpoint)
-    load = ("--load", str(checkpoint), "--finetune")
+    # Not --load: a restarted job resumes from what it has saved.
+    load = ("--pretrained-checkpoint", str(checkpoint))
     return Output(
         values={
             "parameters": done.num_parameters,
