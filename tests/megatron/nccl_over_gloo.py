@@ -59,6 +59,11 @@ class NcclOverGloo(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
+    @property
+    def group_name(self) -> str:
+        """By which torch forgets a group that is left with a plan."""
+        return self.label
+
     def _get_backend(self, device: torch.device) -> Any:
         return _Named(self.payload._get_backend(_CPU))
 

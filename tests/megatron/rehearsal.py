@@ -14,7 +14,7 @@ the method is that of torch.cuda._sanitizer, which needs a GPU and knows no comm
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +139,9 @@ class Rehearsal(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        tolist = torch.Tensor.tolist
+        torch.Tensor.cpu = lambda tensor, *_, **__: self.to_host(tensor)  # type: ignore[method-assign, assignment]
+        torch.Tensor.tolist = lambda tensor: tolist(tensor.cpu())  # type: ignore[method-assign]
         self.__enter__()
 
     @contextmanager
@@ -247,6 +250,31 @@ class Rehearsal(TorchDispatchMode):
         self._memory(block.untyped_storage(), is_host=True)
         return block
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor.cpu()`: what is not there is copied, and the host waits for that."""
+        if self._is_muted:
+            return tensor
+        self.use(_tensors(tensor), (), "cpu")
+        if self._memory(tensor.untyped_storage()).is_host:
+            return tensor
+        with self.muted():
+            copied = tensor.clone()
+        memory = self._memory(copied.untyped_storage(), is_host=True)
+        if self.may_wait():
+            join(self.host, self.current.clock)
+        else:
+            stream = self.current
+            access = Access(stream.number, stream.clock[stream.number], "cpu", place())
+            memory.uses[True, stream.number, 0, sys.maxsize] = access
+        return copied
+
+    def keep_in_host(self, tensor: torch.Tensor) -> None:
+        """Take for memory of the host what is not known to be of it: nothing has used it yet."""
+        memory = self._memory(tensor.untyped_storage())
+        if not memory.is_host:
+            memory.is_host = True
+            memory.uses.clear()
+
     def _look_for_freed(self) -> None:
         for key in [key for key in self._crossed if self._memories[key].ref.expired()]:
             self._freed(self._memories.pop(key))
@@ -351,6 +379,65 @@ class _Work(dist.Work):
         self.done.wait()
         self.tensors = ()
         return True
+
+
+class HostObjects:
+    """`torch.distributed`, where no stream takes part in what groups on the hosts pickle."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self.rehearsal = rehearsal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather_object(self, *args: Any, group: Any = None) -> None:
+        with self.rehearsal.muted() if _is_of_hosts(group) else nullcontext():
+            dist.all_gather_object(*args, group=group)
+
+    def broadcast_object_list(self, *args: Any, group: Any = None, **kwargs: Any) -> None:
+        with self.rehearsal.muted() if _is_of_hosts(group) else nullcontext():
+            dist.broadcast_object_list(*args, group=group, **kwargs)
+
+
+def _is_of_hosts(group: Any) -> bool:
+    return group is not None and not isinstance(group, NcclOverGloo)
+
+
+class HostMessages(HostObjects):
+    """The same, where no stream waits for messages between hosts, but the host."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        super().__init__(rehearsal)
+        self.stream = Stream(rehearsal, -1)  # not the device's: a wait for that is not for it
+        self.stream.copies = True
+
+    def isend(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._start("isend", [tensor], [], tensor, *args, **kwargs)
+
+    def irecv(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._start("irecv", [], [tensor], tensor, *args, **kwargs)
+
+    def all_gather_into_tensor(self, whole: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._start("all_gather_into_tensor", [own], [whole], whole, own, *args, **kwargs)
+
+    def _start(self, kind: str, reads: Any, writes: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = self.rehearsal
+        for tensor in (*reads, *writes):
+            seen.keep_in_host(tensor)
+        with seen.on(self.stream):
+            seen.use(_tensors(reads), _tensors(writes), kind)
+        done = self.stream.record_event()
+        with seen.muted():
+            return _HostWork(getattr(dist, kind)(*args, **kwargs), done)
+
+
+class _HostWork:
+    def __init__(self, work: Any, done: "Event") -> None:
+        self.work, self.done = work, done
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.done.synchronize()
 
 
 def _others(parts: Sequence[torch.Tensor], own: torch.Tensor) -> list[torch.Tensor]:

@@ -18,8 +18,15 @@ def main() -> None:
     cpu_mode.enable()
     import torch.distributed as dist
 
-    from tests.megatron import nccl_over_gloo, rehearsal
-    from zorse_megatron.runtime import collectives, hierarchical_collectives, transport
+    from tests.megatron import changing_entry, nccl_over_gloo, rehearsal
+    from zorse_megatron.adapter import watching
+    from zorse_megatron.adapter.moving import leave_plan
+    from zorse_megatron.runtime import (
+        collectives,
+        hierarchical_collectives,
+        state_transfer,
+        transport,
+    )
 
     seen = rehearsal.Rehearsal(os.environ.get("ZORSE_TEST_WITHOUT"))
     nccl_over_gloo.register([], rehearsal.groups_of(seen))
@@ -31,6 +38,11 @@ def main() -> None:
 
     hierarchical_collectives.start_stages = start_stages
     transport.NoStreams = lambda: transport.CudaStreams(None)  # type: ignore[assignment, arg-type, misc]
+    # Between the hosts, over gloo.
+    for module in (collectives, leave_plan):
+        module.dist = rehearsal.HostObjects(seen)  # type: ignore[attr-defined]
+    for module in (state_transfer, watching):
+        module.dist = rehearsal.HostMessages(seen)  # type: ignore[attr-defined]
     seen.start()
     setup = RankSetup(
         init_process_group=partial(
@@ -38,6 +50,8 @@ def main() -> None:
         ),
         make_host_link=partial(rehearsal.RehearsedLink, seen),
     )
+    changing_entry.change()
+    changing_entry.move_with_setup()
     recording_entry.record(setup)
     found = {"hazards": list(seen.hazards), "waits": seen.waits}
     path = recording_entry.RECORD / f"rehearsal-rank{os.environ['RANK']}.json"

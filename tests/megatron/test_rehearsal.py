@@ -1,6 +1,7 @@
 """On a GPU's streams everything waits for what it needs, and a wait that is missing is seen."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 
 from tests.megatron.comparison import flags_for
 from tests.megatron.launch import run_ranks
-from tests.megatron.plans import BOTH_ENDS, split, with_settings
+from tests.megatron.plans import BOTH_ENDS, LAYOUTS, TWO_BY_TWO, split, with_settings
 from tests.megatron.test_exactness import ROWS, Row
+from tests.megatron.test_moving import FP16, A, B
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.plan.plan import Schedule
 from zorse_megatron.plan.plan_file import save_plan
@@ -17,11 +19,34 @@ from zorse_megatron.plan.plan_file import save_plan
 APART, HOST = "interleaved, weight gradients apart", "in the host, layered"
 LEVELS = "two levels, an idle rank and one without a shard"
 CASES = {
-    APART: Row(plan=split(with_settings(BOTH_ENDS, schedule=Schedule(name="interleaved")))),
+    APART: Row(
+        plan=split(with_settings(BOTH_ENDS, schedule=Schedule(name="interleaved"))), steps=2
+    ),
     **{
-        name: ROWS[name]
+        name: replace(ROWS[name], steps=2)
         for name in (HOST, LEVELS, "1|2+1, llama, cyclic, recompute, no clip, sequence parallel")
     },
+}
+MOVED, BALANCED = "moved to another plan", "of other counts"
+# With what rank 0 says when it is done.
+CHANGES = {
+    # One group has its state in the host, the other on the device; no line of the log waits.
+    MOVED: (
+        Row(
+            plan=replace(A, groups=(A.groups[0], TWO_BY_TWO.groups[1])),
+            flags=(*FP16, "--log-interval", "4"),
+        ),
+        "from iteration 3 on the training runs under plan",
+    ),
+    BALANCED: (
+        Row(
+            plan=LAYOUTS["2|1"],
+            flags=("--zorse-rebalance", "on"),
+            steps=7,
+            env={"ZORSE_TEST_WISHES": json.dumps({1: [[5, 3], [2]]})},
+        ),
+        "zorse: replicas of group 0 run 5, 3 micro-batches instead of 6, 2 from iteration",
+    ),
 }
 # Where waits are left out -> what then has hazards.
 MISSING = {
@@ -37,11 +62,12 @@ def rehearsed(
     """What the last rank logs, and of each rank hazards and waits."""
     record.mkdir(parents=True)
     save_plan(row.plan, record / "plan.json")
-    training = flags_for(corpus, *row.flags, steps=2)
+    training = flags_for(corpus, *row.flags, steps=row.steps)
     flags = [*SCRIPT, *training, "--zorse-plan", str(record / "plan.json")]
     env = {**row.env, "ZORSE_TEST_RECORD": str(record), "ZORSE_TEST_WITHOUT": without}
     ranks = range(row.plan.world_size)
-    run_ranks(flags, len(ranks), entry=f"tests.megatron.{entry}", timeout_s=120, env=env).check()
+    run = run_ranks(flags, len(ranks), entry=f"tests.megatron.{entry}", timeout_s=120, env=env)
+    (record / "said").write_text(run.check().outputs[0])
     steps = json.loads((record / f"steps-rank{ranks[-1]}.json").read_text())
     if entry != "rehearsal_entry":
         return steps, []
@@ -67,3 +93,36 @@ def test_a_wait_that_is_missing_is_seen(
     _, ranks = rehearsed(CASES[name], corpus, tmp_path / "watched", without=without)
     assert any(without in each["waits"] for each in ranks), "it is waited for there"
     assert any(each["hazards"] for each in ranks)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_nothing_is_used_too_early_where_plans_change(
+    name: str, corpus: Path, tmp_path: Path
+) -> None:
+    found, ranks = changed(name, corpus, tmp_path / "watched")
+    assert [each["hazards"] for each in ranks] == [[]] * len(ranks)
+    assert found == changed(name, corpus, tmp_path / "plain", entry="changing_entry")[0]
+
+
+def test_a_wait_of_a_move_that_is_missing_is_seen(corpus: Path, tmp_path: Path) -> None:
+    without = "state_transfer run"
+    _, ranks = changed(MOVED, corpus, tmp_path / "watched", without=without)
+    assert all(without in each["waits"] for each in ranks), "it is waited for there"
+    found = [hazard for each in ranks for hazard in each["hazards"]]
+    assert any("write on stream 0, and nothing waits for irecv at state" in each for each in found)
+
+
+def changed(
+    name: str, corpus: Path, record: Path, *, entry: str = "rehearsal_entry", without: str = ""
+) -> tuple[Any, list[dict[str, Any]]]:
+    """`rehearsed`; the run must say that it goes on with what it was asked for."""
+    row, says = CHANGES[name]
+    if name == MOVED:
+        status = record.with_name(f"{record.name}-status")
+        status.mkdir()
+        save_plan(B, status / "first.json")
+        flags = (*row.flags, "--zorse-status", str(status))
+        row = replace(row, flags=flags, env={"ZORSE_TEST_MOVES": str(status)})
+    result = rehearsed(row, corpus, record, entry=entry, without=without)
+    assert says in (record / "said").read_text()
+    return result
