@@ -9,23 +9,39 @@ from typing import Any
 import pytest
 
 from scripts.launch_order.launches import launches_of
-from tests.megatron.comparison import flags_for
+from tests.megatron.comparison import UNTIED, flags_for
 from tests.megatron.launch import run_ranks
-from tests.megatron.plans import BOTH_ENDS, LAYOUTS, TRIO, hierarchical, in_the_host, with_settings
+from tests.megatron.plans import (
+    BOTH_ENDS,
+    TRIO,
+    hierarchical,
+    in_the_host,
+    plan_of,
+    replica,
+    with_settings,
+)
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.plan.plan import Schedule
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.schedule.lower import lower_plan
 
 STEPS = 2
+# Copies of the tied embedding on groups that are cut differently, and the loss told to a third one.
+INSIDE = plan_of(
+    ((replica(0, 2, 3, 3.0), replica(1, 1, 2, 1.0)), 1),
+    ((replica(4, 4, 2),), 2),
+    ((replica(3, 1, 5, 1.0), replica(2, 3, 1, 0.3)), 1),
+)
 PLANS = {
-    "interleaved, offloaded, one rank idle and one without a shard": with_settings(
+    "interleaved, offloaded, untied, one rank idle and one without a shard": with_settings(
         in_the_host(BOTH_ENDS), schedule=Schedule(name="interleaved")
     ),
     "hierarchical": hierarchical(TRIO, "aab"),
-    "resident, with --overlap-grad-reduce": LAYOUTS["2|1|2"],
+    "resident, with --overlap-grad-reduce, the last rank inside": INSIDE,
 }
 Launch = dict[str, Any]
+WORLD = "0"
+"""Name of the group of all ranks."""
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -35,7 +51,8 @@ def test_nccl_branches_train_the_same_and_their_launches_fit(
     plan = PLANS[name]
     save_plan(plan, tmp_path / "plan.json")
     overlap = ("--overlap-grad-reduce", "--ddp-num-buckets", "2") if "overlap" in name else ()
-    training = flags_for(corpus, *overlap, steps=STEPS)
+    untied = UNTIED if "untied" in name else ()
+    training = flags_for(corpus, *overlap, *untied, steps=STEPS)
     flags = [*SCRIPT, *training, "--zorse-plan", str(tmp_path / "plan.json")]
     steps = {}
     for entry in ("recording_entry", "nccl_over_gloo_entry"):
@@ -54,19 +71,18 @@ def test_nccl_branches_train_the_same_and_their_launches_fit(
         for rank in range(plan.world_size)
     ]
     assert_both_ends_fit(launched)
-    modelled = launches_of(plan, lower_plan(plan))
+    modelled = launches_of(plan, lower_plan(plan, tied=not untied))
+    tied = tied_ranks(modelled)
+    assert bool(tied) == (not untied)
     for rank in range(plan.world_size):
         group = sorted(plan.groups[plan.group_of_rank(rank)].ranks)
+        swaps_with = tied if rank in tied else set()
+        found = [place_of(launch, group, swaps_with) for launch in launched[rank]]
+        expected = [modelled_place(each, rank) for each in modelled[rank] if each.operation]
         if plan.groups[plan.group_of_rank(rank)].hierarchical:
             assert_stages_fit(launched[rank], modelled[rank], group)
-            continue
-        found = [place for launch in launched[rank] if (place := place_of(launch, group))]
-        expected = [
-            ("group",) if each.operation[0].use == "group" else link_place(each)
-            for each in modelled[rank]
-            if each.operation is not None and each.operation[0].use != "world"
-        ]
-        assert one_after_another(found) == one_after_another(expected * STEPS)
+            expected = [place for place in expected if place != ("group",)]
+        assert steps_of(found) == steps_of(expected * STEPS)
 
 
 def assert_stages_fit(launched: list[Launch], modelled: list[Any], group: list[int]) -> None:
@@ -74,7 +90,7 @@ def assert_stages_fit(launched: list[Launch], modelled: list[Any], group: list[i
 
     The group's own has no sums and gathers.
     """
-    assert not [each for each in launched if place_of(each, group) == ("group",)]
+    assert not [each for each in launched if place_of(each, group, set()) == ("group",)]
     for use, kinds in (
         ("across", {"alltoall_base": "exchange"}),
         ("region", {"reduce_scatter": "REDUCE_GRAD", "all_gather": "UNSHARD"}),
@@ -117,26 +133,43 @@ def assert_both_ends_fit(launched: list[list[Launch]]) -> None:
         assert ends[True] == ends[False]
 
 
-def place_of(launch: Launch, group: list[int]) -> tuple[Any, ...]:
-    """What the launch is to the model; nothing where that has none: sums of the world, start-up."""
-    if launch["numel"] == [1]:  # the message by which the ends of a link meet
-        return ()
-    if launch["peer"] is not None:
-        return (launch["kind"], launch["peer"]) if len(launch["ranks"]) == 2 else ()
-    is_own = launch["ranks"] == group and launch["kind"] in ("reduce_scatter", "all_gather")
+def tied_ranks(modelled: list[list[Any]]) -> set[int]:
+    """Those that swap gradients of a tied embedding, as the model has it."""
+    return {each.rank for of_rank in modelled for each in of_rank if each.kind.endswith("TIE")}
+
+
+def place_of(launch: Launch, group: list[int], swaps_with: set[int]) -> tuple[Any, ...]:
+    """What the launch is to the model; nothing where that has none, as of start-up."""
+    kind, numel, peer = launch["kind"], launch["numel"], launch["peer"]
+    if len(launch["ranks"]) == 2 and peer is not None:
+        meets = numel == [1]  # the message by which the ends of a link meet
+        return () if meets else (kind, peer)
+    if launch["group"] == WORLD and peer is not None:
+        return ("world", "TIE") if peer in swaps_with else ("world", kind, peer)
+    if launch["group"] == WORLD and kind == "allreduce":
+        return ("world", "SCALE" if numel == [2] else "NORM")  # tokens beside a vote; a number
+    is_own = launch["ranks"] == group and kind in ("reduce_scatter", "all_gather")
     return ("group",) if is_own else ()
 
 
-def link_place(launch: Any) -> tuple[str, int]:
-    source, target = launch.operation[0].ranks
-    return launch.kind, target if launch.kind == "send" else source
+def modelled_place(launch: Any, rank: int) -> tuple[Any, ...]:
+    communicator, _ = launch.operation
+    others = [each for each in communicator.ranks if each != rank]
+    if communicator.use == "link":
+        return (launch.kind, *others)
+    if communicator.use == "world":
+        is_message = launch.kind in ("send", "receive")
+        return ("world", launch.kind, *(others if is_message else ()))
+    return ("group",)
 
 
-def one_after_another(places: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Without repetitions, as an action is one operation for each bucket; from message to message.
+def steps_of(places: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """From the first message on a link to the last number of all ranks, or of the loss.
 
-    Weights are gathered before and after training, too, to be written down.
+    Without repetitions, as an action is one operation for each bucket. Weights are gathered before
+    and after training, too, to be written down; what a rank sums before is of start-up.
     """
-    found = [place for place, _ in groupby(places)]
-    messages = [at for at, place in enumerate(found) if place != ("group",)]
-    return found[messages[0] : messages[-1] + 1] if messages else []
+    found = [place for place, _ in groupby(filter(None, places))]
+    messages = [at for at, place in enumerate(found) if place[0] in ("send", "receive")]
+    last = max((at for at, place in enumerate(found) if place != ("group",)), default=0)
+    return found[messages[0] : last + 1] if messages else []
