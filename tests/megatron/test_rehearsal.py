@@ -42,7 +42,7 @@ CHANGES = {
         Row(
             plan=LAYOUTS["2|1"],
             flags=("--zorse-rebalance", "on"),
-            steps=7,
+            steps=8,
             env={"ZORSE_TEST_WISHES": json.dumps({1: [[5, 3], [2]]})},
         ),
         "zorse: replicas of group 0 run 5, 3 micro-batches instead of 6, 2 from iteration",

@@ -93,18 +93,16 @@ def _pretrain_under_plan(run: PlanRun, stock: Callable[..., Any]) -> Callable[..
 
 def _initialize_distributed() -> None:
     """What stock's `_initialize_distributed` does, earlier: groups are made before it runs."""
-    import torch
     import torch.distributed as dist
     from megatron.training import get_args
 
-    from zorse_megatron.adapter.start_checks import gpu_of
+    from zorse_megatron.adapter.start_checks import take_gpu
     from zorse_megatron.runtime.transport import world_options
 
     if dist.is_initialized():
         return
     args = get_args()
-    if torch.cuda.device_count() > 0:
-        torch.cuda.set_device(gpu_of(args.local_rank))
+    take_gpu()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     dist.init_process_group(
         backend=args.distributed_backend,
@@ -192,8 +190,7 @@ def _forget_all(groups: "Sequence[dist.ProcessGroup]") -> None:
         dist.destroy_process_group(group)
     training.destroy_global_state()
     gc.collect()  # of chunks, which refer to themselves
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # nothing where CUDA has not been started
 
 
 # Bugs of stock Megatron that stop every user of the pip wheel, with or without a GPU.

@@ -176,8 +176,7 @@ def _grown(
                 raise
             return
         finally:
-            if passes.device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         yield found
         if found.forward_s + found.backward_s > request.time_limit_s:
             return
