@@ -21,7 +21,8 @@ from scripts.launch_order.hardware_queues import find_hang
 from scripts.launch_order.launches import Launch, launches_of
 from scripts.receives_ahead import EXAMPLES, inputs_of
 from tests.strategies import lowerable_plans, plans, trained_plans
-from zorse_megatron.plan.plan import ModelFingerprint, Plan
+from zorse_megatron.plan.plan import Group, ModelFingerprint, Plan
+from zorse_megatron.plan.rules import hierarchical_problems
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError
 from zorse_megatron.schedule.actions import Action, ActionLists
@@ -94,7 +95,26 @@ class Launched:
 
 
 def random_plans(count: int, max_world: int) -> list[Plan]:
-    """As many plans of every schedule, the same in every run."""
+    """As many plans of every schedule, the same in every run; a quarter may have TP groups."""
+    of_ranks = st.one_of(
+        plans(max_world, 5),
+        lowerable_plans(max_world, 5, schedule_names=("breadth_first",)),
+        lowerable_plans(max_world, 4, schedule_names=("interleaved",)),
+    )
+    of_tp_groups = trained_plans(_MODEL, 8, max_world=max_world, max_ranks_per_replica=3)
+    drawn = _drawn(of_ranks, count - count // 4) + _drawn(of_tp_groups, count // 4)
+    found = []
+    for number, plan in enumerate(drawn):
+        # Every other one has a tied embedding, where first and last chunk are two.
+        model = replace(plan.model, tied_embeddings=number % 2 == 0)
+        groups = map(in_two_levels if number % 3 == 0 else in_16_bits, plan.groups)
+        changed = replace(plan, model=model, groups=tuple(groups))
+        is_refused = any(hierarchical_problems(changed))
+        found.append(replace(plan, model=model) if is_refused else changed)
+    return found
+
+
+def _drawn(strategy: st.SearchStrategy[Plan], count: int) -> list[Plan]:
     found: list[Plan] = []
 
     @seed(1)
@@ -105,21 +125,26 @@ def random_plans(count: int, max_world: int) -> list[Plan]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(
-        st.one_of(
-            plans(max_world, 5),
-            lowerable_plans(max_world, 5, schedule_names=("breadth_first",)),
-            lowerable_plans(max_world, 4, schedule_names=("interleaved",)),
-            trained_plans(_MODEL, 8, max_world=max_world, max_ranks_per_replica=3),
-        )
-    )
+    @given(strategy)
     def draw(plan: Plan) -> None:
-        # Every other one has a tied embedding, where first and last chunk are two.
-        model = replace(plan.model, tied_embeddings=len(found) % 2 == 0)
-        found.append(replace(plan, model=model))
+        found.append(plan)
 
     draw()
     return found
+
+
+def in_two_levels(group: Group) -> Group:
+    """The group with its replicas in two regions, if there are so many: strategies draw few."""
+    if len(group.replicas) == 1:
+        return group
+    by_rank = sorted(group.replicas, key=lambda replica: replica.ranks)
+    replicas = [replace(each, region="ab"[each is by_rank[-1]]) for each in group.replicas]
+    return replace(group, replicas=tuple(replicas), hierarchical=True, grad_reduce_dtype=None)
+
+
+def in_16_bits(group: Group) -> Group:
+    """A group of three ranks or more with gradients that are sent so, for which it waits."""
+    return replace(group, grad_reduce_dtype="bf16") if len(group.ranks) > 2 else group
 
 
 def planned() -> Iterator[Plan]:

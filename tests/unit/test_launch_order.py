@@ -83,6 +83,20 @@ def hanging(plans, way, *limits):
     )
 
 
+def test_plans_hold_all_that_launches(plans):
+    """None of it is drawn by chance alone."""
+    drawn = {
+        "tensor-parallel": [
+            any(len(r.ranks) > 1 for g in p.groups for r in g.replicas) for p in plans
+        ],
+        "in two levels": [any(group.hierarchical for group in p.groups) for p in plans],
+        "16-bit gradients": [any(group.grad_reduce_dtype for group in p.groups) for p in plans],
+        "tied": [bool(p.model.tied_embeddings) for p in plans],
+        "loss told": [p.world_size - 1 not in p.groups[p.chunks[-1].group].ranks for p in plans],
+    }
+    assert min(map(sum, drawn.values())) > 2, {what: sum(each) for what, each in drawn.items()}
+
+
 @pytest.mark.parametrize("limits", [limits for limits in LIMITS if limits[1] == "fit"])
 def test_what_is_launched_ends_if_all_that_can_wait_at_once_fits(plans, limits):
     assert hanging(plans, AS_LAUNCHED, *limits) == 0
