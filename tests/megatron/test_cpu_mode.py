@@ -5,11 +5,12 @@ That of several ranks only rank 0 says so is seen in `test_tutorial`.
 
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from tests.megatron.launch import REPOSITORY, MegatronServer
+from tests.megatron.preloaded import run_megatron_ranks
 from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.emulate.rank_jobs import server_environment
 from zorse_megatron.errors import SeamError
@@ -66,3 +67,31 @@ def test_refuses_a_torch_without_a_name_that_it_replaces(monkeypatch: pytest.Mon
 
 def test_does_not_touch_this_process() -> None:
     assert not cpu_mode.enabled()
+
+
+def generations_seen(capabilities: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """For each: what stock's check of hardware queues is told, without a plan and under one."""
+    import torch
+    from megatron.training import arguments
+
+    from tests.megatron.plans import LAYOUTS
+    from zorse_megatron.adapter.arguments import argument_hooks
+    from zorse_megatron.adapter.patches import under_plan
+    from zorse_megatron.adapter.patches.registry import REGISTRY
+
+    hook = argument_hooks(LAYOUTS["2|1"], world_size=3)[under_plan.GPU_GENERATION]
+    found = []
+    for major, minor in capabilities:
+        shown = SimpleNamespace(major=major, minor=minor)
+        torch.cuda.get_device_properties = lambda *_, shown=shown: shown  # type: ignore[assignment, misc]
+        stock = arguments.get_device_arch_version()
+        with REGISTRY.applied({under_plan.GPU_GENERATION: hook}):
+            found.append((stock, arguments.get_device_arch_version()))
+    return found
+
+
+def test_no_generation_asks_a_plan_for_one_hardware_queue() -> None:
+    """CPU mode is an 8.0, and trains tensor-parallel plans; stock's rule is for those below 10."""
+    capabilities = [(7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (12, 0)]
+    (found,) = run_megatron_ranks(1, generations_seen, capabilities)
+    assert found == [(7, 10), (7, 10), (8, 10), (9, 10), (10, 10), (12, 12)]
