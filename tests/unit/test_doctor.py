@@ -91,6 +91,7 @@ class Ranks:
             "stock",
             "2|1|2",
             "tensor-parallel",
+            "sums",
             "the same",
             "interleaved",
             "breadth-first",
@@ -547,6 +548,12 @@ def test_quick_makes_few_checks():
     assert titles(["plans"]) == plans
     assert {check.name for check in CHECKS if check.title in titles([])} == QUICK
     assert titles([])[:2] == plans and len(titles([])) == 4
+
+
+def test_time_and_memory_are_predicted_as_soon_as_two_plans_are_known_to_be_right():
+    """With little of a GPU's time, it is what matters most."""
+    order = [check.name for check in CHECKS]
+    assert order[:5] == ["communicators", "plans", "plans", "prediction", "plans"]
 
 
 @pytest.mark.parametrize(

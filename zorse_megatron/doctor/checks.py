@@ -167,6 +167,17 @@ class Check:
 
 _REPORT_IT = "Do not train on this machine yet, and report it with doctor.json"
 _QUICK_PLANS = 2
+_PLANS = tuple(
+    Check(
+        name="plans",
+        title=f"Plan {case.name} against stock",
+        run=partial(follows_stock, case=case),
+        remedy=_REPORT_IT,
+        needs_gpu=False,
+        is_quick=number < _QUICK_PLANS,
+    )
+    for number, case in enumerate(CASES)
+)
 CHECKS: tuple[Check, ...] = (
     Check(
         name="communicators",
@@ -175,17 +186,15 @@ CHECKS: tuple[Check, ...] = (
         remedy="Repeat with NCCL_DEBUG=INFO in the environment; stock Megatron's data parallelism "
         "needs the same of NCCL",
     ),
-    *(
-        Check(
-            name="plans",
-            title=f"Plan {case.name} against stock",
-            run=partial(follows_stock, case=case),
-            remedy=_REPORT_IT,
-            needs_gpu=False,
-            is_quick=number < _QUICK_PLANS,
-        )
-        for number, case in enumerate(CASES)
+    *_PLANS[:_QUICK_PLANS],
+    Check(
+        name="prediction",
+        title="Simulated against measured, with a model that fills the GPU",
+        run=prediction,
+        remedy="Plan with a larger --margin, and report it with doctor.json",
+        limit_s=180.0,
     ),
+    *_PLANS[_QUICK_PLANS:],
     Check(
         name="resume",
         title="Another plan resumes from a checkpoint",
@@ -207,13 +216,6 @@ CHECKS: tuple[Check, ...] = (
         remedy="Close what else uses the GPU and repeat it; if it stays so, report it with "
         "doctor.json",
         is_quick=True,
-        limit_s=180.0,
-    ),
-    Check(
-        name="prediction",
-        title="Simulated against measured, with a model that fills the GPU",
-        run=prediction,
-        remedy="Plan with a larger --margin, and report it with doctor.json",
         limit_s=180.0,
     ),
     Check(

@@ -136,9 +136,25 @@ TENSOR_PARALLEL = plan_of(
     ((0, 4), (1, 2)),
     ONE_F_ONE_B,
 )
+TWO_LEVELS = plan_of(
+    (
+        Group(
+            replicas=(
+                replace(replica(0, 2, 5, 3.0), region="east"),
+                replace(replica(1, 3, 2), region="east"),
+                replace(replica(2, 4, 2, 2.0), region="west"),
+            ),
+            hierarchical=True,
+        ),
+        Group(replicas=(replica(3, 4, 6),)),
+    ),
+    ((0, 4), (1, 2)),
+    ONE_F_ONE_B,
+)
 CASES = (
     PlanCase(name="2|1|2", plan=UNEVEN_PLAN),
     PlanCase(name="tensor-parallel groups, equal and unequal parts", plan=TENSOR_PARALLEL),
+    PlanCase(name="sums in two levels, two ranks and one", plan=TWO_LEVELS),
     PlanCase(name="interleaved, weight gradients apart", plan=with_split_backward(INTERLEAVED)),
     PlanCase(name="interleaved, one hardware queue", plan=INTERLEAVED, queues=1),
     PlanCase(name="breadth-first, all offloaded", plan=BREADTH_FIRST),
