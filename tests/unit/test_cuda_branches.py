@@ -107,7 +107,8 @@ class Questions(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         sides = (node.left, *node.comparators)
-        self._ask(any(isinstance(each, ast.Constant) and each.value in NAMES for each in sides))
+        parts = (each for side in sides for each in ast.walk(side))
+        self._ask(any(isinstance(each, ast.Constant) and each.value in NAMES for each in parts))
         self.generic_visit(node)
 
     def _ask(self, is_question: bool) -> None:
@@ -144,6 +145,7 @@ def test_what_runs_them_is_there() -> None:
         "torch.version.cuda is None",
         "cpu_mode.enabled()",
         'dist.get_backend() != "nccl"',
+        'device.type in ("cuda", "hip")',
     ],
 )
 def test_a_new_question_is_seen(question: str) -> None:

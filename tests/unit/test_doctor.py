@@ -538,11 +538,11 @@ def test_the_command_writes_what_was_found_and_ends_with_its_status(
     assert found["date"] == "2026-11-26T06:00:00+00:00"
 
 
-def test_quick_makes_few_checks():
+def test_quick_makes_few_checks(tmp_path):
     from zorse_megatron.cli.commands.measure import _checks
 
     def titles(names):
-        return [check.title for check in _checks(names, Path("doctor"), quick=True)]
+        return [check.title for check in _checks(names, tmp_path, quick=True)]
 
     plans = [f"Plan {case.name} against stock" for case in CASES[:2]]
     assert titles(["plans"]) == plans
@@ -560,8 +560,8 @@ def test_time_and_memory_are_predicted_as_soon_as_two_plans_are_known_to_be_righ
     ("words", "known"),
     [(["--check", "plan"], NAMES), (["--quick", "--check", "offload"], sorted(QUICK))],
 )
-def test_an_unknown_check_is_named(words, known):
-    result = CliRunner().invoke(app, ["doctor", *words])
+def test_an_unknown_check_is_named(words, known, tmp_path):
+    result = CliRunner().invoke(app, ["doctor", "--out", str(tmp_path), *words])
     assert result.exit_code == 1
     line = next(line for line in result.output.splitlines() if "expected one of" in line)
     assert all(name in line for name in known)
