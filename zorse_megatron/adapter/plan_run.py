@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.lora import Lora
 from zorse_megatron.inputs.status import Move
 from zorse_megatron.plan.plan import Plan
 
@@ -39,6 +40,8 @@ class RunOptions:
     """Resume from an older checkpoint if the latest is damaged."""
     rebalances: bool
     """Whether counts of micro-batches follow what ranks take."""
+    lora: Lora | None
+    """The adapters, where these alone are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.table import Flag, by_spelling, defaults
+from zorse_megatron.inputs.lora import LORA_FLAG, Lora, parse_lora
 
 # Finds some flags among the words of a training command, as argparse takes them.
 #
@@ -159,14 +160,19 @@ class Command:
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """Read what follows `python -m zorse_megatron.pretrain`; our own flags are skipped."""
+    """Read what follows `python -m zorse_megatron.pretrain`.
+
+    Of our own flags, which a run reads itself, only `--zorse-lora` is about the model: its adapters
+    are in `args.zorse_lora`, None without any.
+    """
     script, flags = split_script(words)
-    _, rest = split_ours(flags)
+    ours, rest = split_ours(flags)
     args = Namespace(
         **{name: list(v) if isinstance(v, list) else v for name, v in defaults().items()}
     )
     set_here: set[str] = set()
     problems: list[Problem] = []
+    args.zorse_lora = lora_of(ours, problems)
     found, others = find_flags(rest, dict.fromkeys(by_spelling(), "*"))
     for given in found:
         flag = by_spelling()[given.flag]
@@ -185,6 +191,12 @@ def read_command(words: Sequence[str]) -> Command:
         unknown=tuple(dict.fromkeys(each for each in unknown if each not in _HELP)),
         problems=tuple(problems),
     )
+
+
+def lora_of(ours: Sequence[Given], problems: list[Problem]) -> Lora | None:
+    """Read the adapters that our flags ask for; notes problems."""
+    texts = [next(iter(each.values), None) for each in ours if each.flag == LORA_FLAG]
+    return parse_lora(texts[-1], problems) if texts else None
 
 
 def _value(

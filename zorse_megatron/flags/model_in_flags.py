@@ -293,6 +293,7 @@ def computing_from_flags(args: Namespace) -> Computing:
         narrow_gradients=bool(is_narrow or (args.bf16 and args.grad_reduce_in_bf16)),
         recompute=_recompute(args),
         modules=_modules(args),
+        lora=getattr(args, "zorse_lora", None),
     )
 
 

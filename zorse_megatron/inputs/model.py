@@ -12,6 +12,7 @@ from typing import Literal
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.gpus.gpu import Attention
+from zorse_megatron.inputs.lora import Lora
 from zorse_megatron.plan.plan import ModelFingerprint
 
 Activation = Literal["gelu", "relu", "squared_relu", "swiglu", "geglu"]
@@ -366,6 +367,8 @@ class Computing:
     recompute: JobRecompute | None = None
     modules: tuple[Module, ...] = ("core_attn",)
     """What selective recomputation recomputes."""
+    lora: Lora | None = None
+    """The adapters, where these alone are trained; None: all weights are."""
 
 
 USUAL = Computing(attention="flash")

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 from zorse_megatron.adapter.plan_run import RunOptions
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.command import split_ours, split_script
+from zorse_megatron.inputs.lora import LORA_FLAG, parse_lora
 from zorse_megatron.live.root_cause import LEAST_SILENCE_S, Timeouts
 
 _NEED_PLAN = (
@@ -21,6 +22,7 @@ _NEED_PLAN = (
     "--zorse-silence-limit",
     "--zorse-rebalance",
     "--zorse-status",
+    LORA_FLAG,
 )
 _OURS = ("--zorse-plan", "--zorse-metrics", *_NEED_PLAN)
 _UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
@@ -68,6 +70,7 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
     if _BATCH_SCHEDULE in (word.partition("=")[0] for word in megatron):
         problems += [_counts_by_batches(flag) for flag, given in counting.items() if given]
     timeouts = _timeouts(ours["--zorse-silence-limit"], problems)
+    lora = None if ours[LORA_FLAG] is None else parse_lora(ours[LORA_FLAG], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
     paths = {flag: None if text is None else Path(text) for flag, text in ours.items()}
@@ -85,6 +88,7 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
             update=update or "auto",
             skips_damaged=damaged == "skip",
             rebalances=rebalance == "on",
+            lora=lora,
         ),
         timeouts=timeouts,
         megatron=megatron,
