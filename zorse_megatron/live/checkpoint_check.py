@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from zorse_megatron.errors import Problem
+from zorse_megatron.files.inert_pickle import InertUnpickler
 from zorse_megatron.live.checkpoint_files import (
     RESTORE,
     Checkpoint,
@@ -299,35 +299,6 @@ class MetadataError(ValueError):
     """The file is not what torch writes."""
 
 
-class _StandIn:
-    """Takes whatever a pickle gives to an object."""
-
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> "_StandIn":
-        return super().__new__(cls)
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-
-    def append(self, _item: Any) -> None:
-        """Take an item of what was a list."""
-
-    def extend(self, _items: Any) -> None:
-        """Take items of what was a list."""
-
-    def __setitem__(self, _key: Any, _value: Any) -> None:
-        pass
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        del module, name
-        return _StandIn
-
-
 def least_bytes(folder: Path) -> dict[str, int]:
     """Map each file with tensors or objects to the end of the last one in it, in bytes.
 
@@ -335,7 +306,7 @@ def least_bytes(folder: Path) -> dict[str, int]:
     """
     with (folder / METADATA).open("rb") as file:
         try:
-            entries = _Unpickler(file).load().storage_data.values()
+            entries = InertUnpickler(file).load().storage_data.values()
             found: dict[str, int] = {}
             for entry in entries:
                 end = int(entry.offset) + int(entry.length)

@@ -1,29 +1,24 @@
 """`zorse import-hf` and `export-hf`: whole models, tensor by tensor, complete or not at all."""
 
-import shlex
-import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from zorse_megatron.errors import CheckpointError, ModelError, OutputError, Problem
-from zorse_megatron.files.read_write import remedy_for, write_text
-from zorse_megatron.files.writable import disk_problem, folder_problems
+from zorse_megatron.files.read_write import write_text
 from zorse_megatron.live.checkpoint_files import (
     TRACKER,
     Checkpoint,
-    checkpoints_in,
     file_record,
-    read_tracker,
     write_manifest,
 )
+from zorse_megatron.weights import adapters as lora_files
+from zorse_megatron.weights.adapters import Adapters, holds_adapters, other_base, read_adapters
 from zorse_megatron.weights.model_folder import (
     CONFIG,
     DTYPES,
@@ -34,12 +29,14 @@ from zorse_megatron.weights.model_folder import (
     describe,
     unreadable_companions,
     write_model,
+    write_tensors,
 )
 from zorse_megatron.weights.names import WholeTensor, stateful_modules
+from zorse_megatron.weights.new_folder import all_or_nothing
+from zorse_megatron.weights.opened import iteration_folder, misfits, opened, read
 from zorse_megatron.weights.torch_dist import CheckpointTensors, Written, write_checkpoint
 
 _CHECKPOINT_VERSION = 3.0
-_UNFINISHED = "unfinished import or export of zorse"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +70,7 @@ def import_model(source: Path, folder: Path) -> Imported:
     tensors = description.tensors()
     release = Checkpoint(root=folder, iteration=0, is_release=True)
     flags = (*description.model.flags, *_vocabulary_flags(description))
-    with _all_or_nothing(folder, "CHECKPOINT", last=TRACKER):
+    with all_or_nothing(folder, "CHECKPOINT", last=TRACKER):
         release.folder.mkdir()
         write_checkpoint(
             release.folder,
@@ -93,27 +90,54 @@ def import_model(source: Path, folder: Path) -> Imported:
 
 
 def export_model(
-    checkpoint: Path, folder: Path, *, source: Path, dtype: str | None, shard_bytes: int
+    checkpoint: Path,
+    folder: Path,
+    *,
+    source: Path,
+    dtype: str | None,
+    shard_bytes: int,
+    merge: Path | None = None,
 ) -> Exported:
     """Write a checkpoint's weights as a Hugging Face model, with `source`'s files beside them.
 
-    `checkpoint`: what Megatron's `--save` was given, or one iteration's folder in it. Raises
-    ModelError, CheckpointError with all that does not fit, before anything is written, and
-    OutputError where the model cannot be written: nothing of it is left then.
+    `checkpoint`: what Megatron's `--save` was given, or one iteration's folder in it. `merge`: the
+    same of the weights to which its adapters are added. Raises ModelError, CheckpointError with all
+    that does not fit, before anything is written, and OutputError where the model cannot be
+    written: nothing of it is left then.
     """
     description = describe(source)
     if problems := unreadable_companions(source):
         raise ModelError(f"The files of {source} cannot be copied", problems)
-    found = _opened(_iteration_of(checkpoint), description)
+    found, adapters = _weights(checkpoint, merge, description)
     tensors = description.tensors()
     own = IN_FILES[description.dtype] if description.dtype else found.dtype(tensors[0])
     wanted = own if dtype is None else DTYPES[dtype]
     parts = [part for each in tensors for part in each.parts]
-    with _all_or_nothing(folder, "DIR", last=CONFIG):
-        weights = _parts_of(tensors, found, wanted)
+    with all_or_nothing(folder, "DIR", last=CONFIG):
+        weights = _parts_of(tensors, found, wanted, adapters)
         written = write_model(folder, parts, weights, dtype=wanted, shard_bytes=shard_bytes)
         written += copy_companions(source, folder, wanted)
     return Exported(files=tuple(written), notes=tuple(_left_out(tensors, found)))
+
+
+def export_adapter(checkpoint: Path, folder: Path, *, source: Path, dtype: str | None) -> Exported:
+    """Write a checkpoint's adapters as files of the peft library. Arguments and errors as above."""
+    description = describe(source)
+    problems: list[Problem] = []
+    adapters = None
+    with _noted(problems):
+        found = opened(iteration_folder(checkpoint))
+        adapters = read_adapters(found, description, problems)
+    if adapters is None:
+        raise CheckpointError(_not_exported(source), problems)
+    tensors = list(adapters.tensors.values())
+    wanted = found.dtype(tensors[0]) if dtype is None else DTYPES[dtype]
+    weights, config = (folder / name for name in (lora_files.WEIGHTS, lora_files.CONFIG))
+    with all_or_nothing(folder, "DIR", last=config.name):
+        parts = [part for each in tensors for part in each.parts]
+        write_tensors(weights, parts, _parts_of(tensors, found, wanted), wanted)
+        write_text(config, adapters.config(source))
+    return Exported(files=(weights, config), notes=())
 
 
 def joined(tensor: WholeTensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -141,22 +165,73 @@ def _written(tensor: WholeTensor, files: ModelFiles) -> Written:
     return Written(tensor=tensor, dtype=files.dtype(tensor.parts[0].name), make=make)
 
 
+def _weights(
+    checkpoint: Path, merge: Path | None, description: Description
+) -> tuple[CheckpointTensors, Adapters | None]:
+    """Return the tensors of a model, and the adapters to add. Raises CheckpointError."""
+    problems: list[Problem] = []
+    found = adapters = None
+    if merge is not None:
+        with _noted(problems):
+            saved = opened(iteration_folder(checkpoint))
+            adapters = read_adapters(saved, description, problems)
+    with _noted(problems):
+        found = opened(iteration_folder(merge or checkpoint))
+        if holds_adapters(found):
+            problems.append(_only_adapters(found, is_base=merge is not None))
+        else:
+            problems += misfits(found, description.tensors(), by="config.json")
+            problems += other_base(adapters, found.folder) if adapters else ()
+    if problems or found is None:
+        raise CheckpointError(_not_exported(description.folder), problems)
+    return found, adapters
+
+
+@contextmanager
+def _noted(problems: list[Problem]) -> Iterator[None]:
+    """Note what keeps a checkpoint from being read, so that others are looked at, too."""
+    try:
+        yield
+    except CheckpointError as error:
+        problems += error.problems
+
+
+def _not_exported(source: Path) -> str:
+    return f"The checkpoint cannot be exported as {source}'s model"
+
+
+def _only_adapters(found: CheckpointTensors, *, is_base: bool) -> Problem:
+    return Problem(
+        where=str(found.folder),
+        found="adapters of LoRA alone",
+        expected="the weights of the whole model",
+        remedy="Give --merge what the run had as --pretrained-checkpoint."
+        if is_base
+        else "Write the adapters with --adapter, or add them to a model's weights: --merge BASE.",
+    )
+
+
 def _parts_of(
-    tensors: Sequence[WholeTensor], found: CheckpointTensors, dtype: torch.dtype
+    tensors: Sequence[WholeTensor],
+    found: CheckpointTensors,
+    dtype: torch.dtype,
+    adapters: Adapters | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for tensor in tensors:
-        value = _read(found, tensor)
-        cast = value.to(dtype)
-        if dtype == torch.float16 and not torch.equal(cast.isfinite(), value.isfinite()):
-            problem = Problem(
-                where=tensor.key if tensor.layer is None else tensor.key_of_layer,
-                found=f"a weight of {value.abs().max().item():g}",
-                expected="at most 65504, the largest number of fp16",
-                remedy="Export it in bf16 or fp32 (--dtype).",
-            )
-            raise OutputError("the model cannot be written in fp16", [problem])
-        for part, piece in zip(tensor.parts, taken_apart(tensor, cast), strict=True):
-            yield part.name, piece
+        pieces = taken_apart(tensor, read(found, tensor))
+        for part, piece in zip(tensor.parts, pieces, strict=True):
+            change = adapters.change(part.name) if adapters else None
+            value = piece if change is None else piece.float() + change
+            cast = value.to(dtype)
+            if dtype == torch.float16 and not torch.equal(cast.isfinite(), value.isfinite()):
+                problem = Problem(
+                    where=tensor.key if tensor.layer is None else tensor.key_of_layer,
+                    found=f"a weight of {value.abs().max().item():g}",
+                    expected="at most 65504, the largest number of fp16",
+                    remedy="Export it in bf16 or fp32 (--dtype).",
+                )
+                raise OutputError("the model cannot be written in fp16", [problem])
+            yield part.name, cast
 
 
 def _left_out(tensors: Sequence[WholeTensor], found: CheckpointTensors) -> Iterator[str]:
@@ -168,89 +243,6 @@ def _left_out(tensors: Sequence[WholeTensor], found: CheckpointTensors) -> Itera
                 f"{shape[0] - tensor.shape[0]} rows of {tensor.key} are left out: "
                 f"by config.json, vocab_size is {tensor.shape[0]}"
             )
-
-
-def _read(found: CheckpointTensors, tensor: WholeTensor) -> torch.Tensor:
-    """Read a tensor of a checkpoint. Raises CheckpointError for a damaged file."""
-    try:
-        return found.read(tensor)
-    except Exception as error:  # whatever unpickling raises
-        problem = Problem(
-            where=f"{found.folder}: {tensor.key}",
-            found=f"{type(error).__name__}: {str(error)[:200]}",
-            expected="files as they were saved",
-            remedy="See which is damaged: zorse checkpoint verify.",
-        )
-        raise CheckpointError("The checkpoint cannot be exported", [problem]) from error
-
-
-def _iteration_of(checkpoint: Path) -> Path:
-    """Return the folder with the files. Raises CheckpointError."""
-    if (checkpoint / ".metadata").is_file():
-        return checkpoint
-    names = read_tracker(checkpoint).names if checkpoint.is_dir() else None
-    if names is not None and (names.folder / ".metadata").is_file():
-        return names.folder
-    newest = [each.folder.name for each in checkpoints_in(checkpoint)]
-    problem = Problem(
-        where=str(checkpoint),
-        found=f"no latest torch_dist checkpoint{f' ({newest[0]} exists)' if newest else ''}",
-        expected="the directory given to --save, or that of one iteration",
-        remedy="Correct the path.",
-    )
-    raise CheckpointError("The checkpoint cannot be exported", [problem])
-
-
-def _opened(folder: Path, description: Description) -> CheckpointTensors:
-    """Return a checkpoint's tensors. Raises CheckpointError with all that are not the model's."""
-    try:
-        found = CheckpointTensors(folder)
-    except Exception as error:  # of a damaged index, whatever unpickling raises
-        problem = Problem(
-            where=str(folder / ".metadata"),
-            found=f"{type(error).__name__}: {error}",
-            expected="the index of a torch_dist checkpoint",
-            remedy="See whether it is whole: zorse checkpoint verify.",
-        )
-        raise CheckpointError("The checkpoint cannot be exported", [problem]) from error
-    tensors = description.tensors()
-    misfits = [_misfit(folder, tensor, found) for tensor in tensors]
-    misfits += [_surplus(folder, name) for name in found.others(tensors)]
-    if problems := {str(each): each for each in misfits if each is not None}:
-        title = f"The checkpoint is not of {description.folder}'s model"
-        raise CheckpointError(title, list(problems.values()))
-    return found
-
-
-def _misfit(folder: Path, tensor: WholeTensor, found: CheckpointTensors) -> Problem | None:
-    shape = found.found(tensor)
-    if shape is None:
-        seen = "no such tensor"
-    elif tensor.layer is not None and found.layers(tensor) not in (None, tensor.num_layers):
-        seen = f"{found.layers(tensor)} layers"
-    elif shape == tensor.shape or (
-        tensor.is_padded and shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0]
-    ):
-        return None
-    else:
-        seen = f"{shape}"
-    layers = f" in each of {tensor.num_layers} layers" if tensor.layer is not None else ""
-    return Problem(
-        where=f"{folder}: {tensor.key}",
-        found=seen,
-        expected=f"{tensor.shape}{layers}, by config.json",
-        remedy="Give the folder of the model that was trained (--source).",
-    )
-
-
-def _surplus(folder: Path, name: str) -> Problem:
-    """A tensor that an export would lose."""
-    return Problem(
-        where=f"{folder}: {name}",
-        found="a tensor that the model of config.json has not",
-        expected="those of that model alone",
-        remedy="Give the folder of the model that was trained (--source).",
-    )
 
 
 def _common(description: Description) -> dict[str, Any]:
@@ -297,86 +289,3 @@ def _vocabulary_flags(description: Description) -> tuple[str, ...]:
         return rows
     folder = str(description.folder)
     return (*rows, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
-
-
-@contextmanager
-def _all_or_nothing(folder: Path, option: str, *, last: str) -> Iterator[None]:
-    """Make the folder; if the block ends with an error, leave nothing in it, nor what was made.
-
-    `last`: the file by which others know the folder, which the block replaces at its end. After
-    SIGKILL it still says that the rest is unfinished: Megatron refuses such a tracker file, and
-    transformers such a config.json. Raises OutputError where the folder cannot be used.
-    """
-    clear = partial(_clear, folder, _prepared(folder, option, last))
-    try:
-        (folder / last).write_text(_UNFINISHED)
-        yield
-    except (OSError, RuntimeError) as error:
-        failure = _not_written(folder, error)  # before there is room again
-        clear()
-        raise failure from error
-    except SafetensorError as error:
-        clear()
-        problem = Problem(
-            where=str(folder), found=str(error), expected="tensors", remedy="Import it again."
-        )
-        raise ModelError("The model changed while it was read", [problem]) from error
-    except BaseException:
-        clear()
-        raise
-
-
-def _prepared(folder: Path, option: str, last: str) -> list[Path]:
-    """Make the folder; the directories that there were not, from it outwards.
-
-    Raises OutputError where it holds anything or takes no files.
-    """
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
-    problems = list(folder_problems(option, folder))
-    if not problems and (names := sorted(path.name for path in folder.iterdir())):
-        found, remedy = f"a directory that is not empty ({names[0]})", "Choose another path."
-        if _is_unfinished(folder / last):
-            found = "what an import or export that was killed, or still runs, has written"
-            remedy = f"If none runs, remove it: rm -r {shlex.quote(str(folder))}"
-        expected = "a new directory, or an empty one"
-        where = f"{option} {folder}"
-        problems.append(Problem(where=where, found=found, expected=expected, remedy=remedy))
-    if problems:
-        _remove(made)
-        raise OutputError("the results could not be written", problems)
-    return made
-
-
-def _is_unfinished(path: Path) -> bool:
-    with suppress(OSError):
-        return path.is_file() and path.read_bytes() == _UNFINISHED.encode()
-    return False
-
-
-def _clear(folder: Path, made: Sequence[Path]) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    _remove(made)
-
-
-def _remove(made: Sequence[Path]) -> None:
-    for each in made:
-        with suppress(OSError):  # it may not be there, or others use it
-            each.rmdir()
-
-
-def _not_written(folder: Path, error: BaseException) -> OutputError:
-    full = disk_problem(folder)
-    if full is not None:
-        said, disk, free_bytes, disk_bytes = full
-        found = f"{said}: {free_bytes:,} of {disk_bytes:,} bytes are free on the disk {disk}"
-    else:
-        found = str(getattr(error, "strerror", None) or error).partition("\n")[0]
-    remedy = remedy_for(error) if isinstance(error, OSError) else "Make room there."
-    problem = Problem(
-        where=str(folder), found=found, expected="room for all weights", remedy=remedy
-    )
-    return OutputError("the weights are not written", [problem])

@@ -335,7 +335,7 @@ def write_model(
         for i in range(1, len(shards) + 1)
     ]
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder / name, shard, tensors, dtype)
+        write_tensors(folder / name, shard, tensors, dtype)
     if len(shards) > 1:
         total = sum(_num_bytes(part, dtype.itemsize) for part in parts)
         files = {
@@ -401,7 +401,7 @@ def _num_bytes(part: Part, itemsize: int) -> int:
     return math.prod(part.shape) * itemsize
 
 
-def _write_shard(
+def write_tensors(
     path: Path,
     shard: Sequence[Part],
     tensors: Iterator[tuple[str, torch.Tensor]],

@@ -7,13 +7,22 @@ layers are stacked. Sources: `SelfAttention.get_query_key_value_tensors` in Mega
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from zorse_megatron.inputs.lora import Lora, Target
 from zorse_megatron.inputs.model import ModelShape
 
 TABLE = "embedding.word_embeddings.weight"
 _LAYERS = "decoder.layers."
+ADAPTERS = ".lora."
+"""In the keys of adapters' tensors, and in no others."""
+MODULES: Mapping[Target, str] = {
+    **{"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
+    **{"o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj"},
+    "down": "mlp.down_proj",
+}
+"""Names of the matrices in layers of Hugging Face's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,28 @@ def whole_tensors(shape: ModelShape, vocab_size: int) -> Iterator[WholeTensor]:
     yield _single("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
     if not shape.tied_embeddings:
         yield _single("output_layer.weight", "lm_head.weight", table, is_padded=True)
+
+
+def adapter_tensors(lora: Lora, shape: ModelShape) -> Iterator[WholeTensor]:
+    """Yield the tensors of a model's adapters; their parts have the names of the peft library."""
+    for layer in range(shape.num_layers):
+        for target, size in lora.sizes(shape).items():
+            room = "self_attention" if size.in_attention else "mlp"
+            names = names_of_adapter(f"model.layers.{layer}.{MODULES[target]}.weight")
+            shapes = (lora.rank, size.inputs), (size.outputs, lora.rank)
+            for side, name, whole in zip("ab", names, shapes, strict=True):
+                yield WholeTensor(
+                    key=f"{_LAYERS}{room}{ADAPTERS}{target}.{side}",
+                    parts=(Part(name=name, shape=whole),),
+                    layer=layer,
+                    num_layers=shape.num_layers,
+                )
+
+
+def names_of_adapter(weight: str) -> tuple[str, str]:
+    """Return the names of A and B of a matrix: `model.layers.0.self_attn.q_proj.weight`."""
+    module = "base_model.model." + weight.removesuffix(".weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from zorse_megatron.weights.archive import Archive
 from zorse_megatron.weights.names import StatefulModule, WholeTensor
 
 CONFIG = "metadata.json"
@@ -86,6 +87,7 @@ class CheckpointTensors:
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._entries: Mapping[str, Any] = metadata.state_dict_metadata
+        self._places: Mapping[MetadataIndex, Any] = metadata.storage_data
 
     def found(self, tensor: WholeTensor) -> tuple[int, ...] | None:
         """Return the shape that the tensor has there, in one layer; None: it is not there."""
@@ -108,12 +110,38 @@ class CheckpointTensors:
     def others(self, tensors: Iterable[WholeTensor]) -> list[str]:
         """Return the tensors of a model there that are none of these."""
         known = {key for each in tensors for key in (each.key, each.key_of_layer)}
-        return [
-            key
+        return [key for key in self.sizes() if key not in known]
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a model there, with their shapes; stacked ones with all layers."""
+        return {
+            key: tuple(entry.size)
             for key, entry in self._entries.items()
-            if key.startswith(_OF_A_MODEL) and key not in known
-            if isinstance(entry, TensorStorageMetadata)
-        ]
+            if key.startswith(_OF_A_MODEL) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def common(self) -> Any:
+        """Return what Megatron saved beside tensors; all but plain values is a `StandIn`.
+
+        Raises OSError, and whatever an archive that is none makes pickle and zipfile raise.
+        """
+        return self._archive(MetadataIndex(_COMMON)).value()[0]
+
+    def read_corner(self, key: str, sizes: Sequence[int]) -> torch.Tensor:
+        """Read the first elements along each axis, and of files no more than these.
+
+        Raises as `common`.
+        """
+        entry = self._entries[key]
+        target = torch.empty(tuple(sizes), dtype=entry.properties.dtype)
+        for item in self._items(key, [0] * len(sizes), target.shape):
+            part = self._archive(item.storage_index).corner(item.lengths, target.dtype)
+            _place_of(item, target).copy_(part)
+        return target
+
+    def _archive(self, index: MetadataIndex) -> Archive:
+        place = self._places[index]
+        return Archive(self.folder / place.relative_path, place.offset, place.length)
 
     def read(self, tensor: WholeTensor) -> torch.Tensor:
         """Read the rows that stand for something. Raises OSError, CheckpointException."""
@@ -122,12 +150,17 @@ class CheckpointTensors:
         offsets = first or tuple(0 for _ in rest)
         sizes = (1, *rest) if first else rest
         target = torch.empty(sizes, dtype=entry.properties.dtype)
-        wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-        items = create_read_items_for_chunk_list(self._key(tensor), entry, [wanted])
-        if holes := _holes(target.shape, items):
-            raise OSError(f"{self._key(tensor)}: {holes}")
+        items = self._items(self._key(tensor), offsets, target.shape)
         self._reader.read_data(LoadPlan(items), _Loading(target)).wait()
         return target.view(rest)
+
+    def _items(self, key: str, offsets: Sequence[int], sizes: torch.Size) -> list[ReadItem]:
+        """Say where the parts of a box are. Raises OSError where some are nowhere."""
+        wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=sizes)
+        items = create_read_items_for_chunk_list(key, self._entries[key], [wanted])
+        if holes := _holes(sizes, items):
+            raise OSError(f"{key}: {holes}")
+        return items
 
     def _key(self, tensor: WholeTensor) -> str:
         return tensor.key if tensor.key in self._entries else tensor.key_of_layer

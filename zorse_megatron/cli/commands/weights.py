@@ -77,30 +77,51 @@ def export_hf(
             help="Folder of the model that was imported: config.json and tokenizer come from it.",
         ),
     ],
+    *,
     dtype: Annotated[
         ExportedType | None,
-        typer.Option("--dtype", help="Type of the weights. Default: as source."),
+        typer.Option(
+            "--dtype", help="Type of the weights. Default: as source; of adapters: as stored."
+        ),
     ] = None,
     shard_size: Annotated[
         str, typer.Option("--shard-size", metavar="SIZE", help="Largest file, for instance 5GB.")
     ] = "5GB",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write a LoRA run's adapters, as peft's files.")
+    ] = False,
+    merge: Annotated[
+        Path | None,
+        typer.Option(
+            "--merge",
+            metavar="BASE",
+            help="Add a LoRA run's adapters to the checkpoint that it was trained upon.",
+        ),
+    ] = None,
 ) -> Output:
     """Convert a checkpoint's weights into a Hugging Face model.
 
     The checkpoint is one of a plan or of stock Megatron (`--ckpt-format torch_dist`).
     """
+    if adapter and merge is not None:
+        raise refusal("--merge", "it beside --adapter", "one of them", "Export twice for both.")
     refuse_without("train", what="zorse export-hf")
-    from zorse_megatron.weights.convert import export_model
+    from zorse_megatron.weights.convert import export_adapter, export_model
 
     shard_bytes = _shard_bytes(shard_size)
+    kind = None if dtype is None else dtype.value
     with exits_on_signals():
-        done = export_model(
-            checkpoint,
-            folder,
-            source=source,
-            dtype=None if dtype is None else dtype.value,
-            shard_bytes=shard_bytes,
-        )
+        if adapter:
+            done = export_adapter(checkpoint, folder, source=source, dtype=kind)
+        else:
+            done = export_model(
+                checkpoint,
+                folder,
+                source=source,
+                dtype=kind,
+                shard_bytes=shard_bytes,
+                merge=merge,
+            )
     num_bytes = sum(path.stat().st_size for path in done.files)
     return Output(
         values={"bytes": num_bytes, "files": [path.name for path in done.files]},
