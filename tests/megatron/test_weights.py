@@ -34,7 +34,9 @@ from zorse_megatron.live.checkpoint_files import TRACKER, read_tracker
 from zorse_megatron.plan.plan import Plan, TpShards
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.weights import convert
+from zorse_megatron.weights.base_digest import base_digest
 from zorse_megatron.weights.convert import export_model, import_model
+from zorse_megatron.weights.opened import iteration_folder, opened
 
 MOST = {"logits": 1e-5, "loss": 2e-6}
 """The issue asks for 1e-4 of logits up to 2; seen: 8e-7."""
@@ -136,6 +138,10 @@ def _trained(
         result = server.run_ranks(flags, num_ranks, timeout_s=120).check()
     export_model(folder / "saved", folder / "out", source=source, dtype=None, shard_bytes=10**9)
     losses = [each.lm_loss for output in result.outputs for each in iterations(output)]
+    saved, start = (iteration_folder(folder / name) for name in ("saved", "checkpoint"))
+    assert base_digest(saved) == base_digest(start)
+    # Megatron's arguments have types of its own, which stay closed.
+    assert vars(opened(saved).common()["args"])["save"] == str(folder / "saved")
     return losses[0], folder / "out"
 
 

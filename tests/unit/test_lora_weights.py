@@ -248,6 +248,8 @@ def test_another_base_is_refused(models, tmp_path):
         merged(checkpoint, tmp_path / "out", models)
     assert own[:12] in str(caught.value) and other[:12] in str(caught.value)
     checkpoint = Made(base="random:77").write(tmp_path / "random")
+    alone = export_adapter(checkpoint, tmp_path / "alone", source=models / "llama", dtype=None)
+    assert "initial weights of seed 77" in alone.notes[0]
     with pytest.raises(CheckpointError, match="initial ones of seed 77"):
         merged(checkpoint, tmp_path / "out", models)
     assert not (tmp_path / "out").exists()

@@ -27,6 +27,7 @@ from zorse_megatron.weights.torch_dist import CheckpointTensors
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _IN_ARGUMENTS = "zorse_lora"
+_RANDOM = "random:"
 # Digits of a digest that people are shown.
 _SHOWN = 12
 
@@ -41,6 +42,11 @@ class Adapters:
     """Digest of the checkpoint that they were trained upon, or `random:` and a seed."""
     tensors: Mapping[str, WholeTensor]
     """By their names in peft's files."""
+
+    @property
+    def seed(self) -> str | None:
+        """Return the seed of the initial weights that they were trained upon; None: of others."""
+        return self.base.removeprefix(_RANDOM) if self.base.startswith(_RANDOM) else None
 
     def change(self, weight: str) -> torch.Tensor | None:
         """Return what is added to a tensor of the Hugging Face model, in fp32; None: nothing.
@@ -111,17 +117,18 @@ def other_base(adapters: Adapters, folder: Path) -> Iterator[Problem]:
     Raises CheckpointError.
     """
     digest = base_digest(folder)
-    if digest != adapters.base:
-        random = adapters.base.partition("random:")[2]
-        wanted = f"initial ones of seed {random}" if random else f"{adapters.base[:_SHOWN]}..."
-        yield Problem(
-            where=str(folder),
-            found=f"weights with the digest {digest[:_SHOWN]}...",
-            expected=f"those that {adapters.found.folder} was trained upon: {wanted}",
-            remedy="Give what that run had as --pretrained-checkpoint."
-            if not random
-            else "Train from a checkpoint: initial weights are in none.",
-        )
+    if digest == adapters.base:
+        return
+    seed = adapters.seed
+    wanted = f"{adapters.base[:_SHOWN]}..." if seed is None else f"initial ones of seed {seed}"
+    yield Problem(
+        where=str(folder),
+        found=f"weights with the digest {digest[:_SHOWN]}...",
+        expected=f"those that {adapters.found.folder} was trained upon: {wanted}",
+        remedy="Give what that run had as --pretrained-checkpoint."
+        if seed is None
+        else "Train adapters upon a checkpoint: initial weights are in none.",
+    )
 
 
 def _lora(value: Any, problems: list[Problem], *, where: str) -> Lora | None:

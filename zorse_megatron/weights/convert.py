@@ -137,7 +137,9 @@ def export_adapter(checkpoint: Path, folder: Path, *, source: Path, dtype: str |
         parts = [part for each in tensors for part in each.parts]
         write_tensors(weights, parts, _parts_of(tensors, found, wanted), wanted)
         write_text(config, adapters.config(source))
-    return Exported(files=(weights, config), notes=())
+    initial = f"the adapters belong to initial weights of seed {adapters.seed}, not to {source}"
+    notes = () if adapters.seed is None else (initial,)
+    return Exported(files=(weights, config), notes=notes)
 
 
 def joined(tensor: WholeTensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
