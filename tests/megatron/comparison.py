@@ -261,7 +261,8 @@ def largest_difference(
 
 
 _ROWS = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")
-_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+_ROWS += tuple(f"lora.{target}.b" for target in ("q", "k", "v", "gate", "up"))
+_COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "lora.o.a", "lora.down.a")
 
 
 def cut(whole: torch.Tensor, counts: tuple[int, ...], index: int, dim: int = 0) -> torch.Tensor:

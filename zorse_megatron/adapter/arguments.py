@@ -23,20 +23,26 @@ from zorse_megatron.flags.command import unknown_problems
 from zorse_megatron.flags.conditions import layout_of
 from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed, job_dtype
 from zorse_megatron.gpus.gpu import GpuKind
+from zorse_megatron.inputs.lora import Lora
 from zorse_megatron.live.checkpoint_choice import Chooser
 from zorse_megatron.log import say
 from zorse_megatron.plan.plan import Plan, Recompute, tp_group_of_rank
 
 
 def argument_hooks(
-    plan: Plan, *, world_size: int, kinds: Mapping[str, GpuKind] | None = None
+    plan: Plan,
+    *,
+    world_size: int,
+    kinds: Mapping[str, GpuKind] | None = None,
+    lora: Lora | None = None,
 ) -> Replacements:
     """Return the hooks; apply them before the user's script runs.
 
-    `kinds`: figures of GPUs that only the cluster file has.
+    `kinds`: figures of GPUs that only the cluster file has; `lora`: the adapters, where these alone
+    are trained.
     """
 
-    fit = partial(fit_to_plan, plan=plan, world_size=world_size, kinds=kinds)
+    fit = partial(fit_to_plan, plan=plan, world_size=world_size, kinds=kinds, lora=lora)
     has_own_heads = any(
         tp_shards is not None and tp_shards.kv_groups is not None
         for group in plan.groups
@@ -127,11 +133,14 @@ def fit_to_plan(
     *,
     world_size: int,
     kinds: Mapping[str, GpuKind] | None = None,
+    lora: Lora | None = None,
 ) -> list[str]:
     """Check parsed arguments and set what the plan decides. Returns notes for the user.
 
     Raises FlagError with every problem.
     """
+    if lora is not None:
+        args.zorse_lora = lora  # one of ours, which Megatron's parser does not know
     if problems := check_arguments(args, plan, kinds, world_size=world_size):
         raise FlagError("The command does not fit the plan", problems)
     notes = []

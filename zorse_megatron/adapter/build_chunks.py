@@ -16,6 +16,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from megatron.training.initialize import _set_random_seed, set_jit_fusion_options
 
+from zorse_megatron.adapter.checkpoint.adapters import AdapterRun
 from zorse_megatron.adapter.checkpoint.saved_parameters import saved_entries
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
 from zorse_megatron.adapter.groups.process_groups import (
@@ -25,7 +26,8 @@ from zorse_megatron.adapter.groups.process_groups import (
 )
 from zorse_megatron.adapter.loss import comm_dtype_of
 from zorse_megatron.adapter.memory import before_first_step
-from zorse_megatron.adapter.model.initial_weights import copy_single_process_weights
+from zorse_megatron.adapter.model.initial_weights import copy_single_process_weights, set_value
+from zorse_megatron.adapter.model.lora import add_adapters, initial_values
 from zorse_megatron.adapter.model.uneven_tp_shards import LocalSizes
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.rank_plan import RankPlan
@@ -50,6 +52,8 @@ class ChunkBuilder:
     """Of a group that splits backwards."""
     are_replaced: bool
     """Whether a checkpoint, or the run before a move, brings all weights."""
+    adapters: AdapterRun | None
+    """Of a run that trains adapters alone."""
 
     def one_by_one(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return what takes the place of `unimodal_build_distributed_models` (`stock`).
@@ -65,15 +69,23 @@ class ChunkBuilder:
             **kwargs: Any,
         ) -> list[Any]:
             wrapped = []
+            build = partial(self._build, build_model_func)
             for chunk in self.at.chunks:
                 there = at_chunk(pg_collection, chunk, self.at.num_chunks)
                 with self.at.stages.at_chunk(chunk):
-                    wrapped += stock(build_model_func, transformer_config, there, *args, **kwargs)
+                    wrapped += stock(build, transformer_config, there, *args, **kwargs)
+            self._set_adapters(wrapped)
             if get_args().perform_initialization:
                 self._set_initial_weights(wrapped)
             return wrapped
 
         return unimodal_build_distributed_models
+
+    def _build(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = stock(*args, **kwargs)
+        if self.adapters is not None:
+            add_adapters(model, self.adapters.lora)
+        return model
 
     def wrap(self, *, module: Any, pg_collection: Any, **kwargs: Any) -> Any:
         """Wrap a chunk, resident or sharded as the plan's list has it; a sharded one is released.
@@ -130,6 +142,8 @@ class ChunkBuilder:
         """Stock's, which looks up a chunk's first layer by the process-wide stage."""
         with self.at.stages.at_chunk(chunk):
             found = stock(*args, **kwargs)
+        if self.adapters is not None:
+            found = self.adapters.part_of(found)
         return saved_entries(
             wrapped, found, is_mixed=self.at.is_mixed, in_blocks=self._saves_blocks
         )
@@ -156,6 +170,15 @@ class ChunkBuilder:
                 keep_exactly=self.at.is_mixed,
                 must_be_alike=not self.are_replaced,
             )
+
+    def _set_adapters(self, models: list[Any]) -> None:
+        if self.adapters is None:
+            return
+        for chunk, model in zip(self.at.chunks, models, strict=True):
+            first, _ = self.at.plan.chunks[chunk].layers
+            for parameter, value in initial_values(model, first, get_args().seed):
+                dtype = get_args().zorse_job_dtype
+                set_value(model, parameter, value, dtype=dtype, keep_exactly=self.at.is_mixed)
 
     def _seed_as_single_process(self) -> None:
         """Bring all random generators to where a stock single process has them at its start."""

@@ -193,9 +193,9 @@ def before_first_step(rank: int, link: HostLink | None) -> Iterator[None]:
 def is_parameter(models: list[Any], address: int) -> bool:
     """Whether the storage at `address` is that of parameters of wrapped models."""
     return any(
-        buffer.param_data.untyped_storage().data_ptr() == address
+        held.untyped_storage().data_ptr() == address
         for model in models
-        for buffer in model.buffers
+        for held in (*(buffer.param_data for buffer in model.buffers), *model.frozen)
     )
 
 

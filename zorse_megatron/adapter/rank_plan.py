@@ -79,6 +79,7 @@ class RankPlan:
     """Whether the plan says in which type groups compute."""
     samples: SampleKind
     tied_embeddings: bool
+    """Whether first and last chunk have copies of one table, which is trained."""
     sequence_length: int
 
     @property
@@ -128,7 +129,9 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
     """Make its groups, too; a collective call, once Megatron has parsed the command."""
     args = get_args()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    tied = not args.untie_embeddings_and_output_weights
+    # The copies of a frozen table have no gradients to sum.
+    is_trained = getattr(args, "zorse_lora", None) is None
+    tied = is_trained and not args.untie_embeddings_and_output_weights
     dtypes = compute_dtypes(plan, args.zorse_job_dtype)
     training, evaluation = executable_lists(plan, tied=tied)
     schedule = _schedule(args)

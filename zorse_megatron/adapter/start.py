@@ -51,7 +51,7 @@ def activate(run: PlanRun | None) -> Callable[[], None]:
     kinds = None if run.cluster is None else run.cluster.kinds
     undo_plan = REGISTRY.apply(
         {
-            **argument_hooks(run.plan, world_size=world_size, kinds=kinds),
+            **argument_hooks(run.plan, world_size=world_size, kinds=kinds, lora=run.options.lora),
             under_plan.PRETRAIN: partial(_pretrain_under_plan, run),
             under_plan.IS_FIRST_OR_LAST_STAGE: with_middle_chunks,
         }

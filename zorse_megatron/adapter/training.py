@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.training import get_args, training
 
 from zorse_megatron.adapter.arguments import set_recompute
 from zorse_megatron.adapter.build_chunks import ChunkBuilder
+from zorse_megatron.adapter.checkpoint.adapters import AdapterRun
 from zorse_megatron.adapter.checkpoint.before_load import (
     LOAD_HOOKS,
     brings_all_weights,
@@ -80,19 +82,17 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     global_groups.fill(at.groups, rank=at.rank)
     session = _session(at, run)
     local_sizes = _configure(cfg, at)
-    load = load_of(args, skips_damaged=run.options.skips_damaged) if run.moved is None else None
     run.enter("while it sets up the model and the data")
     try:
         with written_alone(args.save, run.elastic_run) as refuse_other_writer:
-            chosen = None if load is None else check_before_load(load)
-            are_replaced = run.moved is not None or brings_all_weights(chosen, args)
-            hooks = _hooks(session, cfg.model, local_sizes, are_replaced=are_replaced)
+            source = _source_of_weights(run, args)
+            hooks = _hooks(session, cfg.model, local_sizes, source)
             hooks[checkpoints.SAVE_CHECKPOINT] = partial(_save_once, run.enter, refuse_other_writer)
             with (
                 _asking_for_another_start() if run.elastic_run else nullcontext(),
                 logged_once(),
                 REGISTRY.applied({**hooks, **moving_hooks(session)}),
-                REGISTRY.applied(same_on_all(args, load, chosen)),
+                REGISTRY.applied(source.hooks),
             ):
                 result = stock_pretrain(pg_collection=at.collection, skip_model_parallel_init=True)
                 # While what runs the plan is there: the last messages may be on their way.
@@ -101,6 +101,35 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
                 return result
     finally:
         _save_records(session, training_ended=sys.exception() is None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WeightsSource:
+    """Where a run has its weights from."""
+
+    are_replaced: bool
+    """Whether no initial value stays, but for those of adapters."""
+    adapters: AdapterRun | None
+    hooks: Replacements
+    """What loads them."""
+
+
+def _source_of_weights(run: PlanRun, args: Any) -> _WeightsSource:
+    """Find and check the checkpoints that are to be loaded; a collective call."""
+    skips_damaged, lora = run.options.skips_damaged, run.options.lora
+    if lora is not None:
+        has_moved = run.moved is not None
+        adapters = AdapterRun(lora, args, skips_damaged=skips_damaged, has_moved=has_moved)
+        return _WeightsSource(
+            are_replaced=adapters.brings_base(args), adapters=adapters, hooks=adapters.hooks(args)
+        )
+    load = load_of(args, skips_damaged=skips_damaged) if run.moved is None else None
+    chosen = None if load is None else check_before_load(load)
+    return _WeightsSource(
+        are_replaced=run.moved is not None or brings_all_weights(chosen, args),
+        adapters=None,
+        hooks={**LOAD_HOOKS, **same_on_all(args, load, chosen)},
+    )
 
 
 @contextmanager
@@ -200,8 +229,7 @@ def _hooks(
     session: PlanSession,
     model_config: Any,
     local_sizes: LocalSizes | None,
-    *,
-    are_replaced: bool,
+    source: _WeightsSource,
 ) -> dict[Rebinding, Make]:
     at = session.at
     build = ChunkBuilder(
@@ -210,12 +238,12 @@ def _hooks(
         local_sizes=local_sizes,
         link=session.link,
         weight_gradients=session.weight_gradients,
-        are_replaced=are_replaced,
+        are_replaced=source.are_replaced,
+        adapters=source.adapters,
     )
     hooks: dict[Rebinding, Make] = {
         **PARALLEL_HOOKS,
         **MANIFEST_HOOKS,
-        **LOAD_HOOKS,
         under_plan.WARM_UP: partial(_warming_up_alone, at.groups.alone),
         under_plan.BUILD_MODELS: build.one_by_one,
         under_plan.TORCH_NORM: with_sequence_parallelism,

@@ -20,6 +20,7 @@ LORA_FLAG = "--zorse-lora"
 _USUAL = "rank=16,alpha=32,targets=q,k,v,o,gate,up,down"
 _KEYS = ("rank", "alpha", "targets")
 MAX_RANK = 4096
+_MODULE = ".lora."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,11 @@ class Lora:
             - size.cut_parameters(self.rank) * (tensor_parallel - 1) // tensor_parallel
             for size in self.sizes(shape).values()
         )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name, or a tensor of a checkpoint, is one of adapters."""
+    return _MODULE in name
 
 
 def target_sizes(shape: "ModelShape") -> dict[Target, TargetSize]:

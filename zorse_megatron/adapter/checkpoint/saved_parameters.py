@@ -45,7 +45,7 @@ def saved_entries(
     a tensor of a checkpoint is described by all ranks as a regular grid of parts, or by none.
     """
     found: dict[str, Any] = {}
-    parameters = {id(parameter) for parameter in chunk.parts} if chunk.shards is None else set()
+    parameters = {id(p) for p in chunk.parts if chunk.shards is None or not p.requires_grad}
     for name, entry in entries.items():
         parameter: Any = getattr(entry, "data", None)
         own = is_sharded(chunk, parameter)

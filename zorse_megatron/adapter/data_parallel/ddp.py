@@ -113,6 +113,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         self.is_mixed = is_mixed
         self.parts = held_parts(module, config, place)
         """What this rank holds of each parameter of the model."""
+        self.frozen = tuple(p for p in module.parameters() if not p.requires_grad)
+        """Parameters that are never sharded, and never leave the device."""
         self._make_bucket_groups()
         self.gathers = ParameterGathers(module, self.bucket_groups)
         self.shards = ChunkShards(self, link) if sharded and mixed_group is None else None
@@ -161,9 +163,11 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     @property
     def parameter_bytes(self) -> int:
         """Parameters as they are computed with, on the device now: unsharded, or shards."""
+        frozen_bytes = sum(parameter.nbytes for parameter in self.frozen)
         if self.shards is not None:
-            return self.shards.parameter_bytes
-        return sum(buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers)
+            return frozen_bytes + int(self.shards.parameter_bytes)
+        buffers = (buffer.param_data.untyped_storage() for buffer in self.buffers)
+        return frozen_bytes + sum(storage.nbytes() for storage in buffers)
 
     @property
     def gradient_bytes(self) -> int:
@@ -270,14 +274,17 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Take over what was loaded: unsharded parameters, or what a sharded chunk owns."""
         if self.shards is not None:
-            others = take_loaded(self, state_dict, strict=strict, is_mixed=self.is_mixed)
-            super().load_state_dict(others, strict=False)
+            others = take_loaded(
+                self, state_dict, strict=strict and not self.frozen, is_mixed=self.is_mixed
+            )
+            super().load_state_dict(joined_loaded(self, others), strict=False)
             return
         state_dict = joined_loaded(self, state_dict)
         for name, parameter in unwrap_model(self).named_parameters() if self.is_mixed else ():
             if isinstance(state_dict.get(name), torch.Tensor):
                 keep_exact(self, parameter, state_dict[name])
-        super().load_state_dict(state_dict, strict=strict)
+        # Beside frozen parameters are those of another checkpoint (`adapter.checkpoint.adapters`).
+        super().load_state_dict(state_dict, strict=strict and not self.frozen)
 
     def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened gradient, of those that this rank owns."""

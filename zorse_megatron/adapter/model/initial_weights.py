@@ -57,9 +57,9 @@ def copy_single_process_weights(
     values that a chunk's own type cannot hold (see `compute_dtype`); `must_be_alike`: whether ranks
     need the same values, as nothing takes their place; then a collective call.
     """
-    set_value = partial(_set, dtype, keep_exactly)
+    set_in = partial(set_value, dtype=dtype, keep_exactly=keep_exactly)
     targets = {
-        first + number: _Target(module=layer, set_value=partial(set_value, chunk))
+        first + number: _Target(module=layer, set_value=partial(set_in, chunk))
         for (first, _), chunk in chunks.items()
         for number, layer in enumerate(unwrap_model(chunk).decoder.layers)
     }
@@ -80,7 +80,7 @@ def copy_single_process_weights(
                 # Tied: the single process has no weight of its own in the head.
                 source = values["embedding.word_embeddings.weight"]
             assert source is not None and not source.is_meta, f"no initial value for {name}"
-            set_value(chunk, parameter, source)
+            set_in(chunk, parameter, source)
 
 
 @dataclass(kw_only=True)
@@ -159,13 +159,18 @@ class _Target:
     set_value: Callable[[torch.nn.Parameter, torch.Tensor], None]
 
 
-def _set(
-    dtype: ComputeDtype,
-    keep_exactly: bool,
+def set_value(
     chunk: Any,
     parameter: torch.nn.Parameter,
     value: torch.Tensor,
+    *,
+    dtype: ComputeDtype,
+    keep_exactly: bool,
 ) -> None:
+    """Give a parameter of a wrapped chunk its part of the whole value, as of a job in `dtype`.
+
+    `keep_exactly`: see `copy_single_process_weights`.
+    """
     value = taken(value.detach(), chunk.parts[parameter])
     value = value.to(TORCH_DTYPES[dtype])  # as stock's wrapper for 16 bits makes it
     chunk.set_parameter(parameter, value)
@@ -220,7 +225,8 @@ def _dropping_layers(
 def _copy_parameters(source: torch.nn.Module, target: _Target) -> None:
     values = dict(source.named_parameters())
     for name, parameter in target.module.named_parameters():
-        target.set_value(parameter, values[name])
+        if name in values:  # adapters are none of a stock run's parameters
+            target.set_value(parameter, values[name])
 
 
 @contextmanager

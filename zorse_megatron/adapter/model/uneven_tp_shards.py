@@ -93,7 +93,32 @@ def size_hooks(place: TpRank | None) -> Replacements:
         hooks[under_plan.LOSS] = without_a_logit
     if not place.tp_shards.has_any("mlp_columns", place.index):
         hooks[under_plan.SPLIT_GATE] = saved_as_nothing
+    if not place.tp_shards.are_equal:
+        hooks[under_plan.FROZEN_BACKWARD] = of_any_width
     return hooks
+
+
+def of_any_width(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the backward of frozen linear layers, for outputs of no width."""
+
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        if grad_output.shape[-1]:
+            return stock(ctx, grad_output)
+        return stock(_WithFrozenRow(ctx), F.pad(grad_output, (0, 1)))
+
+    return backward
+
+
+class _WithFrozenRow:
+    """What a frozen layer has saved, as it would be with a row of zeros."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+        (weight,) = ctx.saved_tensors
+        self.saved_tensors = (F.pad(weight, (0, 0, 0, 1)),)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 def _with_own_rows(place: TpRank, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,6 +90,7 @@ class WeightGradients:
             id(module.weight)
             for module in layers.modules()
             if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+            if module.weight.requires_grad
         } - in_engine
         self._has_any |= bool(self._weights or in_engine)
 

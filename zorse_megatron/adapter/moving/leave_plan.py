@@ -7,6 +7,7 @@ it, and have set their state aside, nothing of the training is touched: that is 
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -220,11 +221,12 @@ def _setup_from_memory(
 ) -> Callable[..., Any]:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         known = get_args()
-        with (
-            presented(known, "load", None),
-            presented(known, "pretrained_checkpoint", None),
-            presented(known, "perform_initialization", False),
-        ):
+        given = {"load": None, "pretrained_checkpoint": None, "perform_initialization": False}
+        if session.run.options.lora is not None:  # what is frozen comes as at a job's start
+            given = {"load": None}
+        with ExitStack() as stack:
+            for name, value in given.items():
+                stack.enter_context(presented(known, name, value))
             model, optimizer, scheduler = stock(*args, **kwargs)
         take_over(session.at, aside, model, session.optimizers, scheduler)
         return model, optimizer, scheduler
@@ -246,7 +248,8 @@ def checked_plan(run: PlanRun, at: RankPlan, optimizers: Sequence[Any], data: by
     assert run.check_next is not None
     dtypes = run.check_next(plan)
     args = get_args()
-    problems = [*_problems(plan, at, args), *_frozen_problems(optimizers)]
+    problems = list(_problems(plan, at, args))
+    problems += _frozen_problems(optimizers) if run.options.lora is None else ()
     problems += _other_types(dtypes, at)
     problems += check_arguments(args, plan, again=True)
     if problems:

@@ -11,9 +11,9 @@ plan (`adapter/groups/global_groups.py`).
 
 from zorse_megatron.adapter.patches.checkpoints import CHECKPOINTS
 from zorse_megatron.adapter.patches.rebind import Registry
-from zorse_megatron.adapter.patches.under_plan import MOVING, SPLIT_BACKWARD, UNDER_A_PLAN
+from zorse_megatron.adapter.patches.under_plan import LINEAR_LAYERS, MOVING, UNDER_A_PLAN
 from zorse_megatron.adapter.patches.without_plan import ALWAYS, EMULATION, MEASURING, RECORDING
 
-_UNDER_ANY_PLAN = (*UNDER_A_PLAN, *SPLIT_BACKWARD, *CHECKPOINTS, *MOVING)
+_UNDER_ANY_PLAN = (*UNDER_A_PLAN, *LINEAR_LAYERS, *CHECKPOINTS, *MOVING)
 
 REGISTRY = Registry([*_UNDER_ANY_PLAN, *ALWAYS, *RECORDING, *MEASURING, *EMULATION])

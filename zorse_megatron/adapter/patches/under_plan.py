@@ -376,7 +376,17 @@ LINEAR_BACKWARD = _record(
     delete_when="stock's linear layers have a backward_dw",
 )
 
-SPLIT_BACKWARD = (LINEAR_BACKWARD,)
+FROZEN_BACKWARD = _record(
+    target="megatron.core.tensor_parallel.layers:LinearWithFrozenWeight.backward",
+    parameters=("ctx", "grad_output"),
+    becomes="The same, of layers without rows, too.",
+    why="a rank of a TP group may hold no KV group or no column of the MLP, and a reshape to width "
+    "0 is ambiguous",
+    test="tests/megatron/test_lora.py::test_follows_one_process",
+    delete_when="stock's reshape says both sizes",
+)
+
+LINEAR_LAYERS = (LINEAR_BACKWARD, FROZEN_BACKWARD)
 
 # Names of Megatron's training that a run under a plan rebinds to go on under another one.
 

@@ -1,0 +1,267 @@
+"""Adapters under any plan: they follow `peft` and one process, and the base stays as it is."""
+
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.megatron.comparison import (
+    DEGREE,
+    LLAMA,
+    MAX_LOSS_DIFFERENCE,
+    SEQUENCE_PARALLEL,
+    UNTIED,
+    Recorded,
+    assert_follows,
+    flags_for,
+    for_one_process,
+    plan_run,
+)
+from tests.megatron.plans import (
+    FULL,
+    LAYOUTS,
+    chunked_plan,
+    in_the_host,
+    plan_of,
+    replica,
+    tp_replica,
+    with_settings,
+)
+from tests.megatron.preloaded import run_megatron_ranks
+from tests.megatron.small_models import LENGTH, VOCABULARY, made_models
+from zorse_megatron.errors import RankFailure
+from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.inputs.lora import is_adapter
+from zorse_megatron.live.checkpoint_files import TRACKER
+from zorse_megatron.plan.plan import Plan, TpShards
+from zorse_megatron.weights.convert import Imported, import_model
+
+ALL = ("--zorse-lora", "rank=4,alpha=12,targets=q,k,v,o,gate,up,down")
+SOME = ("--zorse-lora", "rank=3,alpha=2,targets=q,v,up")
+UNEQUAL = TpShards(kv_groups=(2, 0), mlp_columns=(32, 96), vocabulary_rows=(192, 64))
+ALONE = plan_of(((replica(0, 2, 4),), 4))
+MODEL = (*LLAMA, "--ffn-hidden-size", "128")
+BREADTH_FIRST = chunked_plan(
+    [(replica(0, 1, 6, 3.0), replica(1, 1, 2, 1.0)), (replica(2, 4, 2),)],
+    [(0, 1), (1, 2), (0, 1)],
+)
+ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
+    "unequal groups": (LAYOUTS["3|2"], (*MODEL, *ALL)),
+    "tied, some targets": (LAYOUTS["2|1|2"], (*MODEL, *SOME)),
+    "untied, recomputed": (
+        with_settings(LAYOUTS["1|2"], FULL, FULL),
+        (*MODEL, *UNTIED, *SOME),
+    ),
+    "released and gathered": (BREADTH_FIRST, (*MODEL, *ALL)),
+    "a TP group": (plan_of(((tp_replica((0, 1), 2, 4),), 4)), (*MODEL, *ALL, *DEGREE)),
+    "sequence parallel": (
+        plan_of(((tp_replica((0, 1), 2, 4),), 3), ((replica(2, 4, 2),), 1)),
+        (*MODEL, *ALL, *DEGREE, *SEQUENCE_PARALLEL),
+    ),
+    "unlike replicas": (
+        plan_of(
+            ((tp_replica((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0)), 2), ((replica(3, 8, 1),), 2)
+        ),
+        (*MODEL, *ALL, *DEGREE),
+    ),
+    "in the host": (in_the_host(BREADTH_FIRST), (*MODEL, *ALL)),
+    "GELU, biases": (LAYOUTS["2|1"], ("--zorse-lora", "rank=2,alpha=4,targets=k,o,up,down")),
+    "uneven TP shards": (
+        plan_of(((tp_replica((0, 1), 2, 4, tp_shards=UNEQUAL),), 3), ((replica(2, 4, 2),), 1)),
+        (*MODEL, *ALL, *DEGREE),
+    ),
+}
+
+
+def _reference(flags: tuple[str, ...]) -> Recorded:
+    return plan_run(ALONE, for_one_process(flags))
+
+
+@pytest.fixture(scope="module")
+def models() -> Path:
+    """A folder with a model of each type."""
+    return made_models()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_follows_one_process(name: str, corpus: Path) -> None:
+    plan, more = ROWS[name]
+    flags = flags_for(corpus, *more)
+    alone = _reference(flags)
+    run = plan_run(plan, flags)
+    assert_follows(run, alone)
+    for before, after in zip(run.initial, run.of_ranks, strict=True):
+        for weight, value in before.items():
+            changed = not torch.equal(value, after[weight])
+            assert changed == is_adapter(weight) or not value.numel(), weight
+
+
+# The same model, data and rate in `peft`, which is the reference of all else here.
+
+
+RATE, STEPS = 3e-3, 20
+TARGETS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def _job(base: Imported, *more: str) -> list[str]:
+    """A command that trains adapters on a converted model."""
+    return [
+        *("--tokenizer-type", "NullTokenizer", "--mock-data", "--calculate-per-token-loss"),
+        *(*base.flags, "--pretrained-checkpoint", str(base.folder), "--seq-length", str(LENGTH)),
+        *("--micro-batch-size", "1", "--global-batch-size", "8", "--lr", str(RATE)),
+        *("--lr-decay-style", "constant", "--weight-decay", "0.1", "--log-interval", "1"),
+        *(*WITHOUT_DROPOUT, *WITHOUT_EVALUATION, *WITHOUT_WORKERS, "--seed", "7", *ALL, *more),
+    ]
+
+
+def _of_peft(source: Path, initial: dict[str, torch.Tensor], batches: list[Any]) -> list[float]:
+    """Losses of its steps, from the initial values of adapters that are given."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
+    names = [name.split(".")[1] for name in TARGETS.values()]
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, config)
+    parameters = dict(model.named_parameters())
+    for name, value in initial.items():
+        if is_adapter(name):
+            layer, target, which = name.split(".")[2], *name.split(".")[-2:]
+            place = f"base_model.model.model.layers.{layer}.{TARGETS[target]}"
+            parameters[f"{place}.lora_{which.upper()}.default.weight"].data.copy_(value)
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    losses = []
+    for start in range(0, len(batches), len(batches) // STEPS):
+        step = batches[start : start + len(batches) // STEPS]
+        tokens, labels = (torch.cat([each[key] for each in step]) for key in ("tokens", "labels"))
+        # Megatron's table has rows of zeros up to a multiple of 128, which count in its softmax.
+        logits = F.pad(model(tokens).logits, (0, -VOCABULARY % 128))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_follows_peft(models: Path, tmp_path: Path) -> None:
+    """Twenty steps of Adam with clipping and weight decay; the first loss is the base's."""
+    source = models / "llama"
+    base = import_model(source, tmp_path / "base")
+    batches = tmp_path / "batches.pt"
+    run = plan_run(
+        ALONE,
+        _job(base, "--train-iters", str(STEPS)),
+        entry="tests.megatron.batches_entry",
+        script=(),
+        env={"ZORSE_TEST_BATCHES": str(batches)},
+    )
+    expected = _of_peft(source, run.initial[0], torch.load(batches))
+    assert run.losses == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)  # seen: 1e-6
+    assert expected[-1] < expected[0] - 0.1  # it has learnt something
+
+
+# Checkpoints.
+
+
+def _saving(base: Imported, folder: Path, *more: str, steps: int = 4) -> list[str]:
+    """A command that starts as it would after a failure."""
+    saves = ("--save", str(folder), "--load", str(folder), "--save-interval", "2")
+    return _job(base, *saves, "--train-iters", str(steps), *more)
+
+
+def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {key: tuple(each.size) for key, each in metadata.items() if hasattr(each, "size")}
+
+
+def test_goes_on_under_any_plan(models: Path, tmp_path: Path) -> None:
+    """From its second step, under each plan; what it saves are adapters and their state alone."""
+    base = import_model(models / "llama", tmp_path / "base")
+    saved = tmp_path / "saved"
+    whole = plan_run(LAYOUTS["3|2"], _saving(base, saved), script=())
+    tensors = _tensors(saved / "iter_0000002")
+    assert all(is_adapter(key) for key in tensors)
+    states = {key.split("decoder.")[0] for key in tensors}
+    assert states >= {"", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."}
+    assert tensors["decoder.layers.self_attention.lora.k.b"] == (4, 32, 4)
+    assert tensors["decoder.layers.mlp.lora.down.a"] == (4, 4, 128)
+    shutil.rmtree(saved / "iter_0000004")
+    for name in ("a TP group", "uneven TP shards", "in the host", "unlike replicas"):
+        again = tmp_path / name
+        shutil.copytree(saved, again)
+        (again / TRACKER).write_text("2")
+        plan, _ = ROWS[name]
+        degree = DEGREE if "TP" in name or "unlike" in name else ()
+        run = plan_run(plan, _saving(base, again, *degree), script=())
+        assert run.losses == pytest.approx(whole.losses[2:], abs=MAX_LOSS_DIFFERENCE), name
+        assert run.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (("--zorse-lora", "rank=4,alpha=8,targets=q,k"), "adapters with alpha 12"),
+        ((), "whole weights"),
+        (("--seed", "8"), "adapters for the base random:7"),
+    ],
+)
+def test_refuses_what_it_cannot_go_on_from(
+    change: tuple[str, ...], found: str, models: Path, tmp_path: Path
+) -> None:
+    """Another scale, the base as `--load`, another base: status 2, with every difference."""
+    base = import_model(models / "llama", tmp_path / "base")
+    folder = tmp_path / "saved"
+    flags = [each for each in _saving(base, folder) if each not in ALL]
+    at = flags.index("--pretrained-checkpoint")
+    del flags[at : at + 2]  # random weights will do
+    if found == "whole weights":
+        folder = base.folder
+        flags[flags.index("--load") + 1] = str(base.folder)
+    else:
+        plan_run(ALONE, [*flags, *ALL, "--train-iters", "2"], script=())
+    with pytest.raises(RankFailure) as refused:
+        plan_run(
+            ALONE, [*flags, *(change if "--zorse-lora" in change else (*ALL, *change))], script=()
+        )
+    assert f"--load {folder}" in str(refused.value) and found in str(refused.value)
+    assert "status 2" in str(refused.value)
+
+
+def _engine_norms() -> list[float]:
+    """How far the norm inside a layer as Transformer Engine's is from one written by hand."""
+    from zorse_megatron.adapter.model import lora
+
+    torch.manual_seed(3)
+    inputs, weight, bias = torch.randn(5, 2, 8) + 0.5, torch.randn(8), torch.randn(8)
+    off = []
+    for normalization, is_zero_centered in product(("RMSNorm", "LayerNorm"), (False, True)):
+        layer = type(lora._NORM_AND_COLUMN, (), {})()
+        layer.layer_norm_weight, layer.layer_norm_bias = weight, bias
+        layer.normalization, layer.eps = normalization, 1e-3
+        layer.zero_centered_gamma = is_zero_centered
+        centered = inputs - inputs.mean(-1, keepdim=True) * (normalization == "LayerNorm")
+        scaled = centered / (centered.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+        expected = scaled * (weight + is_zero_centered) + bias * (normalization == "LayerNorm")
+        off.append((lora._normed(layer, inputs) - expected).abs().max().item())
+    return off
+
+
+def test_norms_inside_layers() -> None:
+    """Transformer Engine's first matrices have the norm inside, so adapters compute it."""
+    (off,) = run_megatron_ranks(1, _engine_norms)
+    assert len(off) == 4 and max(off) < 1e-5

@@ -1,0 +1,177 @@
+"""Checkpoints of a run that trains adapters alone (`--zorse-lora`).
+
+`--save` and `--load` have the adapters, and the optimizer's state of them; they say which base they
+are for. The base, which no run changes, comes from `--pretrained-checkpoint` at every start.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from megatron.core import dist_checkpointing
+
+from zorse_megatron.adapter.checkpoint.before_load import (
+    LOAD_HOOKS,
+    brings_all_weights,
+    check_before_load,
+    load_of,
+    same_on_all,
+)
+from zorse_megatron.adapter.groups.global_groups import presented
+from zorse_megatron.adapter.patches import checkpoints
+from zorse_megatron.adapter.patches.rebind import Replacements
+from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.errors import CheckpointError, Problem
+from zorse_megatron.inputs.lora import LORA_FLAG, Lora, is_adapter
+from zorse_megatron.live.checkpoint_choice import TITLE, Load
+from zorse_megatron.live.checkpoint_files import Checkpoint
+from zorse_megatron.log import say
+from zorse_megatron.runtime.collectives import on_rank_0
+from zorse_megatron.weights.base_digest import base_digest
+
+_LOAD, _BASE = "--load", "--pretrained-checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A checkpoint that this run loads, and what the command says about loading it."""
+
+    load: Load
+    checkpoint: Checkpoint
+
+
+class AdapterRun:
+    """Which adapters a run trains, and which checkpoints it starts from."""
+
+    def __init__(
+        self, lora: Lora, args: Namespace, *, skips_damaged: bool, has_moved: bool
+    ) -> None:
+        """Find and check the checkpoints; a collective call.
+
+        `has_moved`: the adapters are there, from the plan before. Lets `args` say in
+        checkpoints what the adapters are. Raises CheckpointError where one is damaged, or the
+        adapters are other ones, or for another base.
+        """
+        self.lora = lora
+        self._loads_base = False
+        load = load_of(args, skips_damaged=skips_damaged)
+        self._base = self._own = None
+        if load is not None and load.pretrained is not None:
+            base = replace(load, root=None, step=None, is_needed=False, skips_damaged=False)
+            self._base = _found(base)
+        if load is not None and load.root is not None and not has_moved:
+            self._own = _found(replace(load, pretrained=None))
+        args.zorse_lora = self._described(args.seed)
+        if self._own is not None:
+            folder = self._own.checkpoint.folder
+            saved = on_rank_0(partial(_saved_in, folder))
+            if problems := list(_differences(str(folder), saved, args.zorse_lora)):
+                raise CheckpointError(TITLE, problems)
+        say(f"adapters alone are trained: {lora}; base {args.zorse_lora['base'][:16]}")
+
+    def _described(self, seed: int) -> dict[str, Any]:
+        """What checkpoints say of the adapters."""
+        base = f"random:{seed}"
+        if self._base is not None:
+            base = on_rank_0(partial(base_digest, self._base.checkpoint.folder))
+        lora = self.lora
+        return {
+            "rank": lora.rank,
+            "alpha": lora.alpha,
+            "targets": list(lora.targets),
+            "base": base,
+        }
+
+    def brings_base(self, args: Namespace) -> bool:
+        """Whether no frozen parameter keeps its initial value."""
+        return brings_all_weights(None if self._base is None else self._base.checkpoint, args)
+
+    def part_of(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """What is saved or loaded now of a chunk's sharded state dict."""
+        return {
+            name: entry for name, entry in entries.items() if is_adapter(name) != self._loads_base
+        }
+
+    def hooks(self, args: Namespace) -> Replacements:
+        """What loads the base, and then the adapters."""
+        return {checkpoints.LOAD_CHECKPOINT: partial(self._loading, args)}
+
+    def _loading(self, args: Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
+        load = LOAD_HOOKS[checkpoints.LOAD_CHECKPOINT](stock)
+
+        def load_checkpoint(*given: Any, **named: Any) -> Any:
+            result = 0, 0
+            if self._base is not None:
+                with self._of_base(args, self._base):
+                    load(*given, **named)
+            if self._own is not None:
+                with _presented(args, self._own, pretrained_checkpoint=None):
+                    result = load(*given, **named)
+            return result
+
+        return load_checkpoint
+
+    @contextmanager
+    def _of_base(self, args: Namespace, base: _Found) -> Iterator[None]:
+        self._loads_base = True
+        try:
+            with _presented(args, base, load=None, ckpt_step=None, finetune=True):
+                yield
+        finally:
+            self._loads_base = False
+
+
+def _found(load: Load) -> _Found | None:
+    checkpoint = check_before_load(load)
+    return None if checkpoint is None else _Found(load=load, checkpoint=checkpoint)
+
+
+@contextmanager
+def _presented(args: Namespace, found: _Found, **values: Any) -> Iterator[None]:
+    """Let the arguments name one checkpoint, as if the other were none."""
+    with ExitStack() as stack:
+        for name, value in {"ckpt_step": args.ckpt_step, **values}.items():
+            stack.enter_context(presented(args, name, value))
+        stack.enter_context(REGISTRY.applied(same_on_all(args, found.load, found.checkpoint)))
+        yield
+
+
+def _saved_in(folder: Any) -> dict[str, Any] | None:
+    """What a checkpoint says of its adapters; None: it has none."""
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    return getattr(common.get("args"), "zorse_lora", None)
+
+
+def _differences(
+    where: str, saved: Mapping[str, Any] | None, ours: Mapping[str, Any]
+) -> Iterator[Problem]:
+    if saved is None:
+        yield Problem(
+            where=f"{_LOAD} {where}",
+            found="whole weights",
+            expected=f"adapters, as {LORA_FLAG} trains",
+            remedy=f"Give the base with {_BASE}, and with {_LOAD} what such a run has saved.",
+        )
+        return
+    for name in ("rank", "alpha", "targets"):
+        if saved[name] != ours[name]:
+            yield Problem(
+                where=f"{_LOAD} {where}",
+                found=f"adapters with {name} {_text(saved[name])}",
+                expected=f"{_text(ours[name])}, as {LORA_FLAG} says",
+                remedy="Use the flag that they were saved with, or another --save and --load.",
+            )
+    if saved["base"] != ours["base"]:
+        yield Problem(
+            where=f"{_LOAD} {where}",
+            found=f"adapters for the base {saved['base'][:16]}",
+            expected=f"the base of this run, {ours['base'][:16]}",
+            remedy=f"Give the base that they were trained on ({_BASE}).",
+        )
+
+
+def _text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else f"{value:g}"
