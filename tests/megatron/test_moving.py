@@ -147,6 +147,13 @@ def test_goes_on_as_from_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     assert runs.moved.steps[:MOVED] == alone.steps
 
 
+def test_adapters_move_and_their_base_comes_again(corpus: Path, tmp_path: Path) -> None:
+    """In fp32, with a group that cuts matrices of unlike width between its ranks."""
+    lora = ("--zorse-lora", "rank=3,alpha=6,targets=q,o,up,down")
+    flags = [*Saved(corpus).flags(*lora), "--train-iters", str(STEPS)]
+    assert_runs(both_runs(A, B, tmp_path, flags), A.world_size)
+
+
 def look_for_requests(directory: Path) -> tuple[list[float], str]:
     """What rank 0 tells in a few iterations, and writes, where there is something else first."""
     from zorse_megatron.adapter.watching import PlanRequests
