@@ -36,6 +36,7 @@ from tests.megatron.plans import (
 )
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.small_models import LENGTH, VOCABULARY, made_models
+from tests.printed import run_zorse
 from zorse_megatron.errors import RankFailure
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.inputs.lora import is_adapter
@@ -129,8 +130,10 @@ def _job(base: Imported, *more: str) -> list[str]:
     ]
 
 
-def _of_peft(source: Path, initial: dict[str, torch.Tensor], batches: list[Any]) -> list[float]:
-    """Losses of its steps, from the initial values of adapters that are given."""
+def _of_peft(
+    source: Path, initial: dict[str, torch.Tensor], batches: list[Any]
+) -> tuple[list[float], Any]:
+    """Losses of its steps, from the initial values of adapters that are given, and its model."""
     base = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     names = [name.split(".")[1] for name in TARGETS.values()]
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM")
@@ -155,24 +158,40 @@ def _of_peft(source: Path, initial: dict[str, torch.Tensor], batches: list[Any])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return losses, model
 
 
 def test_follows_peft(models: Path, tmp_path: Path) -> None:
-    """Twenty steps of Adam with clipping and weight decay; the first loss is the base's."""
-    source = models / "llama"
+    """Twenty steps of Adam with clipping and weight decay; the first loss is the base's.
+
+    What is exported, as adapters or merged into the base, is the model that `peft` has trained.
+    """
+    source, saved = models / "llama", tmp_path / "saved"
     base = import_model(source, tmp_path / "base")
     batches = tmp_path / "batches.pt"
     run = plan_run(
         ALONE,
-        _job(base, "--train-iters", str(STEPS)),
+        _job(base, "--train-iters", str(STEPS), "--save", str(saved), "--save-interval", "20"),
         entry="tests.megatron.batches_entry",
         script=(),
         env={"ZORSE_TEST_BATCHES": str(batches)},
     )
-    expected = _of_peft(source, run.initial[0], torch.load(batches))
-    assert run.losses == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)  # seen: 1e-6
-    assert expected[-1] < expected[0] - 0.1  # it has learnt something
+    losses, model = _of_peft(source, run.initial[0], torch.load(batches))
+    assert run.losses == pytest.approx(losses, abs=MAX_LOSS_DIFFERENCE)  # seen: 1e-6
+    assert losses[-1] < losses[0] - 0.1  # it has learnt something
+    command = ["export-hf", str(saved), "OUT", "--source", str(source)]
+    for name, more in (("adapter", ["--adapter"]), ("merged", ["--merge", str(base.folder)])):
+        run_zorse(["zorse", *command[:2], str(tmp_path / name), *command[3:], *more])
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
+    adapted = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", attn_implementation="eager"
+    )
+    tokens, before = torch.load(models / "llama.pt")
+    expected = model(tokens).logits
+    assert (expected - before).abs().max() > 0.1
+    for found in (adapted, merged):
+        torch.testing.assert_close(found(tokens).logits, expected, rtol=0, atol=1e-4)
 
 
 # Checkpoints.

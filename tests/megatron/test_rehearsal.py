@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.comparison import flags_for
+from tests.megatron.comparison import LLAMA, flags_for
 from tests.megatron.launch import run_ranks
 from tests.megatron.plans import BOTH_ENDS, LAYOUTS, TWO_BY_TWO, split, with_settings
 from tests.megatron.test_exactness import ROWS, Row
+from tests.megatron.test_lora import ALL as LORA
 from tests.megatron.test_moving import FP16, A, B
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.plan.plan import Schedule
@@ -18,10 +19,12 @@ from zorse_megatron.plan.plan_file import save_plan
 
 APART, HOST = "interleaved, weight gradients apart", "in the host, layered"
 LEVELS = "two levels, an idle rank and one without a shard"
+ADAPTERS = "adapters"
 CASES = {
     APART: Row(
         plan=split(with_settings(BOTH_ENDS, schedule=Schedule(name="interleaved"))), steps=2
     ),
+    ADAPTERS: Row(plan=TWO_BY_TWO, flags=(*LLAMA, *LORA), steps=2),
     **{
         name: replace(ROWS[name], steps=2)
         for name in (HOST, LEVELS, "1|2+1, llama, cyclic, recompute, no clip, sequence parallel")
