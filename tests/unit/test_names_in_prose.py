@@ -49,6 +49,8 @@ NAMES_OF_OTHERS = {
         "PipelineEngine",
         "reconstruct_tensor",
     ),
+    # peft
+    "get_peft_model_state_dict",
     # Transformer Engine, and cuBLAS in torch
     *("NVTE_MASKED_SOFTMAX_FUSION", "get_attention_backend", "get_cublas_workspace_size_bytes"),
     "WeightGradStore",
