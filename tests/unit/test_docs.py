@@ -131,6 +131,7 @@ def our_flags():
         "--zorse-silence-limit",
         "--zorse-rebalance",
         "--zorse-status",
+        "--zorse-lora",
     }
 
 

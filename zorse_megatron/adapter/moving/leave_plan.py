@@ -7,7 +7,7 @@ it, and have set their state aside, nothing of the training is touched: that is 
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -251,7 +251,10 @@ def checked_plan(run: PlanRun, at: RankPlan, optimizers: Sequence[Any], data: by
     problems = list(_problems(plan, at, args))
     problems += _frozen_problems(optimizers) if run.options.lora is None else ()
     problems += _other_types(dtypes, at)
-    problems += check_arguments(args, plan, again=True)
+    lora = run.options.lora
+    # In the arguments is what checkpoints say of adapters.
+    with nullcontext() if lora is None else presented(args, "zorse_lora", lora):
+        problems += check_arguments(args, plan, again=True)
     if problems:
         raise PlanError("The next plan cannot take over", problems)
     executable_lists(plan, tied=at.tied_embeddings)
