@@ -98,7 +98,8 @@ def _found(task: "_Task", search: SearchOptions, tell: Tell) -> Found:
             task.strategy,
             tell,
             may_leave_out=search.may_leave_out,
-            with_stock=task.run is None,  # stock Megatron does not go on with a run
+            # Stock Megatron does not go on with a run, and has no LoRA.
+            with_stock=task.run is None and task.costs.workload.computing.lora is None,
         )
     except FoundSoFar as cut:
         return cut.found
@@ -139,6 +140,13 @@ def _task(
         outputs.refuse([cluster, *given.inputs])
     with errors.collect():
         workload = given.workload(dtype_may_be_auto=True)
+        if search.strategy == "stock" and workload.computing.lora is not None:
+            raise refusal(
+                "--strategy",
+                "stock, for adapters",
+                "another strategy",
+                "Unmodified Megatron has no LoRA; zorse compare says what it would take with it.",
+            )
     with errors.collect():
         data = read_file(cluster, CLUSTER_FILE)
     errors.raise_all()
