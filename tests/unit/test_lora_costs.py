@@ -1,10 +1,15 @@
 """What adapters cost: memory, traffic, times, and plans for GPUs that cannot train all weights."""
 
 import json
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in
 from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.costs.analytic_compute import AnalyticCompute, shares_of, traffic_of
 from zorse_megatron.costs.interface import TpShard
@@ -284,3 +289,47 @@ def test_a_model_that_is_too_large_to_train_is_planned_with_adapters():
     peaks = outcome.plan.predictions.peak_memory_bytes
     assert all(map(int.__le__, peaks, inputs.capacities_bytes))
     assert sum(peaks) > 16e9  # all weights are somewhere
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return runner_in(tmp_path, monkeypatch)
+
+
+def test_the_plan_carries_its_adapters_to_all_that_come_after(run, tmp_path):
+    text = str(lora_of("q,v"))
+    made = run("plan", *WORKLOAD, "--use-all", "--out", "p.json", "--lora", text, "--json")
+    found = json.loads(made.stdout)
+    assert found["plan"]["model"]["lora"] == text and found["stock"] is None
+    assert f"LoRA ({text}) trains 0.3 million parameters" in " ".join(found["reasons"])
+    words = shlex.split(found["next_command"])[1:]
+    assert words[words.index("--zorse-lora") + 1] == text
+    assert text in run(*words).output  # what each node is to run
+    at = words.index("--zorse-lora")
+    without = run(*words[:at], *words[at + 2 :])
+    assert without.exit_code == 1 and "--zorse-lora: found no such flag" in without.output
+    explained = json.loads(run("explain", "p.json", *WORKLOAD, "--json").stdout)
+    assert explained["iteration_s"] == found["iteration_s"]
+    flags_and_option = run("plan", "--cluster", "cluster.yaml", "--lora", text, "--", *FLAGS)
+    assert "--lora: found" in flags_and_option.output
+    stock = run("plan", *WORKLOAD, "--lora", text, "--strategy", "stock")
+    assert stock.exit_code == 1 and "has no LoRA" in stock.output
+
+
+@pytest.mark.parametrize(
+    "given", [None, "rank=8,alpha=16,targets=q,v", "rank=8,alpha=16,targets=q"]
+)
+def test_a_run_is_refused_other_adapters_before_it_imports_torch(tmp_path, given):
+    """It has too few ranks, too, which it says in any case."""
+    text = "rank=8,alpha=16,targets=q,v"
+    plan = lab_plan()
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(plan | {"model": plan["model"] | {"lora": text}}))
+    words = ["-m", "zorse_megatron.pretrain", "--zorse-plan", str(path), *FLAGS]
+    more = [] if given is None else ["--zorse-lora", given]
+    root = Path(__file__).parents[2]
+    started = subprocess.run(
+        [sys.executable, *words, *more], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert started.returncode and "Start 8 ranks" in started.stderr, started.stderr
+    assert ("--zorse-lora: found" in started.stderr) == (given != text)
