@@ -30,6 +30,7 @@ from zorse_megatron.cli.plan_options import (
     strategy_named,
     tokens_named,
 )
+from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.read_write import NotWritten, write_text
@@ -140,13 +141,7 @@ def _task(
         outputs.refuse([cluster, *given.inputs])
     with errors.collect():
         workload = given.workload(dtype_may_be_auto=True)
-        if search.strategy == "stock" and workload.computing.lora is not None:
-            raise refusal(
-                "--strategy",
-                "stock, for adapters",
-                "another strategy",
-                "Unmodified Megatron has no LoRA; zorse compare says what it would take with it.",
-            )
+        _refuse_stock_for_adapters(search.strategy, workload)
     with errors.collect():
         data = read_file(cluster, CLUSTER_FILE)
     errors.raise_all()
@@ -163,6 +158,16 @@ def _task(
     return _Task(
         strategy=strategy, tokens=to_train, costs=costs, costs_of=costs_of, left=left, run=run
     )
+
+
+def _refuse_stock_for_adapters(strategy: str, workload: Workload) -> None:
+    if strategy == "stock" and workload.computing.lora is not None:
+        raise refusal(
+            "--strategy",
+            "stock, for adapters",
+            "another strategy",
+            "Unmodified Megatron has no LoRA; zorse compare --simulated says what it would take.",
+        )
 
 
 def _left(cluster: Cluster, search: SearchOptions, source: str) -> NodesLeft:
