@@ -213,6 +213,21 @@ def test_measured_times_lose_the_gradients_of_weights_as_measured_or_as_estimate
     assert backward_s(timed, None) == 0.06 > backward_s(timed, ALL) > backward_s(timed, none)
 
 
+def test_adapters_of_attention_leave_the_mlp_as_it_is():
+    """But for the gradients of weights, which both lose; the two make up a layer."""
+
+    def halves(targets):
+        computing = replace(USUAL, lora=replace(ALL, targets=targets))
+        compute = ProfiledCompute(measured(), MODEL, dtype="bfloat16", computing=computing)
+        return compute.layer_in_two(KIND, 2), compute.layer(KIND, 2)
+
+    (without, _), (found, layer) = halves(()), halves(("q", "k", "v", "o"))
+    assert found.mlp.forward_s == pytest.approx(without.mlp.forward_s)
+    assert found.mlp.backward_s == pytest.approx(without.mlp.backward_s)
+    assert found.attention.forward_s > 1.01 * without.attention.forward_s
+    assert found.attention.forward_s + found.mlp.forward_s == pytest.approx(layer.forward_s)
+
+
 def test_measured_activations_lose_what_frozen_weights_do_not_keep():
     def memory_of(targets):
         return memory_from_profile(

@@ -228,11 +228,16 @@ class ProfiledCompute:
         """Of layers without an MLP, and without attention."""
         attention = replace(self.model, ffn_hidden_size=0)
         mlp = replace(self.model, num_attention_heads=0, num_query_groups=0)
-        ranks, computing = self.tensor_parallel, self.computing
-        return (
-            self._analytic_for(attention, ranks, computing),
-            self._analytic_for(mlp, ranks, computing),
-        )
+        return self._half(attention, in_attention=True), self._half(mlp, in_attention=False)
+
+    def _half(self, model: ModelShape, *, in_attention: bool) -> AnalyticCompute:
+        """With those of the adapters that it has."""
+        lora, computing = self.computing.lora, self.computing
+        if lora is not None:
+            sizes = lora.sizes(self.model).items()
+            own = tuple(name for name, size in sizes if size.in_attention == in_attention)
+            computing = replace(computing, lora=replace(lora, targets=own))
+        return self._analytic_for(model, self.tensor_parallel, computing)
 
     def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
         """Token (and position) embedding."""
