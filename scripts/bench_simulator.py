@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zorse_megatron.costs.interface import JobCosts, PassTimes, RecomputeMode
+from zorse_megatron.costs.interface import JobCosts, ModelSection, PassTimes, RecomputeMode
 from zorse_megatron.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.iteration import simulate
@@ -66,6 +66,9 @@ class BenchCosts:
 
     def head_parameters(self, *, tied_on_same_rank: bool) -> int:
         return 0 if tied_on_same_rank else 131_076_096
+
+    def frozen_parameters(self, section: ModelSection, *, tied_on_same_rank: bool = False) -> int:
+        return 0
 
     def parameter_bytes(self, num_parameters: int) -> int:
         return 2 * num_parameters

@@ -149,6 +149,7 @@ def _checked(
         refuse_other_cluster(plan, cluster, source)
     script = [str(command.script)] if command.script else []
     training = read_command([*script, *command.megatron])
+    training.args.zorse_lora = command.options.lora
     kinds = None if cluster is None else cluster.kinds
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if misfits := check_command(training, plan, kinds, world_size=world_size):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.costs.interface import ModelSection, RecomputeMode
 from zorse_megatron.costs.model_memory import BytesByPrecision, Precision
 from zorse_megatron.inputs.profile import PartMemory, Profile
 
@@ -65,6 +65,10 @@ class MeasuredMemory(BytesByPrecision):
                 f"found a tied table in {self.head.model}; expected none, as measured"
             )
         return self.head.parameters
+
+    def frozen_parameters(self, section: ModelSection, *, tied_on_same_rank: bool = False) -> int:
+        """None: all were trained."""
+        return 0
 
     def activation_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None

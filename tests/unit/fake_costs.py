@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from zorse_megatron.costs.interface import PassTimes, RecomputeMode
+from zorse_megatron.costs.interface import ModelSection, PassTimes, RecomputeMode
 
 Link = tuple[str, float]
 
@@ -70,6 +70,9 @@ class FakeMemory:
 
     def head_parameters(self, *, tied_on_same_rank: bool) -> int:
         return 0 if tied_on_same_rank else self.head_count
+
+    def frozen_parameters(self, section: ModelSection, *, tied_on_same_rank: bool = False) -> int:
+        return 0
 
     def parameter_bytes(self, num_parameters: int) -> int:
         return 2 * num_parameters

@@ -127,6 +127,7 @@ BETWEEN = {
     "replicas": [replica(4, 5, num_microbatches=4), replica(6, 7, num_microbatches=4)],
 }
 MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
+LORA = "rank=8,alpha=16,targets=q,v"
 QUIET = "--attention-dropout 0 --hidden-dropout 0"
 HASHES = "--check-weight-hash-across-dp-replicas-interval"
 REDUCE_DTYPE = "groups[1].grad_reduce_dtype"
@@ -245,6 +246,14 @@ EXAMPLES = {
     "tp_groups_cannot_divide": [
         (TP_GROUPS, f"{QUIET} --padded-vocab-size 32001", "groups[1].replicas[0].ranks")
     ],
+    "adapters_are_others": [
+        ({"model": MODEL | {"lora": LORA}}, "", "--zorse-lora"),
+        ({"model": MODEL | {"lora": LORA}}, f"--zorse-lora {LORA},o", "--zorse-lora"),
+    ],
+    "adapters_leave_no_weight_gradients": [
+        ({"split_backward": True}, f"--zorse-lora {LORA}", "--zorse-lora")
+    ],
+    "adapters_lack_matrices": [({}, f"--zorse-lora {LORA},gate", "--zorse-lora")],
     "weight_gradients_cannot_wait": [
         ({"split_backward": True}, "--transformer-impl local", "gradient_accumulation_fusion")
     ],
@@ -312,6 +321,8 @@ FINE = [
     ({"model": MODEL | {"num_query_groups": 16}}, "--num-query-groups 2"),
     ({"model": MODEL | {"num_query_groups": 2}}, "--group-query-attention --num-query-groups 2"),
     ({"model": MODEL | {"tied_embeddings": False}}, ""),
+    ({"model": MODEL | {"lora": LORA}}, "--zorse-lora targets=v,q,rank=8,alpha=16.0"),
+    ({}, f"--zorse-lora {LORA},up"),
     (TP_GROUPS, QUIET),
     ({"replicas": BETWEEN["replicas"]}, f"{QUIET} --reset-attention-mask {HASHES} 5"),
     (TP_GROUPS, f"{QUIET} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"),

@@ -11,6 +11,7 @@ from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.model_in_flags import flags_of_shape
 from zorse_megatron.flags.table import WITHOUT_DROPOUT
+from zorse_megatron.inputs.lora import LORA_FLAG
 from zorse_megatron.launch.stock_command import stripped_of_layout
 
 _OF_THIS_ANSWER = ("--json", "--verbose", "-v")
@@ -107,7 +108,7 @@ def _for_stock(given: Sequence[str]) -> tuple[str, ...]:
 
 def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
     """Megatron's flags of a model and batch; empty where the shape does not say all of them."""
-    workload = costs.workload
+    workload, lora = costs.workload, costs.workload.computing.lora
     shape = workload.file_flags
     if shape:
         positions = max(workload.model.max_positions, workload.model.seq_length)
@@ -121,6 +122,7 @@ def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
         *shape,
         *("--global-batch-size", str(costs.inputs.global_batch_size)),
         *_DTYPE_FLAGS.get(costs.dtype, ()),
+        *(() if lora is None else (LORA_FLAG, str(lora))),
         *WITHOUT_DROPOUT,  # as these models are trained
         *("--eval-interval", "1000"),  # without one Megatron ends
     )

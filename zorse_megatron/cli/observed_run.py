@@ -12,6 +12,7 @@ from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_on, workload_problems
 from zorse_megatron.costs.own_speeds import GpuSpeed, OwnSpeeds, with_own_speeds
+from zorse_megatron.errors import Problem
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.profile import Profile
@@ -127,7 +128,11 @@ def observed_run(
     cluster = parse_cluster(cluster_data, source=source)
     status, plan = _read(directory)
     name = str(directory / RUNNING_PLAN_NAME)
-    problems = [*cluster_problems(plan, cluster, name), *workload_problems(plan, workload, name)]
+    problems = [
+        *cluster_problems(plan, cluster, name),
+        *workload_problems(plan, workload, name),
+        *_adapter_problems(plan, workload, name),
+    ]
     refuse(problems, f"the run in {directory} is of something else")
     costs = costs_on(plan, cluster, workload, profiles, margin=margin)
     # Not the times that the plan predicts: those may be of corrected speeds already.
@@ -148,6 +153,18 @@ def observed_run(
         speeds=speeds,
         costs=costs_on(plan, speeds.cluster, workload, known, margin=margin),
     )
+
+
+def _adapter_problems(plan: Plan, workload: Workload, name: str) -> Iterator[Problem]:
+    """A run goes on with what it trains, also where nothing is said of it."""
+    said, trained = workload.computing.lora, plan.model.lora
+    if (said is None) != (trained is None):
+        yield Problem(
+            where=f"{name}: model.lora",
+            found=f"{trained or 'none'}, and {said or 'none'} is to be trained",
+            expected="the same in both",
+            remedy="Give the run's own command, or --lora as it has it.",
+        )
 
 
 def _origin(status: Status) -> str:

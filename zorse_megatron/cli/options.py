@@ -12,7 +12,14 @@ import typer
 
 from zorse_megatron.cli.command_group import training_flags
 from zorse_megatron.cli.console import Output, refusal, reported_errors
-from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE, Workload, workload_of
+from zorse_megatron.cli.workload import (
+    MAX_GLOBAL_BATCH_SIZE,
+    MAX_SIZE,
+    Workload,
+    model_or_flags,
+    with_lora,
+    workload_of,
+)
 from zorse_megatron.files.wording import did_you_mean
 from zorse_megatron.plan.plan import Plan
 
@@ -64,6 +71,15 @@ DtypeOrAuto = Annotated[
         help="Compute dtype: bfloat16, float16, tf32 or float32. Default: the first of bfloat16, "
         "float16 and float32 that every kind of GPU in the cluster supports. auto: the same choice "
         "for each group of GPUs by itself.",
+    ),
+]
+LoraText = Annotated[
+    str | None,
+    typer.Option(
+        "--lora",
+        metavar="ADAPTERS",
+        help="Train adapters alone, as --zorse-lora in a training command: "
+        "rank=16,alpha=32,targets=q,k,v,o,gate,up,down. Default: all weights.",
     ),
 ]
 Iterations = Annotated[
@@ -199,6 +215,19 @@ class PlannedWorkload(WorkloadOptions):
     """The same for a command that plans: each group may have a dtype of its own."""
 
     dtype: DtypeOrAuto = None
+    lora: LoraText = None
+
+    def workload(
+        self,
+        plan: Plan | None = None,
+        *,
+        flags: Sequence[str] | None = None,
+        dtype_may_be_auto: bool = False,
+    ) -> Workload:
+        """The same, with the adapters that alone are trained."""
+        found = super().workload(plan, flags=flags, dtype_may_be_auto=dtype_may_be_auto)
+        _, in_command = model_or_flags(self.model, self.flags if flags is None else flags)
+        return with_lora(found, self.lora, has_command=in_command is not None)
 
 
 def checked_share(value: float, option: str) -> float:

@@ -54,9 +54,12 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
 
 def _head(answer: "Answer", *, is_all: bool, with_limit: bool = True) -> list[str]:
     """All but groups, warnings and command."""
+    from zorse_megatron.planner.explanation import adapter_sentences
+
     return _wrapped(
         [
             *_iteration(answer),
+            *adapter_sentences(answer.costs.inputs),
             *_stock(answer),
             *_tokens(answer),
             _gpus(answer),
@@ -93,6 +96,9 @@ def _iteration(answer: "Answer") -> Iterator[str]:
 def _stock(answer: "Answer") -> Iterator[str]:
     from zorse_megatron.planner.baselines.stock_best import MOST_GPUS
 
+    if answer.stock is None and answer.costs.workload.computing.lora is not None:
+        yield "Stock Megatron: it has no LoRA"
+        return
     if answer.stock is None:
         why = "so many GPUs" if answer.num_gpus > MOST_GPUS else "a run that goes on"
         yield f"Stock Megatron: not computed for {why}"

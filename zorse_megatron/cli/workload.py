@@ -23,6 +23,7 @@ from zorse_megatron.flags.model_in_flags import (
 )
 from zorse_megatron.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind
 from zorse_megatron.inputs.hugging_face import CONFIG_FILE, config_path, parse_config
+from zorse_megatron.inputs.lora import LORA_FLAG, misfits, parse_lora
 from zorse_megatron.inputs.model import MODELS, USUAL, Computing, ModelShape, canonical_model
 from zorse_megatron.plan.plan import Plan
 
@@ -247,6 +248,30 @@ def at_seq_length(workload: Workload, seq_length: int) -> Workload:
     positions = max(shape.max_positions, seq_length) if learned else shape.max_positions
     model = dataclasses.replace(shape, seq_length=seq_length, max_positions=positions)
     return dataclasses.replace(workload, model=model, lacks_seq_length=False, notes=notes)
+
+
+def with_lora(
+    workload: Workload, text: str | None, *, has_command: bool = False, where: str = "--lora"
+) -> Workload:
+    """The same with adapters, which alone are trained; None: as it is. Raises CommandError.
+
+    `has_command`: whether the workload is a training command's, which says so itself.
+    """
+    problems: list[Problem] = []
+    lora = None if text is None else parse_lora(text, problems, where=where)
+    if lora is None or (has_command and lora == workload.computing.lora):
+        refuse(problems)
+        return workload
+    if has_command:
+        raise refusal(
+            where,
+            f"{text}, beside a training command with {workload.computing.lora or 'no adapters'}",
+            f"{LORA_FLAG} in the training command alone",
+            "It is that which trains.",
+        )
+    refuse([*problems, *misfits(lora, workload.model, where=where)])
+    computing = dataclasses.replace(workload.computing, lora=lora)
+    return dataclasses.replace(workload, computing=computing)
 
 
 def _exists(name: str) -> bool:

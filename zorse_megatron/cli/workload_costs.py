@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.console import refuse
 from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
-from zorse_megatron.cli.workload import Workload, at_seq_length, workload_of
+from zorse_megatron.cli.workload import Workload, at_seq_length, with_lora, workload_of
 from zorse_megatron.costs.measured_curves import unlikely_times
 from zorse_megatron.errors import FlagError, ModelError, Problem
 from zorse_megatron.flags.command import last_values
 from zorse_megatron.gpus.gpu import DTYPE_OF, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
-from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.inputs.model import ModelShape, fingerprint_of
 from zorse_megatron.inputs.profile import Profile, joined, load_profile
 from zorse_megatron.plan.plan import ModelFingerprint, Plan
 
@@ -120,7 +120,7 @@ def _space_of(space: "SearchSpace | None", workload: Workload) -> "SearchSpace":
 
     if not workload.may_offload:
         space = replace(space or SearchSpace(), offload=False, offload_activations=False)
-    if not workload.may_split_backward:
+    if not workload.may_split_backward or workload.computing.lora is not None:
         space = replace(space or SearchSpace(), split_backward=False)
     if workload.barring_tp:
         barring = workload.barring_tp
@@ -170,10 +170,13 @@ def costs_on(
 ) -> WorkloadCosts:
     """Return what a plan costs that is for this cluster and model.
 
-    Where all of its groups say what they compute in, the command's type does not count.
+    Where all of its groups say what they compute in, the command's type does not count. Adapters
+    are those of the plan where a model without a command does not say.
     """
     if all(group.compute_dtype is not None for group in plan.groups):
         workload = replace(workload, dtype="auto")
+    if workload.computing.lora is None:
+        workload = with_lora(workload, plan.model.lora, where="plan: model.lora")
     return costs_of_workload(
         cluster, workload, profiles, global_batch_size=plan.global_batch_size, margin=margin
     )
@@ -205,7 +208,9 @@ _VOCABULARY = "--vocab-size"
 
 def workload_problems(plan: Plan, workload: Workload, source: str = "plan") -> Iterator[Problem]:
     """Yield where the plan's model and batch are not those of the workload."""
-    yield from fingerprint_problems(plan, workload.model.fingerprint(), source)
+    yield from fingerprint_problems(
+        plan, fingerprint_of(workload.model, workload.computing), source
+    )
     batch = workload.global_batch_size
     if batch is not None and batch != plan.global_batch_size:
         yield Problem(

@@ -137,6 +137,9 @@ def element_bytes(dtype: Dtype) -> int:
 
 # Nothing is faster than the CPU can launch it: about 20 kernels forward and 40 backward, 5 us each.
 _LEAST_FORWARD_S, _LEAST_BACKWARD_S = 100e-6, 200e-6
+# An adapter adds three forward (two products, and the sum with the matrix's result) and five
+# backward (gradients of both factors of each product, and the sum with the input's gradient).
+_LEAST_ADAPTER_FORWARD_S, _LEAST_ADAPTER_BACKWARD_S = 15e-6, 25e-6
 # Share of the memory bandwidth that streaming kernels reach; Adam reaches it in Sailor's
 # measurements: 28 bytes per parameter in 22.5 ps on an A100-40, in 37.3 ps on a V100.
 _STREAMING = 0.8
@@ -149,7 +152,8 @@ _TABLE_GRADIENT_BYTES = 12.0
 class AnalyticCompute:
     """`ComputeCost` from published figures; model, sequence length, dtype are fixed.
 
-    `tensor_parallel`: the cost is that of one rank's part, without communication.
+    `tensor_parallel`: the cost is that of one rank's part, without communication. With adapters
+    (`computing.lora`) it is theirs, too, and no other weights have gradients.
     """
 
     def __init__(
@@ -203,16 +207,20 @@ class AnalyticCompute:
         weights = model.layer_parameters(ranks)
         forward_bytes = there.elementwise_passes * moved + there.bytes_per_parameter * weights
         backward_bytes = back.elementwise_passes * moved + back.bytes_per_parameter * weights
-        more = self._beyond_usual(micro_batch_size)
-        flops += more.flops
-        forward_bytes += more.forward_bytes
-        backward_bytes += more.backward_bytes
+        adapters = self._adapters(micro_batch_size)
+        for more in (self._beyond_usual(micro_batch_size), adapters):
+            flops += more.flops
+            forward_bytes += more.forward_bytes
+            backward_bytes += more.backward_bytes
+        back_flops = 2 * flops - adapters.spared_flops
         return PassTimes(
             forward_s=max(
-                _LEAST_FORWARD_S, flops / (peak * shares.forward) + forward_bytes / bandwidth
+                _LEAST_FORWARD_S + adapters.number * _LEAST_ADAPTER_FORWARD_S,
+                flops / (peak * shares.forward) + forward_bytes / bandwidth,
             ),
             backward_s=max(
-                _LEAST_BACKWARD_S, 2 * flops / (peak * shares.backward) + backward_bytes / bandwidth
+                _LEAST_BACKWARD_S + adapters.number * _LEAST_ADAPTER_BACKWARD_S,
+                back_flops / (peak * shares.backward) + backward_bytes / bandwidth,
             ),
         )
 
@@ -222,9 +230,10 @@ class AnalyticCompute:
         rate = _STREAMING * self._gpu(kind).memory_bytes_per_s
         output = micro_batch_size * model.seq_length * model.hidden_size * width
         table = model.embedding_parameters(self.tensor_parallel)
+        is_frozen = self.computing.lora is not None
         return PassTimes(
             forward_s=4 * output / rate,
-            backward_s=(3 * output + _TABLE_GRADIENT_BYTES * table) / rate,
+            backward_s=0.0 if is_frozen else (3 * output + _TABLE_GRADIENT_BYTES * table) / rate,
         )
 
     def head(self, kind: str, micro_batch_size: float) -> PassTimes:
@@ -237,10 +246,11 @@ class AnalyticCompute:
         there, back = traffic_of(self.dtype)
         table, peak = model.table_parameters(ranks), self._peak(kind)
         forward_bytes = _LOGIT_PASSES_FORWARD * logits + there.bytes_per_parameter * table
-        backward_bytes = _LOGIT_PASSES_BACKWARD * logits + back.bytes_per_parameter * table
+        products, moved = (2, back) if self.computing.lora is None else (1, there)
+        backward_bytes = _LOGIT_PASSES_BACKWARD * logits + moved.bytes_per_parameter * table
         return PassTimes(
             forward_s=flops / (peak * shares.forward) + forward_bytes / rate,
-            backward_s=2 * flops / (peak * shares.backward) + backward_bytes / rate,
+            backward_s=products * flops / (peak * shares.backward) + backward_bytes / rate,
         )
 
     def recompute_s(self, kind: str, micro_batch_size: float, mode: RecomputeMode) -> float:
@@ -251,7 +261,12 @@ class AnalyticCompute:
         return forward_s * (1.0 if mode == "full" else selective_share(self.model, self.computing))
 
     def weight_gradients_s(self, kind: str, micro_batch_size: float) -> float:
-        """What gradients of its matrices take of one layer's backward: their products' time."""
+        """What gradients of its matrices take of one layer's backward: their products' time.
+
+        Nothing with adapters, whose few stay in the backward.
+        """
+        if self.computing.lora is not None:
+            return 0.0
         shares, _ = self._shares(kind)
         flops = micro_batch_size * matrix_flops(self.model, self.tensor_parallel)
         backward_s = self.layer(kind, micro_batch_size).backward_s
@@ -282,6 +297,33 @@ class AnalyticCompute:
             flops=micro_batch_size * flops,
             forward_bytes=micro_batch_size * forward,
             backward_bytes=micro_batch_size * backward,
+        )
+
+    def _adapters(self, micro_batch_size: float) -> "_Adapters":
+        """What adapters add, and what weights spare that have no gradients.
+
+        Forward an adapter reads its input, writes its result, and adds that to the matrix's;
+        backward it reads the gradient of its result twice, and its input; it writes a gradient of
+        the input, and adds that to the matrix's.
+        """
+        lora, model, ranks = self.computing.lora, self.model, self.tensor_parallel
+        if lora is None:
+            return _Adapters(flops=0.0, forward_bytes=0.0, backward_bytes=0.0)
+        there, back = (each.bytes_per_parameter for each in traffic_of(self.dtype))
+        parameters, weights = lora.layer_parameters(model, ranks), model.layer_parameters(ranks)
+        tokens, forward, backward = micro_batch_size * model.seq_length, 0.0, 0.0
+        for size in lora.sizes(model).values():
+            inputs = size.inputs / (1 if size.cuts_outputs else ranks)
+            outputs = size.outputs / (ranks if size.cuts_outputs else 1)
+            forward += inputs + 4 * outputs
+            backward += 5 * inputs + 2 * outputs
+        moved = tokens * element_bytes(self.dtype)
+        return _Adapters(
+            flops=2.0 * tokens * parameters,
+            forward_bytes=moved * forward + there * parameters,
+            backward_bytes=moved * backward + back * parameters - (back - there) * weights,
+            number=len(lora.sizes(model)),
+            spared_flops=micro_batch_size * matrix_flops(model, ranks),
         )
 
     def _shares(self, kind: str) -> tuple[Shares, bool]:
@@ -335,6 +377,15 @@ class _Roofline:
     flops: float
     forward_bytes: float
     backward_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Adapters(_Roofline):
+    """What adapters change."""
+
+    number: int = 0
+    spared_flops: float = 0.0
+    """Of a backward."""
 
 
 def step_bytes_per_parameter(dtype: Dtype) -> float:

@@ -54,13 +54,16 @@ class MemoryCost(Protocol):
     """Bytes on a GPU; model, sequence length, dtype and optimizer are fixed."""
 
     def layer_parameters(self) -> int:
-        """Number of parameters of one transformer layer."""
+        """Number of parameters of one transformer layer that are trained."""
 
     def embedding_parameters(self) -> int:
-        """Number of parameters of the embedding."""
+        """Number of parameters of the embedding that are trained."""
 
     def head_parameters(self, *, tied_on_same_rank: bool) -> int:
-        """Number of parameters of the final norm and the head."""
+        """Number of parameters of the final norm and the head that are trained."""
+
+    def frozen_parameters(self, section: ModelSection, *, tied_on_same_rank: bool = False) -> int:
+        """Number of parameters that stay as they are, whole on every GPU; 0 but with adapters."""
 
     def parameter_bytes(self, num_parameters: int) -> int:
         """Unsharded parameters as they are computed with."""

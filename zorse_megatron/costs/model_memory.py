@@ -11,9 +11,10 @@ from itertools import accumulate, pairwise
 
 from zorse_megatron.costs.analytic_compute import attention_on, is_sixteen_bit
 from zorse_megatron.costs.analytic_compute import element_bytes as bytes_of_element
-from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.costs.interface import ModelSection, RecomputeMode
 from zorse_megatron.gpus.gpu import Attention, Dtype
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.lora import Lora, Target
 from zorse_megatron.inputs.model import USUAL, Computing, ModelShape, Module
 from zorse_megatron.inputs.profile import Part, PartMemory, Profile
 
@@ -57,25 +58,40 @@ class LayerActivations:
     """Whether unfused attention keeps its softmax in fp32, and 16-bit probabilities beside it."""
     modules: tuple[Module, ...] = ("core_attn",)
     """What selective recomputation recomputes."""
+    lora: Lora | None = None
+    """The adapters, which keep inputs that frozen matrices do not; None: all is trained."""
 
     def saved(self) -> Iterator[Saved]:
         """Yield every tensor that one layer keeps for one sample."""
         model = self.model
         hidden, tokens = model.hidden_size, model.seq_length
         yield self._whole("input of the norm before attention", hidden)
-        yield self._whole("input of query, key and value", hidden, "layernorm")
+        if self._trains("q", "k", "v"):
+            yield self._whole("input of query, key and value", hidden, "layernorm")
         yield self._split("query, key and value", model.query_width + model.key_value_width)
         yield from self._scores(model.num_attention_heads * tokens)
-        yield self._split("input of the projection", model.query_width)
+        if self._trains("o"):
+            yield self._split("input of the projection", model.query_width)
+        elif self.attention == "flash":  # whose backward needs its output
+            yield self._split("output of attention", model.query_width, "core_attn")
         if self.hidden_dropout:
             yield self._mask("dropout mask after attention", hidden)
         yield self._whole("input of the norm before the feed-forward block", hidden)
-        yield self._whole("input of the first matrix", hidden, "layernorm")
+        if self._trains("gate", "up"):
+            yield self._whole("input of the first matrix", hidden, "layernorm")
         if model.activation != "relu":  # its gradient follows from its output
             yield self._split("input of the activation", model.ffn_input_width, "mlp")
-        yield self._split("input of the second matrix", model.ffn_hidden_size, "mlp")
+        if self._trains("down") or model.activation == "relu":
+            yield self._split("input of the second matrix", model.ffn_hidden_size, "mlp")
         if self.hidden_dropout:
             yield self._mask("dropout mask after the feed-forward block", hidden)
+        if self.lora is not None:
+            for target in self.lora.sizes(model):
+                yield self._whole(f"inside the adapter of {target}", self.lora.rank)
+
+    def _trains(self, *targets: Target) -> bool:
+        """Whether gradients of weights need the input that these matrices share."""
+        return self.lora is None or not set(targets).isdisjoint(self.lora.targets)
 
     def bytes_per_sample(
         self, mode: RecomputeMode, *, tensor_parallel: int = 1, sequence_parallel: bool = False
@@ -249,30 +265,48 @@ class TransformerMemory(BytesByPrecision):
     """What the head keeps of one sample."""
 
     def layer_parameters(self) -> int:
-        """Number of parameters of one transformer layer."""
-        return self.model.layer_parameters(self.tensor_parallel)
+        """Number of parameters of one transformer layer that are trained."""
+        lora = self.computing.lora
+        if lora is not None:
+            return lora.layer_parameters(self.model, self.tensor_parallel)
+        return self._base_parameters("layer")
 
     def embedding_parameters(self) -> int:
-        """Number of parameters of the embedding."""
-        return self.model.embedding_parameters(self.tensor_parallel)
+        """Number of parameters of the embedding that are trained."""
+        return 0 if self.computing.lora else self._base_parameters("embedding")
 
     def head_parameters(self, *, tied_on_same_rank: bool) -> int:
-        """Number of parameters of the final norm and the head.
+        """Number of parameters of the final norm and the head that are trained."""
+        if self.computing.lora:
+            return 0
+        return self._base_parameters("head", tied_on_same_rank=tied_on_same_rank)
+
+    def frozen_parameters(self, section: ModelSection, *, tied_on_same_rank: bool = False) -> int:
+        """Number of parameters that stay as they are, whole on every GPU; 0 but with adapters."""
+        if self.computing.lora is None:
+            return 0
+        return self._base_parameters(section, tied_on_same_rank=tied_on_same_rank)
+
+    def _base_parameters(self, section: ModelSection, *, tied_on_same_rank: bool = False) -> int:
+        """Of the model without adapters.
 
         A tied head on another rank than the embedding has a copy of the table.
         """
-        own = self.model.head_parameters(self.tensor_parallel)
-        if self.model.tied_embeddings and not tied_on_same_rank:
-            return own + self.model.table_parameters(self.tensor_parallel)
-        return own
+        model, ranks = self.model, self.tensor_parallel
+        if section == "layer":
+            return model.layer_parameters(ranks)
+        if section == "embedding":
+            return model.embedding_parameters(ranks)
+        is_copied = model.tied_embeddings and not tied_on_same_rank
+        return model.head_parameters(ranks) + is_copied * model.table_parameters(ranks)
 
     def activation_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> int:
         """What one layer keeps from forward to backward, its input included.
 
-        What was measured with other attention than the kind runs differs by what the formula says
-        that the two keep.
+        What was measured with other attention than the kind runs, and of weights that are trained,
+        differs by what the formula says that the two keep.
         """
         attention = self.attention_on(kind)
         if mode != "none" or self.measured_layer_elements is None:
@@ -280,9 +314,10 @@ class TransformerMemory(BytesByPrecision):
         of_all_kinds = self.measured_layer_elements, self.measured_attention
         elements, ran = self.measured_by_kind.get(kind or "", of_all_kinds)
         other = 0
-        if ran not in (None, attention):
+        if ran not in (None, attention) or self.computing.lora is not None:
+            trained = replace(self, computing=replace(self.computing, lora=None))
             other = self._computed_bytes(mode, attention)
-            other -= self._computed_bytes(mode, ran or attention)
+            other -= trained._computed_bytes(mode, ran or attention)
         return micro_batch_size * (elements * bytes_of_element(self.dtype) + other)
 
     def saved_tensor_bytes(
@@ -316,6 +351,7 @@ class TransformerMemory(BytesByPrecision):
             attention_dropout=self.computing.attention_dropout,
             softmax_in_fp32=self.computing.softmax_in_fp32,
             modules=self.computing.modules,
+            lora=self.computing.lora,
         )
 
     def delayed_bytes(self, micro_batch_size: int) -> int:
@@ -337,15 +373,17 @@ class TransformerMemory(BytesByPrecision):
         """Logits and what the loss keeps while the head runs.
 
         Of the logits there are the product itself, its softmax in float32 and its gradient; the
-        final norm keeps its input and its output.
+        final norm keeps its input and its output, which an output layer that is frozen does not
+        need.
         """
-        width = bytes_of_element(self.dtype)
+        width, boundary = bytes_of_element(self.dtype), self.boundary_bytes(micro_batch_size)
+        unneeded = boundary if self.computing.lora else 0
         if self.measured_head_elements is not None:
-            return micro_batch_size * self.measured_head_elements * width
+            return micro_batch_size * self.measured_head_elements * width - unneeded
         logits = self.model.seq_length * self.model.vocab_size // self.tensor_parallel
         # In float32 the softmax takes the place of the logits.
         per_logit = 2 * width + (_FLOAT32_BYTES if is_sixteen_bit(self.dtype) else 0)
-        return micro_batch_size * logits * per_logit + 2 * self.boundary_bytes(micro_batch_size)
+        return micro_batch_size * logits * per_logit + 2 * boundary - unneeded
 
 
 def memory_from_profile(profile: Profile, formula: TransformerMemory) -> TransformerMemory:

@@ -168,7 +168,8 @@ class ProfiledCompute:
         computing: Computing = USUAL,
         whole: ModelShape | None = None,
     ) -> None:
-        """`computing`: of what is computed and not measured; times of a profile are as measured.
+        """`computing`: of what is computed and not measured; times of a profile are as measured, of
+        all weights that are trained. With adapters they change as their analytic times do.
 
         `whole`: the model, where `model` says the sizes of a rank's unequal part. Layers of all
         parts are scaled from what is closest to the whole. Were it what is closest to each part, a
@@ -182,6 +183,8 @@ class ProfiledCompute:
         self.kinds = kinds
         self.tensor_parallel = tensor_parallel
         self.analytic = self._analytic_for(model, tensor_parallel)
+        self.adapted = self._analytic_for(model, tensor_parallel, computing)
+        """The same with the adapters that there are."""
         self._found: dict[tuple[Part, str], tuple[Series, float] | None] = {}
         self._times: dict[tuple[Part, str, int], PassTimes] = {}
         self._step_s_per_parameter: dict[str, float | None] = {}
@@ -213,7 +216,7 @@ class ProfiledCompute:
             # Of a rank that holds none of the layer both halves take no time.
             share = layer_flops(self._halves[0].model) / (layer_flops(self.model) or 1.0)
             return share, share
-        whole = self.analytic.layer(kind, micro_batch_size)
+        whole = self.adapted.layer(kind, micro_batch_size)
         attention, mlp = (each.layer(kind, micro_batch_size) for each in self._halves)
         return (
             (1 + (attention.forward_s - mlp.forward_s) / whole.forward_s) / 2,
@@ -225,8 +228,16 @@ class ProfiledCompute:
         """Of layers without an MLP, and without attention."""
         attention = replace(self.model, ffn_hidden_size=0)
         mlp = replace(self.model, num_attention_heads=0, num_query_groups=0)
-        ranks = self.tensor_parallel
-        return self._analytic_for(attention, ranks), self._analytic_for(mlp, ranks)
+        return self._half(attention, in_attention=True), self._half(mlp, in_attention=False)
+
+    def _half(self, model: ModelShape, *, in_attention: bool) -> AnalyticCompute:
+        """With those of the adapters that it has."""
+        lora, computing = self.computing.lora, self.computing
+        if lora is not None:
+            sizes = lora.sizes(self.model).items()
+            own = tuple(name for name, size in sizes if size.in_attention == in_attention)
+            computing = replace(computing, lora=replace(lora, targets=own))
+        return self._analytic_for(model, self.tensor_parallel, computing)
 
     def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
         """Token (and position) embedding."""
@@ -245,8 +256,10 @@ class ProfiledCompute:
 
     def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
         """What gradients of its matrices take of one layer's backward: their share as measured, of
-        a relative as its analytic share differs, or their analytic share.
+        a relative as its analytic share differs, or their analytic share. Nothing with adapters.
         """
+        if self.computing.lora is not None:
+            return 0.0
         backward_s = self.layer(kind, micro_batch_size).backward_s
         found = self._closest("layer", kind)
         if found is not None and found[0].times.weight_gradients_s is not None:
@@ -303,10 +316,54 @@ class ProfiledCompute:
         if key not in self._times:
             if micro_batch_size < 1:
                 raise ValueError(f"found micro-batch size {micro_batch_size}; expected 1 or more")
-            self._times[key] = self._times_of(part, kind, micro_batch_size)
+            times = self._times_of(part, kind, micro_batch_size)
+            if self.computing.lora is not None:
+                times = self._with_adapters(times, part, kind, micro_batch_size)
+            self._times[key] = times
         return self._times[key]
 
+    def _with_adapters(
+        self, trained: PassTimes, part: Part, kind: str, micro_batch_size: int
+    ) -> PassTimes:
+        """What takes so long where all weights are trained, if adapters alone are."""
+        if not self.analytic.knows(kind):
+            forward, backward = self._adapter_flops_ratios(part)
+        else:
+            before, after = (
+                getattr(each, part)(kind, micro_batch_size)
+                for each in (self.analytic, self.adapted)
+            )
+            forward = after.forward_s / before.forward_s
+            backward = after.backward_s / before.backward_s
+            found = self._closest(part, kind) if part == "layer" else None
+            if found is not None and found[0].times.weight_gradients_s is not None:
+                adapters_s = (
+                    after.backward_s - self._frozen.layer(kind, micro_batch_size).backward_s
+                )
+                backward = 1 - self._measured_share(*found, kind, micro_batch_size)
+                backward += adapters_s / before.backward_s
+        return PassTimes(
+            forward_s=trained.forward_s * forward, backward_s=trained.backward_s * backward
+        )
+
+    def _adapter_flops_ratios(self, part: Part) -> tuple[float, float]:
+        """Of forward and backward, of a kind without figures."""
+        lora, ranks = self.computing.lora, self.tensor_parallel
+        if part != "layer" or lora is None:
+            return 1.0, {"embedding": 0.0, "head": 0.5}.get(part, 1.0)
+        flops = layer_flops(self.model, ranks) or 1.0
+        added = 2.0 * self.model.seq_length * lora.layer_parameters(self.model, ranks) / flops
+        return 1 + added, 1 + added - matrix_flops(self.model, ranks) / (2 * flops)
+
+    @cached_property
+    def _frozen(self) -> AnalyticCompute:
+        """Without adapters, and without gradients of weights."""
+        lora = self.computing.lora
+        without = replace(self.computing, lora=lora and replace(lora, targets=()))
+        return self._analytic_for(self.model, self.tensor_parallel, without)
+
     def _times_of(self, part: Part, kind: str, micro_batch_size: int) -> PassTimes:
+        """Where all weights are trained."""
         found = self._closest(part, kind)
         if found is not None:
             return self._scaled(*found, kind, micro_batch_size)
@@ -365,7 +422,7 @@ class ProfiledCompute:
         """The head does what layers do, so what makes their time differ is applied to it too."""
         if not layer_flops(self.model):
             return self._with_a_column._head_like_layer(kind, micro_batch_size)
-        layer = self.layer(kind, micro_batch_size)
+        layer = self._times_of("layer", kind, micro_batch_size)
         if not self.analytic.knows(kind):
             ratio = head_flops(self.model) / layer_flops(self.model)
             return PassTimes(forward_s=layer.forward_s * ratio, backward_s=layer.backward_s * ratio)
@@ -430,11 +487,14 @@ class ProfiledCompute:
             self._relatives[key] = self._analytic_for(series.model, times.tensor_parallel)
         return self._relatives[key]
 
-    def _analytic_for(self, model: ModelShape, tensor_parallel: int) -> AnalyticCompute:
+    def _analytic_for(
+        self, model: ModelShape, tensor_parallel: int, computing: Computing | None = None
+    ) -> AnalyticCompute:
+        """`computing`: None: as what was measured, without adapters."""
         return AnalyticCompute(
             model,
             dtype=self.dtype,
             kinds=self.kinds,
             tensor_parallel=tensor_parallel,
-            computing=self.computing,
+            computing=computing or replace(self.computing, lora=None),
         )

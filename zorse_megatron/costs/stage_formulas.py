@@ -64,7 +64,8 @@ def in_flight_micro_batches(limit_samples: Value, count: Value, batch: float) ->
 def section_parameters(
     memory: MemoryCost, is_first: Value, is_last: Value, *, tied_on_same_rank: bool
 ) -> tuple[Value, int, Value]:
-    """Parameters of the embedding, of one layer, and of the head; 0 of ends that others have."""
+    """Parameters of the embedding, of one layer, and of the head that are trained; 0 of ends that
+    others have."""
     return (
         is_first * memory.embedding_parameters(),
         memory.layer_parameters(),
@@ -75,6 +76,18 @@ def section_parameters(
 def stage_parameters(layers: Value, embedding: Value, layer: int, head: Value) -> Value:
     """Parameters of so many layers, and of embedding and head where the stage has them."""
     return layers * layer + embedding + head
+
+
+def frozen_bytes(
+    memory: MemoryCost, layers: Value, is_first: Value, is_last: Value, *, tied_on_same_rank: bool
+) -> Value:
+    """What parameters that are not trained take: all of them, all the time, on every GPU."""
+    embedding, layer, head = (
+        memory.frozen_parameters(section, tied_on_same_rank=tied_on_same_rank)
+        for section in ("embedding", "layer", "head")
+    )
+    number = stage_parameters(layers, is_first * embedding, layer, is_last * head)
+    return memory.parameter_bytes(number)
 
 
 def saved_bytes(

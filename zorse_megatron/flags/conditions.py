@@ -136,6 +136,14 @@ def modules_are_of_other_layers(case: Case, name: str) -> Filled:
         yield {"others": ", ".join(sorted(others)), "known": ", ".join(RECOMPUTED_MODULES)}
 
 
+def adapters_lack_matrices(case: Case, name: str) -> Filled:
+    """A target that layers without a gate have not."""
+    lora = getattr(case.args, "zorse_lora", None)
+    is_gated = case.value("swiglu") or case.value("quick_geglu")
+    if lora is not None and "gate" in lora.targets and not is_gated:
+        yield {}
+
+
 def plan_is_to_be_made(case: Case, name: str) -> Filled:
     """Then it decides."""
     if case.plan is None and is_given(name, case.value(name)):
@@ -295,6 +303,20 @@ def batches_do_not_fit(case: Case, plan: Plan, name: str) -> Filled:
         }
 
 
+def adapters_are_others(case: Case, plan: Plan, name: str) -> Filled:
+    """Than those that the plan was made for; a plan without any is for all weights, or any."""
+    planned, own = plan.model.lora, getattr(case.args, "zorse_lora", None)
+    if planned not in (None, str(own)):
+        yield {"own": "no such flag" if own is None else own, "planned": planned}
+
+
+def adapters_leave_no_weight_gradients(case: Case, plan: Plan, name: str) -> Filled:
+    """To compute apart from backwards."""
+    numbers = [number for number, group in enumerate(plan.groups) if group.split_backward]
+    if numbers and getattr(case.args, "zorse_lora", None) is not None:
+        yield {"group": numbers[0]}
+
+
 def batches_are_counted_otherwise(case: Case, name: str) -> Filled:
     """Beside a schedule of batches, what Megatron does not take, or takes for something else."""
     if case.value(name) is None:
@@ -450,6 +472,7 @@ OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
         full_recomputation_lacks_settings,
         only_full_recomputation_has_settings,
         modules_are_of_other_layers,
+        adapters_lack_matrices,
         plan_is_to_be_made,
         own_entry_trains,
         matrices_are_stepped_by_muon,
@@ -476,6 +499,8 @@ OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
         batch_is_no_multiple,
         model_is_another,
         embeddings_are_tied_otherwise,
+        adapters_are_others,
+        adapters_leave_no_weight_gradients,
         plan_has_tp_groups,
         tp_groups_split_sequences,
         optimizer_state_waits,

@@ -373,3 +373,9 @@ class Computing:
 
 USUAL = Computing(attention="flash")
 """How a model without a command computes: no dropout, attention keeps no scores."""
+
+
+def fingerprint_of(shape: ModelShape, computing: Computing) -> ModelFingerprint:
+    """Return what a plan says of the model that it was made for, and of its adapters."""
+    lora = None if computing.lora is None else str(computing.lora)
+    return dataclasses.replace(shape.fingerprint(), lora=lora)

@@ -203,6 +203,8 @@ class ModelFingerprint:
     """Rows of the embedding table, padding included."""
     tied_embeddings: bool | None = None
     """Whether embedding and output layer share one table."""
+    lora: str | None = None
+    """The adapters that alone are trained, as --zorse-lora has them."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

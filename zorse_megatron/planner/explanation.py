@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from zorse_megatron.costs.stage_formulas import frozen_bytes
 from zorse_megatron.errors import PlanError
 from zorse_megatron.files.wording import as_against, duration, figure, memory, number_of, percent
 from zorse_megatron.plan.plan import Plan, Replica
@@ -315,6 +316,7 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     """Yield all of it in plain words."""
     yield iteration_sentence(found.iteration_s, found.tokens_per_s, found.efficiency)
     yield bound_sentence(found.bound_s, found.recomputing_bound_s, found.link_bound)
+    yield from adapter_sentences(inputs)
     if found.stock is not None:
         yield stock_sentence(found.stock, found.iteration_s)
     yield f"Limited by {limit_phrase(inputs, plan, found)}."
@@ -336,6 +338,20 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     for other in found.alternatives:
         yield f"Alternative, {other.what}: {other.why_not}."
     yield from _replanned(found)
+
+
+def adapter_sentences(inputs: Inputs) -> Iterator[str]:
+    """Say what is trained where that is adapters alone; nothing where all weights are."""
+    if inputs.model.lora is None:
+        return
+    costs, tied = inputs.memory, inputs.tied_embeddings
+    frozen = frozen_bytes(costs, inputs.num_layers, True, True, tied_on_same_rank=tied)
+    trained = inputs.num_layers * costs.layer_parameters()
+    yield (
+        f"LoRA ({inputs.model.lora}) trains {trained / 1e6:.1f} million parameters beside "
+        f"{frozen / costs.parameter_bytes(1) / 1e9:.2f} billion frozen ones, which take "
+        f"{memory(frozen)} and stay whole on the GPUs."
+    )
 
 
 def _basis_of_weight_gradients(inputs: Inputs, plan: Plan) -> str:

@@ -213,15 +213,14 @@ class CollectiveCosts:
         )
 
     def _sums_in_tp_groups_s(self, chunk: int) -> float:
-        """With sequence parallelism, sums of gradients that have seen a part on every rank."""
+        """Sums of gradients that have seen a part on every rank of a TP group."""
         sizes, comm = self.sizes, self.loads.comm
-        if sizes.tp_costs is None or not sizes.tp_costs.sequence_parallel:
+        number = 0 if sizes.tp_costs is None else sizes.summed_in_tp_groups(chunk)
+        if not number:
             return 0.0
-        gradient_bytes = sizes.memory_of(chunk).gradient_bytes
+        gradient_bytes = sizes.memory_of(chunk).gradient_bytes(number)
         return max(
-            comm.all_reduce_s(replica.ranks, gradient_bytes(sizes.summed_in_tp_groups(chunk)))
-            if len(replica.ranks) > 1
-            else 0.0
+            comm.all_reduce_s(replica.ranks, gradient_bytes) if len(replica.ranks) > 1 else 0.0
             for replica in sizes.group_of(chunk).replicas
         )
 

@@ -19,6 +19,7 @@ from zorse_megatron.costs.interface import (
     TpShard,
 )
 from zorse_megatron.costs.stage_formulas import (
+    frozen_bytes,
     saved_bytes,
     section_parameters,
     stage_parameters,
@@ -134,19 +135,34 @@ class RankSizes:
         return self.tp_costs.of_rank(part, self.group_of(chunk).compute_dtype).memory
 
     def held(self, rank: int, chunk: int) -> int:
-        """Parameters that a rank computes with."""
+        """Parameters that a rank computes with and trains."""
         part = self.part(rank)
         return self.parameters[chunk] if part == WHOLE else self._parameters(chunk, part)
 
-    def summed_in_tp_groups(self, chunk: int) -> int:
-        """With sequence parallelism: those that every rank of a TP group has, and sees a part of.
+    def frozen_bytes(self, rank: int, chunk: int) -> int:
+        """What a rank has of the chunk beside that, as it is not trained: it never moves."""
+        ends = chunk == 0, self.is_last(chunk)
+        found: int = frozen_bytes(
+            self.memory_at(rank, chunk),
+            self.num_layers(chunk),
+            *ends,
+            tied_on_same_rank=self.tied and all(ends),
+        )
+        return found
 
-        Learned positions are added to the whole sequence, so their gradients are whole.
+    def summed_in_tp_groups(self, chunk: int) -> int:
+        """Those that every rank of a TP group has, and sees a part of.
+
+        With sequence parallelism a part of the sequence; of adapters, which are beside matrices
+        that are cut, a part of what they compute. Learned positions are added to the whole
+        sequence, so their gradients are whole.
         """
+        assert self.tp_costs is not None
+        if not self.tp_costs.sequence_parallel and not self.memory.frozen_parameters("layer"):
+            return 0
         whole = sum(unit.count * unit.whole for unit in self._units(chunk))
         if chunk > 0:
             return whole
-        assert self.tp_costs is not None
         cut = sum(self.tp_costs.cut_parameters("embedding").values())
         return whole - (self.memory.embedding_parameters() - cut)
 

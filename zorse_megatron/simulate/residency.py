@@ -113,7 +113,10 @@ class Residency:
             if action.kind in _FORMS | _LOCATIONS
         }
         self._chunks = {chunk: self._first(chunk, last) for chunk in sizes.chunks(rank)}
-        self.start_parameter_bytes = sum(state.on_gpu_bytes for state in self._chunks.values())
+        self.start_parameter_bytes = sum(
+            state.on_gpu_bytes + sizes.frozen_bytes(rank, chunk)
+            for chunk, state in self._chunks.items()
+        )
         self.start_state_bytes = self._state_bytes()
         for position, action in enumerate(actions):
             if action.kind not in TRANSFERS or action.chunk not in self._chunks:

@@ -151,6 +151,7 @@ def emulate(
     emulation.refuse(plan, str(path))
     workload, profiles = given.workload(plan, flags=flags), given.profiles
     costs = costs_for_plan(plan, cluster, workload, profiles, source=str(path))
+    refuse(list(_adapter_problems(costs)), "the plan cannot be emulated")
     perturbation = slow.perturbation(costs)
     with progress_shown("simulating", wanted=not as_json) as tell:
         job = _ours(plan, costs, emulation) if layout is None else _stocks(plan, costs, *layout)
@@ -170,6 +171,17 @@ def emulate(
         notes=[NOTE, *costs.notes],
         ok=run.self_test.is_valid and run.out_of_memory is None,
     )
+
+
+def _adapter_problems(costs: WorkloadCosts) -> Iterator[Problem]:
+    """Of a job that trains adapters alone: the tiny model has none."""
+    if costs.workload.computing.lora is not None:
+        yield Problem(
+            where="LoRA",
+            found=f"{costs.workload.computing.lora}",
+            expected="a job that trains all weights: adapters cannot be emulated yet",
+            remedy="Use zorse explain, or zorse compare --simulated.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,6 +391,7 @@ class ComparisonOptions:
             )
 
 
+_AS_IF = "stock Megatron has no LoRA: its rows are what its layouts would take if it had"
 ComparisonDirectory = Annotated[
     Path | None,
     typer.Option(
@@ -415,6 +428,7 @@ def compare(
     refuse(list(problems), "the comparison cannot be made")
     costs, perturbation = costs_of(machines, workload), None
     if not comparison.simulated:
+        refuse(list(_adapter_problems(costs)), "the comparison cannot be made")
         workload = replace(workload, dtype=costs.dtype)  # one for all, on fewer GPUs too
         perturbation = slow.perturbation(costs)
     planned = partial(_planned, costs, partial(costs_of, workload=workload), comparison.use_all)
@@ -472,8 +486,11 @@ def _compared(  # noqa: PLR0917
 ) -> "ComparisonReport":
     """`perturbation`: of the emulation; None: what is simulated is not trained."""
     from zorse_megatron.emulate.compare import ComparisonReport, Result, compared_systems
+    from zorse_megatron.planner.explanation import adapter_sentences
 
     inputs, notes = costs.inputs, costs.notes
+    if costs.workload.computing.lora is not None:
+        notes = (_AS_IF, *adapter_sentences(inputs), *notes)
     found = compared_systems(inputs, strategies, partial(planned, tell))
     if perturbation is None:
         results = [Result(compared=each, is_emulated=False) for each in found]

@@ -30,6 +30,7 @@ from zorse_megatron.cli.plan_options import (
     strategy_named,
     tokens_named,
 )
+from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.read_write import NotWritten, write_text
@@ -98,7 +99,8 @@ def _found(task: "_Task", search: SearchOptions, tell: Tell) -> Found:
             task.strategy,
             tell,
             may_leave_out=search.may_leave_out,
-            with_stock=task.run is None,  # stock Megatron does not go on with a run
+            # Stock Megatron does not go on with a run, and has no LoRA.
+            with_stock=task.run is None and task.costs.workload.computing.lora is None,
         )
     except FoundSoFar as cut:
         return cut.found
@@ -139,6 +141,7 @@ def _task(
         outputs.refuse([cluster, *given.inputs])
     with errors.collect():
         workload = given.workload(dtype_may_be_auto=True)
+        _refuse_stock_for_adapters(search.strategy, workload)
     with errors.collect():
         data = read_file(cluster, CLUSTER_FILE)
     errors.raise_all()
@@ -155,6 +158,16 @@ def _task(
     return _Task(
         strategy=strategy, tokens=to_train, costs=costs, costs_of=costs_of, left=left, run=run
     )
+
+
+def _refuse_stock_for_adapters(strategy: str, workload: Workload) -> None:
+    if strategy == "stock" and workload.computing.lora is not None:
+        raise refusal(
+            "--strategy",
+            "stock, for adapters",
+            "another strategy",
+            "Unmodified Megatron has no LoRA; zorse compare --simulated says what it would take.",
+        )
 
 
 def _left(cluster: Cluster, search: SearchOptions, source: str) -> NodesLeft:

@@ -115,6 +115,9 @@ def _searched(
     inputs, replans = found.costs.inputs, None
     with suppress(NoPlanError):  # a plan that does not fit is explained
         replans = replan(inputs, on_progress=tell)
+    if found.costs.workload.computing.lora is not None:
+        notes.append("stock Megatron: it has no LoRA")
+        return replans, None
     if found.plan.world_size > MOST_GPUS:
         notes.append(f"stock Megatron: not computed for more than {MOST_GPUS} GPUs")
         return replans, None

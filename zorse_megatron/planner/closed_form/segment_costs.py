@@ -20,6 +20,7 @@ import numpy as np
 
 from zorse_megatron.costs.stage_formulas import (
     Value,
+    frozen_bytes,
     in_flight_micro_batches,
     micro_batches_per_replica,
     pass_s,
@@ -228,7 +229,9 @@ class SegmentCosts:
         whole = np.ceil(number - 1e-9)
         in_flight = in_flight_micro_batches(self._in_flight_limit(), whole, batch)
         free = self._capacities() - replica_bytes(
-            memory.costs.parameter_bytes(parameters) + memory.costs.gradient_bytes(parameters),
+            memory.costs.parameter_bytes(parameters)
+            + memory.costs.gradient_bytes(parameters)
+            + self._frozen_bytes(layers),
             sizes,
             activations=in_flight * saved_bytes(layers, 0, saved, saved),
             working=BUFFERS * boundaries + self._head(),
@@ -321,9 +324,15 @@ class SegmentCosts:
 
     def _parameters(self, layers: Floats) -> Value:
         """[1, segment, layers]."""
-        ends = self._is_first[None, :, None], self._is_last[None, :, None]
-        sections = section_parameters(self.inputs.memory, *ends, tied_on_same_rank=False)
+        sections = section_parameters(self.inputs.memory, *self._ends, tied_on_same_rank=False)
         return stage_parameters(layers, *sections)
+
+    def _frozen_bytes(self, layers: Floats) -> Value:
+        return frozen_bytes(self.inputs.memory, layers, *self._ends, tied_on_same_rank=False)
+
+    @property
+    def _ends(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._is_first[None, :, None], self._is_last[None, :, None]
 
     def _head(self) -> Floats:
         """Bytes per sample where the segment is the last, [1, segment, 1]."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.process_memory import pinned_bytes, pinned_state_bytes
 from zorse_megatron.costs.stage_formulas import (
+    frozen_bytes,
     in_flight_micro_batches,
     replica_bytes,
     saved_bytes,
@@ -86,9 +87,19 @@ class StageMemory:
 
     def _find_parameters(self, num_layers: int, position: StagePosition) -> int:
         ends = position.is_first, position.is_last
-        tied = self.inputs.tied_embeddings and all(ends)
-        sections = section_parameters(self.costs, *ends, tied_on_same_rank=tied)
+        sections = section_parameters(self.costs, *ends, tied_on_same_rank=self._is_tied(position))
         found: int = stage_parameters(num_layers, *sections)
+        return found
+
+    def _is_tied(self, position: StagePosition) -> bool:
+        return self.inputs.tied_embeddings and position.is_first and position.is_last
+
+    def frozen_bytes(self, stage: Stage) -> int:
+        """What each GPU has of parameters that are not trained."""
+        position, ends = stage.position, (stage.position.is_first, stage.position.is_last)
+        found: int = frozen_bytes(
+            self.costs, stage.num_layers, *ends, tied_on_same_rank=self._is_tied(position)
+        )
         return found
 
     def shared_bytes(self, stage: Stage, settings: MemorySettings) -> int:
@@ -153,7 +164,7 @@ class StageMemory:
         return self.limit(position, count) * stage.num_layers / stage.num_chunks
 
     def unsharded_bytes(self, stage: Stage) -> int:
-        """Unsharded parameters and gradients on each GPU."""
+        """Unsharded parameters that are trained, and gradients, on each GPU."""
         position = stage.position
         key = (
             stage.num_layers,
@@ -219,6 +230,7 @@ class GpuMemory:
         self.runs_any = bool(count)
         self.layers = memory.layers_in_flight(stage, count)
         self.unsharded = memory.unsharded_bytes(stage)
+        self.frozen = memory.frozen_bytes(stage)
         self.whole = memory.saved(kind)
         alone = position.is_first and position.is_last and chunks == 1
         self.buffers = 0 if alone else BUFFERS * memory.boundary_on(kind)
@@ -234,7 +246,7 @@ class GpuMemory:
             return in_passes
         stage, costs = self.stage, self.memory.costs
         resident = 0 if stage.position.schedule == "breadth_first" else self.unsharded
-        resident += widened + stage.reserve_bytes
+        resident += widened + stage.reserve_bytes + self.frozen
         if settings.offload_state:
             resident += costs.state_bytes(passing_at_most(self.parameters))
         # Of the two chunks whose pieces pass through.
@@ -286,7 +298,7 @@ class GpuMemory:
             )
         working = again + self.buffers + head if self.runs_any else 0.0
         found: float = replica_bytes(
-            self.unsharded,
+            self.unsharded + self.frozen,
             self.size,
             layers * saved / stage.num_layers,
             working,

@@ -21,7 +21,13 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import memory as spelled
 from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
-from zorse_megatron.inputs.model import USUAL, Computing, JobRecompute, ModelShape
+from zorse_megatron.inputs.model import (
+    USUAL,
+    Computing,
+    JobRecompute,
+    ModelShape,
+    fingerprint_of,
+)
 from zorse_megatron.inputs.profile import Profile, Source
 from zorse_megatron.plan.plan import ClusterFingerprint, GradReduceDtype, ModelFingerprint, Plan
 from zorse_megatron.planner.inputs.cost_models import (
@@ -324,7 +330,7 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         sequence_length=model.seq_length,
         num_layers=model.num_layers,
         tied_embeddings=model.tied_embeddings,
-        model=model.fingerprint(),
+        model=fingerprint_of(model, models.computing),
         cluster=cluster.fingerprint(),
         space=space,
         memory_margin=memory_margin,

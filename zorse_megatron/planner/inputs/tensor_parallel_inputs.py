@@ -74,19 +74,24 @@ def _kind(base: Inputs, each: TpGroup, names: dict[object, TpGroupKind]) -> str:
     key = (gpu_kinds, each.tp_shards, place)
     if key not in names:
         parts = rank_shards(each)
-        whole = base.memory.layer_parameters()
+        whole = _weight_bytes(base.memory)
         counted = {kind: gpu_kinds.count(kind) for kind in gpu_kinds}
         said = " + ".join(f"{count} {kind}" for kind, count in counted.items())
         names[key] = TpGroupKind(
             name=f"set {len(names)}: {said}",
             gpu_kinds=gpu_kinds,
             rank_shards=parts,
-            shares=tuple(
-                costs_of_rank(base, part).memory.layer_parameters() / whole for part in parts
-            ),
+            shares=tuple(_weight_bytes(costs_of_rank(base, part).memory) / whole for part in parts),
             example=each.ranks,
         )
     return names[key].name
+
+
+def _weight_bytes(memory: MemoryCost) -> int:
+    """What a layer's parameters take with all that is kept of them."""
+    trained, frozen = memory.layer_parameters(), memory.frozen_parameters("layer")
+    kept = memory.parameter_bytes, memory.gradient_bytes, memory.state_bytes
+    return memory.parameter_bytes(frozen) + sum(each(trained) for each in kept)
 
 
 def _capacity(members: Members, ranks: Sequence[int]) -> int:
@@ -247,6 +252,10 @@ class MemberMemory:
     def head_parameters(self, *, tied_on_same_rank: bool) -> int:
         """Number of parameters of the final norm and the head."""
         return self._whole.head_parameters(tied_on_same_rank=tied_on_same_rank)
+
+    def frozen_parameters(self, section: ModelSection, *, tied_on_same_rank: bool = False) -> int:
+        """Number of parameters that stay as they are, whole on every GPU; 0 but with adapters."""
+        return self._whole.frozen_parameters(section, tied_on_same_rank=tied_on_same_rank)
 
     def parameter_bytes(self, num_parameters: int) -> int:
         """Unsharded parameters as they are computed with."""

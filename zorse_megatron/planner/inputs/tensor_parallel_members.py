@@ -7,6 +7,7 @@ of the model than the TP group does. A plan of members is a plan of their ranks.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -213,7 +214,13 @@ class SplitCosts:
 
     def cut_parameters(self, section: ModelSection) -> Mapping[UnitKind, int]:
         """Parameters that TP groups cut by these members; of embedding and head their table."""
-        model = self.models.model
+        model, lora = self.models.model, self.models.computing.lora
+        if lora is not None:
+            cut = Counter[UnitKind]()  # embedding and head are not trained
+            for size in lora.sizes(model).values() if section == "layer" else ():
+                kind: UnitKind = "kv_groups" if size.in_attention else "mlp_columns"
+                cut[kind] += size.cut_parameters(lora.rank)
+            return cut
         if section != "layer":
             return {"vocabulary_rows": model.table_parameters()}
         return {
