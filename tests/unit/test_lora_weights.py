@@ -187,7 +187,7 @@ def _kept(**values):
 
 BAD = {
     "a missing and an unknown tensor": (
-        _renamed, ("lora.up.a: found no such tensor", "lora.router.a: found a tensor of which")
+        _renamed, ("lora.up.a: found no such tensor", "lora.router.a: found a tensor that")
     ),
     "other shapes": (
         _reshaped, ("lora.q.b: found (65, 4)", "(64, 4) in each of 4 layers", "found 3 layers")
@@ -195,9 +195,9 @@ BAD = {
     "the tensors of another rank": (_kept(rank=5), ("lora.v.a: found (4, 64)", "(5, 64)")),
     "a weight of the base": (
         lambda made: made.tensors.update({"decoder.final_layernorm.weight": torch.ones(64)}),
-        ("decoder.final_layernorm.weight: found a tensor of which",),
+        ("decoder.final_layernorm.weight: found a tensor that would be left out",),
     ),
-    "targets that it has not": (_kept(targets=["q", "k"]), ("lora.down.b: found a tensor of",)),
+    "targets that it has not": (_kept(targets=["q", "k"]), ("lora.down.b: found a tensor that",)),
     "no numbers": (
         _kept(rank=0, alpha="x", targets=["w"]), ('rank "0"', 'alpha "x"', 'target "w"')
     ),

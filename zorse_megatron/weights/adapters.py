@@ -5,7 +5,7 @@ Source of the files: `LoraConfig` and `get_peft_model_state_dict` in the peft li
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from zorse_megatron.weights.torch_dist import CheckpointTensors
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _IN_ARGUMENTS = "zorse_lora"
 _RANDOM = "random:"
+_AS_SAVED = "Take a checkpoint as the run has saved it."
 # Digits of a digest that people are shown.
 _SHOWN = 12
 
@@ -105,7 +106,7 @@ def read_adapters(
     if lora is None:
         return None
     tensors = list(adapter_tensors(lora, description.model.shape))
-    wrong = list(misfits(found, tensors, by=f"config.json and {lora}"))
+    wrong = list(misfits(found, tensors, by=f"config.json and the run's {_IN_ARGUMENTS}"))
     problems += wrong
     named = {each.parts[0].name: each for each in tensors}
     return None if wrong else Adapters(found=found, lora=lora, base=value["base"], tensors=named)
@@ -141,9 +142,11 @@ def _lora(value: Any, problems: list[Problem], *, where: str) -> Lora | None:
     ):
         found = "nothing" if value is None else repr(value)[:100]
         expected = "rank, alpha, targets and base"
-        remedy = "Take a checkpoint as the run has saved it."
-        problems.append(Problem(where=where, found=found, expected=expected, remedy=remedy))
+        problems.append(Problem(where=where, found=found, expected=expected, remedy=_AS_SAVED))
         return None
     targets = ",".join(map(str, value["targets"]))
     text = f"rank={value['rank']},alpha={value['alpha']},targets={targets}"
-    return parse_lora(text, problems, where=where)
+    wrong: list[Problem] = []
+    lora = parse_lora(text, wrong, where=where)
+    problems += [replace(each, remedy=_AS_SAVED) for each in wrong]
+    return lora

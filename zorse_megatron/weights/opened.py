@@ -109,7 +109,7 @@ def _surplus(found: CheckpointTensors, name: str, by: str) -> Problem:
     """A tensor that an export would lose."""
     return Problem(
         where=f"{found.folder}: {name}",
-        found="a tensor of which an export would know nothing",
+        found="a tensor that would be left out",
         expected=f"those by {by} alone",
         remedy=_SOURCE,
     )
