@@ -135,6 +135,7 @@ UNLIKE = Plan(
 class FakeTpCosts:
     sequence_parallel = False
     learns_positions = False
+    adapter_shares = ((), ())
 
     @staticmethod
     def of_rank(part: TpShard, dtype: str | None) -> TpRankCosts:

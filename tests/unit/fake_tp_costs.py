@@ -40,6 +40,7 @@ class FakeTpCosts:
     factors: dict = field(default_factory=dict)
     sequence_parallel: bool = False
     learns_positions: bool = False
+    adapter_shares: tuple = ((), ())
     measured: bool = False
     attention_shares: dict = field(default_factory=dict)
     """Index in a TP group with uneven TP shards -> which part of a layer's time is attention's."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in
+from tests.unit.fake_tp_costs import RingComm
 from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.costs.analytic_compute import AnalyticCompute, shares_of, traffic_of
 from zorse_megatron.costs.interface import TpShard
@@ -20,6 +21,7 @@ from zorse_megatron.costs.model_memory import (
     precision_of,
 )
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
+from zorse_megatron.costs.tensor_parallel_communication import TpCollectives
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.lora import Lora, parse_lora
@@ -140,13 +142,15 @@ def test_the_planners_closed_form_is_the_simulators(lora):
 
 
 def test_tp_groups_cut_one_factor_of_each_adapter():
-    """B of q, k, v, gate and up, A of o and down; the others are whole, and are summed."""
+    """B of q, k, v, gate and up, A of o and down; the others are whole."""
     inputs = inputs_on(2)
     cut = RANK * (QUERY + 2 * KEY + QUERY + 2 * FFN + FFN)
     plan = plan_of([replica(0, 1, count=8)], layers=LAYERS)
     sizes = RankSizes(plan, inputs.costs)
     assert sizes.held(0, 0) == LAYERS * (ADAPTERS - cut // 2)
-    assert sizes.summed_in_tp_groups(0) == LAYERS * (ADAPTERS - cut)
+    assert sizes.summed_in_tp_groups(0) == 0
+    split = inputs_on(2, sequence_parallel=True).costs
+    assert RankSizes(plan, split).summed_in_tp_groups(0) == LAYERS * (ADAPTERS - cut)
     assert sizes.frozen_bytes(1, 0) == 2 * (LAYERS * (MATRICES // 2 + 2 * HIDDEN) + TABLE + HIDDEN)
     uneven = TpShards(kv_groups=(6, 2), mlp_columns=(3072, 1024))
     parts = [TpShard(degree=2, tp_shards=uneven, index=index) for index in range(2)]
@@ -154,6 +158,32 @@ def test_tp_groups_cut_one_factor_of_each_adapter():
     assert sum(memory.layer_parameters() for memory in held) == 2 * ADAPTERS - cut
     frozen = [memory.frozen_parameters("layer") - 2 * HIDDEN for memory in held]
     assert frozen == [3 * MATRICES // 4, MATRICES // 4]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_crosses_tp_groups_is_as_wide_as_the_rank(sequence_parallel):
+    """A x of o and down forward, its gradient of q, k and v together, and of gate and up."""
+    comm, ranks, activation = RingComm(bytes_per_s=100.0), (0, 1), 2 * HIDDEN
+    bare, beside = (
+        TpCollectives(comm=comm, sequence_parallel=sequence_parallel, adapter_shares=shares).of(
+            "layer", ranks, activation, 1
+        )
+        for shares in (((), ()), lora_of("q,k,v,o,gate,up,down").crossing_shares(MODEL))
+    )
+
+    def of(time_s, *counts):
+        return sum(time_s(ranks, (count * RANK,) * 2) for count in counts)
+
+    def sum_of(*counts):
+        return sum(comm.all_reduce_s(ranks, 2 * count * RANK) for count in counts)
+
+    forward_s, backward_s = sum_of(1, 1), sum_of(3, 2)
+    if sequence_parallel:
+        gather_s, scatter_s = comm.all_gather_s, comm.reduce_scatter_s
+        forward_s = of(gather_s, 3, 2) + of(scatter_s, 1, 1)
+        backward_s = of(scatter_s, 3, 2) + of(gather_s, 1, 1)
+    assert beside.forward_s - bare.forward_s == pytest.approx(forward_s)
+    assert beside.backward_s - bare.backward_s == pytest.approx(backward_s)
 
 
 def test_layers_keep_the_inputs_of_adapters():

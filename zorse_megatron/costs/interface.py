@@ -167,6 +167,13 @@ class TpCosts(Protocol):
     def learns_positions(self) -> bool:
         """Whether the embedding has a table of positions, which every rank has whole."""
 
+    @property
+    def adapter_shares(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of what crosses a TP group between A and B, per token as a share of an activation.
+
+        Of each matrix of a layer whose outputs are cut, and of each whose inputs are.
+        """
+
     def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
         """Costs of a rank of a TP group; None: in the type of the job."""
 

@@ -6,7 +6,8 @@ gradient (Shoeybi et al. 2019, arXiv 1909.08053, section 3). With it each sum is
 and an all-gather, which are as many bytes (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2);
 inputs that are gathered once more for the gradients of weights are not counted, as that gather
 overlaps with a product. The loss sums one number per token three times
-(`vocab_parallel_cross_entropy`).
+(`vocab_parallel_cross_entropy`). Of adapters what crosses is A x: where inputs are cut forward, and
+where outputs are its gradient backward (`adapter.model.lora`).
 
 Links are taken to be idle, and nothing overlaps with computation.
 """
@@ -14,7 +15,7 @@ Links are taken to be idle, and nothing overlaps with computation.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zorse_megatron.costs.interface import CommCost, ModelSection, PassTimes
+from zorse_megatron.costs.interface import NO_TIME, CommCost, ModelSection, PassTimes, TpCosts
 
 _FLOAT32_BYTES = 4
 _SUMS_OF_LOSS = 3
@@ -29,6 +30,18 @@ class TpCollectives:
     sequence_parallel: bool
     learns_positions: bool = False
     """See `TpCosts`."""
+    adapter_shares: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    """See `TpCosts`."""
+
+    @classmethod
+    def priced(cls, tp_costs: TpCosts, comm: CommCost) -> "TpCollectives":
+        """Those of a model on links."""
+        return cls(
+            comm=comm,
+            sequence_parallel=tp_costs.sequence_parallel,
+            learns_positions=tp_costs.learns_positions,
+            adapter_shares=tp_costs.adapter_shares,
+        )
 
     def of(
         self, section: ModelSection, ranks: Sequence[int], num_bytes: int, num_tokens: int
@@ -36,7 +49,10 @@ class TpCollectives:
         """One layer, the embedding, or output layer and loss."""
         sum_s = self._sum_s(ranks, num_bytes)
         if section == "layer":
-            return PassTimes(forward_s=2 * sum_s, backward_s=2 * sum_s)
+            beside = self._of_adapters(ranks, num_bytes)
+            return PassTimes(
+                forward_s=2 * sum_s + beside.forward_s, backward_s=2 * sum_s + beside.backward_s
+            )
         half_s = self.gather_s(ranks, num_bytes) if self.sequence_parallel else 0.0
         if section == "embedding":
             # Its output is summed and cut; the gradient is gathered from its parts. Learned
@@ -50,6 +66,28 @@ class TpCollectives:
     def gather_s(self, ranks: Sequence[int], num_bytes: int) -> float:
         """An activation of which every rank has its part of the sequence."""
         return self.comm.all_gather_s(tuple(ranks), _parts(num_bytes, len(ranks)))
+
+    def _of_adapters(self, ranks: Sequence[int], num_bytes: int) -> PassTimes:
+        """Of one layer; `num_bytes`: of a whole activation."""
+        columns, rows = ([round(num_bytes * each) for each in x] for x in self.adapter_shares)
+        if not columns and not rows:
+            return NO_TIME
+        group, comm = tuple(ranks), self.comm
+        if not self.sequence_parallel:
+            return PassTimes(
+                forward_s=sum(comm.all_reduce_s(group, each) for each in rows),
+                backward_s=sum(comm.all_reduce_s(group, each) for each in columns),
+            )
+        gathers_s, scatters_s = (
+            [
+                sum(time_s(group, _parts(each, len(group))) for each in sizes)
+                for sizes in (columns, rows)
+            ]
+            for time_s in (comm.all_gather_s, comm.reduce_scatter_s)
+        )
+        return PassTimes(
+            forward_s=gathers_s[0] + scatters_s[1], backward_s=scatters_s[0] + gathers_s[1]
+        )
 
     def _sum_s(self, ranks: Sequence[int], num_bytes: int) -> float:
         if not self.sequence_parallel:

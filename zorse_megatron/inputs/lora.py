@@ -72,6 +72,17 @@ class Lora:
             for size in self.sizes(shape).values()
         )
 
+    def crossing_shares(self, shape: "ModelShape") -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the widths of A x beside a layer's, of matrices whose outputs TP groups cut, and
+        of those whose inputs they cut; fused matrices have one A x."""
+        sizes, share = self.sizes(shape), self.rank / shape.hidden_size
+        fused = [
+            sum(size.cuts_outputs and size.in_attention == in_attention for size in sizes.values())
+            for in_attention in (True, False)
+        ]
+        rows = sum(not size.cuts_outputs for size in sizes.values())
+        return tuple(share * count for count in fused if count), (share,) * rows
+
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name, or a tensor of a checkpoint, is one of adapters."""

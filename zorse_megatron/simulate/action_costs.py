@@ -273,11 +273,7 @@ class ActionCosts(CollectiveCosts):
         self.kinds = tuple(costs.kinds)
         self._inside: TpCollectives | None = None
         if sizes.tp_costs is not None:
-            self._inside = TpCollectives(
-                comm=loads.comm,
-                sequence_parallel=sizes.tp_costs.sequence_parallel,
-                learns_positions=sizes.tp_costs.learns_positions,
-            )
+            self._inside = TpCollectives.priced(sizes.tp_costs, loads.comm)
         self._phases: dict[tuple[str, int, TpShard, int, int], tuple[PassTimes, ...]] = {}
         self._together: dict[tuple[tuple[int, ...], int, bool], PassTimes] = {}
 

@@ -151,14 +151,12 @@ class RankSizes:
         return found
 
     def summed_in_tp_groups(self, chunk: int) -> int:
-        """Those that every rank of a TP group has, and sees a part of.
+        """Those that every rank of a TP group has, and with sequence parallelism sees a part of.
 
-        With sequence parallelism a part of the sequence; of adapters, which are beside matrices
-        that are cut, a part of what they compute. Learned positions are added to the whole
-        sequence, so their gradients are whole.
+        Learned positions are added to the whole sequence, so their gradients are whole.
         """
         assert self.tp_costs is not None
-        if not self.tp_costs.sequence_parallel and not self.memory.frozen_parameters("layer"):
+        if not self.tp_costs.sequence_parallel:
             return 0
         whole = sum(unit.count * unit.whole for unit in self._units(chunk))
         if chunk > 0:

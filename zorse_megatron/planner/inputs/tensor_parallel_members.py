@@ -152,11 +152,7 @@ def costs_of_rank(base: "Inputs", part: TpShard) -> TpRankCosts:
 def tp_collectives(base: "Inputs") -> TpCollectives:
     """What TP groups communicate inside computations."""
     assert base.tp_costs is not None, "TP groups are joined only where their costs are known"
-    return TpCollectives(
-        comm=base.comm,
-        sequence_parallel=base.tp_costs.sequence_parallel,
-        learns_positions=base.tp_costs.learns_positions,
-    )
+    return TpCollectives.priced(base.tp_costs, base.comm)
 
 
 def rank_shards(with_tp_groups: TpGroup) -> tuple[TpShard, ...]:
@@ -196,6 +192,12 @@ class SplitCosts:
     def learns_positions(self) -> bool:
         """Whether the embedding has a table of positions, which every rank has whole."""
         return self.models.model.position_embedding == "learned"
+
+    @property
+    def adapter_shares(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of what crosses a TP group between A and B, as shares of an activation."""
+        lora = self.models.computing.lora
+        return ((), ()) if lora is None else lora.crossing_shares(self.models.model)
 
     def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
         """Costs of a rank of a TP group; None: in the type of the job."""
