@@ -23,9 +23,10 @@ from zorse_megatron.emulate import emulator as rank_server
 from zorse_megatron.emulate.emulator import System, emulator, flags_of_grid
 from zorse_megatron.emulate.on_ranks import server_main
 from zorse_megatron.emulate.rank_jobs import RankJob
-from zorse_megatron.emulate.tiny_model import VOCABULARY, TinyShape, TinyTraining
+from zorse_megatron.emulate.tiny_model import VOCABULARY, TinyShape, TinyTraining, lora_flags
 from zorse_megatron.inputs.cluster_yaml import load_cluster
-from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.inputs.lora import Lora
+from zorse_megatron.inputs.model import MODELS, USUAL
 from zorse_megatron.plan.plan import Group, Offload, Recompute, Schedule, TpShards
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.planner.baselines.stock_layouts import Grid, Placement, plan_of_grid
@@ -341,6 +342,41 @@ def test_groups_take_what_computing_in_their_types_takes(lab):
     assert predicted.iteration_s > 1.1 * alike.iteration_s
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.002)
     assert found.peak_bytes == pytest.approx(predicted.peak_memory_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "tolerance"),
+    [
+        pytest.param(UNEVEN, 0.002, id="1f1b"),
+        pytest.param(
+            changed(MINISTAGES, FULL, parameters=True, optimizer_state=True), 0.02, id="in the host"
+        ),
+    ],
+)
+def test_adapters_take_what_the_simulator_says(lab, plan, tolerance):
+    """Of what is frozen there is no gradient, no state and no message; all of it is resident."""
+    lora = Lora(rank=16, alpha=32, targets=("q", "v", "gate", "up", "down"))
+    inputs = make_inputs(
+        load_cluster(CLUSTER),
+        MODEL,
+        None,
+        global_batch_size=BATCH,
+        dtype="float16",
+        computing=dataclasses.replace(USUAL, lora=lora),
+    )
+    found = run(lab, System(name="plan", gpus=GPUS, plan=plan, flags=lora_flags(lora)), inputs)
+    comm, kinds = _OnGpus(inputs.comm), [inputs.kinds[gpu] for gpu in GPUS]
+    predicted, of_all = (
+        simulate(plan, dataclasses.replace(each.costs, comm=comm, kinds=kinds))
+        for each in (inputs, INPUTS)
+    )
+    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
+    assert predicted.iteration_s < 0.9 * of_all.iteration_s
+    expected = [
+        rank.total.num_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
+    ]
+    assert found.peak_bytes == pytest.approx(expected, rel=0.002)
+    assert found.losses[-1] < found.losses[0]
 
 
 def test_tp_groups_take_what_the_simulator_says(lab, monkeypatch):

@@ -26,6 +26,7 @@ from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.rank_jobs import SERVER, ForkClient, RankJob, RanksEnd
 from zorse_megatron.emulate.tiny_model import HIDDEN_SIZE, TinyTraining, training_flags
 from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.inputs.lora import LORA_FLAG
 from zorse_megatron.launch.rank_environment import stock_environment
 from zorse_megatron.plan.plan import Plan, Replica, tp_group_of_rank
 from zorse_megatron.plan.plan_file import save_plan
@@ -101,6 +102,8 @@ class Emulator:
     """Takes what is being done, for people who wait."""
     timeout_s: float = 1800.0
     data: list[str] = field(default_factory=list)
+    _weights: Path | None = None
+    """What jobs start from."""
     _number: int = 0
     _tests: dict[tuple[int, ...], SelfTest] = field(default_factory=dict)
 
@@ -183,8 +186,7 @@ class Emulator:
                 limit_s=self.timeout_s,
             )
         ).check()
-        load = ["--load", str(directory), "--finetune", "--no-load-optim", "--no-load-rng"]
-        self.data = [*self.data, *load]
+        self._weights = directory
 
     @contextlib.contextmanager
     def _job(self, system: System, perturbation: Perturbation) -> Iterator[EmulatedJob]:
@@ -244,7 +246,8 @@ class Emulator:
         )
 
     def _flags(self, system: System, job: EmulatedJob) -> list[str]:
-        flags = [*training_flags(self.training, self.data), *system.flags]
+        flags = [*training_flags(self.training, self.data), *self._start_flags(system)]
+        flags += system.flags
         if self.training.sequence_parallel and job.tp_groups is not None:
             flags.append("--sequence-parallel")
         if system.plan is None:
@@ -253,6 +256,14 @@ class Emulator:
         path = job.directory / "plan.json"
         save_plan(self.training.shape.plan(system.plan), path)
         return [*flags, "--micro-batch-size", "1", "--zorse-plan", str(path)]
+
+    def _start_flags(self, system: System) -> list[str]:
+        if self._weights is None:
+            return []
+        if LORA_FLAG in system.flags:
+            return ["--pretrained-checkpoint", str(self._weights)]
+        load = ["--load", str(self._weights), "--finetune", "--no-load-optim", "--no-load-rng"]
+        return load
 
     def _stock_vocabulary(self, job: EmulatedJob) -> list[str]:
         """Stock pads the vocabulary to a multiple of this times the degree of its TP groups.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.inputs.lora import LORA_FLAG, TARGETS, Lora
 from zorse_megatron.inputs.model import JobRecompute, ModelShape, PositionEmbedding
 from zorse_megatron.plan.plan import ModelFingerprint, Plan, Replica, TpShards
 from zorse_megatron.plan.tensor_parallel_rules import tp_groups_of
@@ -27,6 +28,7 @@ FFN_HIDDEN_SIZE = 4 * HIDDEN_SIZE
 VOCABULARY = 256
 _POSITIONS = {"learned": "learned_absolute", "rope": "rope", "none": "none"}
 """As Megatron's flag names them."""
+_LORA_RANK = 4
 _MOST_UNITS = 1024
 """Beyond so many columns proportions are rounded."""
 
@@ -122,6 +124,15 @@ def _in_proportion(counts: Sequence[int] | None, total: int) -> tuple[int, ...] 
             scaled[scaled.index(max(scaled))] -= 1
             scaled[index] = 1
     return tuple(scaled)
+
+
+def lora_flags(lora: Lora | None) -> tuple[str, ...]:
+    """Flags of the tiny model's adapters, whose sizes no bucket pads; it has no gate."""
+    if lora is None:
+        return ()
+    wanted = {"up" if target == "gate" else target for target in lora.targets}
+    targets = tuple(target for target in TARGETS if target in wanted)
+    return LORA_FLAG, str(Lora(rank=_LORA_RANK, alpha=lora.alpha, targets=targets))
 
 
 # An early receive may wait long on this machine for its sender.

@@ -57,11 +57,11 @@ class ChunkView:
     output_layer: torch.nn.Module | None
     buffers: tuple[FlatBuffer, ...]
     num_parameters: dict[CountedSection, int]
-    """By section."""
+    """By section; of those that are trained."""
     has_own_output_table: bool
     """Whether the head has a table of its own, or a copy of the tied one."""
     num_whole: int
-    """Parameters of one layer that TP groups do not cut."""
+    """Trained parameters of one layer that TP groups do not cut."""
     recompute: Literal["none", "selective"]
     """How layers that are not fully recomputed are run."""
     num_recomputed: int
@@ -74,10 +74,11 @@ def chunk_view_of(wrapped: Any) -> ChunkView:
     """Take a chunk apart after its wrapper has been made."""
     model = get_attr_wrapped_model(wrapped, "decoder", return_model_obj=True)
     config = get_model_config(wrapped)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    names = {id(parameter): name for name, parameter in trained.items()}
     section_of = partial(_counted_section_of, tied=model.share_embeddings_and_output_weights)
     counts: dict[CountedSection, int] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained.items():
         counts[section_of(name)] = counts.get(section_of(name), 0) + parameter.numel()
     first = model.decoder.layers[0].parameters() if model.decoder.layers else ()
     return ChunkView(
@@ -91,8 +92,8 @@ def chunk_view_of(wrapped: Any) -> ChunkView:
             for buffer in wrapped.buffers
         ),
         num_parameters=counts,
-        has_own_output_table="output_layer.weight" in names.values(),
-        num_whole=sum(each.numel() for each in first if cut_axis(each) is None),
+        has_own_output_table="output_layer.weight" in dict(model.named_parameters()),
+        num_whole=sum(p.numel() for p in first if p.requires_grad and cut_axis(p) is None),
         recompute="selective" if config.recompute_granularity == "selective" else "none",
         num_recomputed=num_recomputed(config, len(model.decoder.layers)),
         delayed_weights=tuple(map(_a_matrix, model.decoder.layers))

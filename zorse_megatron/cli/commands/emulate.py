@@ -51,6 +51,7 @@ from zorse_megatron.inputs.rank_placement import refuse_other_cluster
 from zorse_megatron.launch.stock_command import without_layout
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.plan.tensor_parallel_rules import tp_groups_of
 from zorse_megatron.schedule.lower import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def emulate(
     emulation.refuse(plan, str(path))
     workload, profiles = given.workload(plan, flags=flags), given.profiles
     costs = costs_for_plan(plan, cluster, workload, profiles, source=str(path))
-    refuse(list(_adapter_problems(costs)), "the plan cannot be emulated")
+    refuse(list(_adapter_problems(costs, plan)), "the plan cannot be emulated")
     perturbation = slow.perturbation(costs)
     with progress_shown("simulating", wanted=not as_json) as tell:
         job = _ours(plan, costs, emulation) if layout is None else _stocks(plan, costs, *layout)
@@ -173,15 +174,19 @@ def emulate(
     )
 
 
-def _adapter_problems(costs: WorkloadCosts) -> Iterator[Problem]:
-    """Of a job that trains adapters alone: the tiny model has none."""
-    if costs.workload.computing.lora is not None:
-        yield Problem(
-            where="LoRA",
-            found=f"{costs.workload.computing.lora}",
-            expected="a job that trains all weights: adapters cannot be emulated yet",
-            remedy="Use zorse explain, or zorse compare --simulated.",
-        )
+def _adapter_problems(costs: WorkloadCosts, plan: Plan | None = None) -> Iterator[Problem]:
+    """Of a job that trains adapters alone. `plan`: which one; None: stock's layouts, too."""
+    lora = costs.workload.computing.lora
+    if lora is None or (plan is not None and not any(tp_groups_of(plan))):
+        return
+    more = "" if plan is None else " in tensor-parallel groups"
+    yield Problem(
+        where="LoRA",
+        found=f"{lora}{more}",
+        expected=f"a job that trains all weights: adapters{more} cannot be "
+        + ("compared so: stock Megatron has none" if plan is None else "emulated yet"),
+        remedy="Use zorse compare --simulated." if plan is None else "Use zorse explain.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +205,13 @@ class _Job:
 def _ours(plan: Plan, costs: WorkloadCosts, emulation: EmulationOptions) -> _Job:
     """Our runtime under the plan."""
     from zorse_megatron.emulate.emulator import System
+    from zorse_megatron.emulate.tiny_model import lora_flags
 
     status = emulation.status
     flags = (
         *(("--zorse-rebalance", "on") if emulation.rebalance else ()),
         *(("--zorse-status", str(status.absolute())) if status is not None else ()),
+        *lora_flags(costs.workload.computing.lora),
     )
     system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan, flags=flags)
     recompute = costs.workload.computing.recompute

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
+from zorse_megatron.costs.stage_formulas import frozen_bytes
 from zorse_megatron.emulate.on_ranks.host_copies import EmulatedHostLink
 
 if TYPE_CHECKING:
@@ -141,11 +142,23 @@ class MemoryCap:
         if have_gradients and _is_packed(chunk):  # sums arrive beside what they are made of
             gradients += owned * _has_gradient_shards(chunk)
         return (
-            beside_bytes
+            _frozen_bytes(memory, chunk)
+            + beside_bytes
             + (memory.parameter_bytes(unsharded) if have_parameters else own_bytes)
             + memory.gradient_bytes(gradients)
             + state_bytes
         )
+
+
+def _frozen_bytes(memory: MemoryCost, chunk: "ChunkView") -> int:
+    """What is not trained, and stays where it is."""
+    ends = chunk.embedding is not None, chunk.output_layer is not None
+    has_table = chunk.has_own_output_table
+    return int(
+        frozen_bytes(
+            memory, len(chunk.layers), *ends, tied_on_same_rank=all(ends) and not has_table
+        )
+    )
 
 
 def _is_packed(chunk: "ChunkView") -> bool:
