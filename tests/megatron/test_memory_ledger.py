@@ -32,7 +32,8 @@ from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.fake_tp_costs import SplitCompute
 from zorse_megatron.costs.interface import JobCosts, TpRankCosts, TpShard
 from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
-from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.inputs.lora import parse_lora
+from zorse_megatron.inputs.model import USUAL, ModelShape
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.schedule.actions import Kind
@@ -71,6 +72,9 @@ PLANS = {
     "layered, in the host": in_the_host(LAYERED),
     "two levels": hierarchical(LAYERED, "aab"),
 }
+LORA = parse_lora("rank=8,alpha=16,targets=q,k,v,o,up,down", [])
+ADAPTERS = replace(MEMORY, computing=replace(USUAL, lora=LORA))
+WITH_ADAPTERS = ("1f1b", "interleaved", "in the host")
 
 
 def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
@@ -83,15 +87,20 @@ def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
     return run_ranks(flags, plan.world_size, timeout_s=120)
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_peaks_are_those_of_the_simulator(name: str, corpus: Path, tmp_path: Path) -> None:
-    plan = PLANS[name]
-    run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path)).check()
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [*((name, MEMORY) for name in PLANS), *((name, ADAPTERS) for name in WITH_ADAPTERS)],
+)
+def test_peaks_are_those_of_the_simulator(
+    name: str, memory: TransformerMemory, corpus: Path, tmp_path: Path
+) -> None:
+    plan, lora = PLANS[name], () if memory is MEMORY else ("--zorse-lora", str(LORA))
+    run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path), *lora).check()
     predicted = simulate(
         plan,
         JobCosts(
             compute=FakeCompute(),
-            memory=MEMORY,
+            memory=memory,
             comm=FakeComm(host_bytes_per_s=1e12),  # here a copy is done when it has been started
             kinds=["kind"] * plan.world_size,
             sequence_length=SEQUENCE,
@@ -106,7 +115,7 @@ def test_peaks_are_those_of_the_simulator(name: str, corpus: Path, tmp_path: Pat
             expected[Category.OPTIMIZER_STATE], rel=0.01
         )
         # When a sum arrives is not in the runtime's hands: until then two chunks have gradients.
-        most = most_gradient_bytes(plan, rank)
+        most = most_gradient_bytes(plan, rank, memory)
         assert 0.99 * expected[Category.GRADIENTS] <= peaks["gradients"] <= 1.01 * most
         late = max(0, most - expected[Category.GRADIENTS])
         residency = predicted.timeline.program.tracks[rank].residency
@@ -198,17 +207,17 @@ def most_activation_bytes(predicted: SimulationResult, rank: int, copies: int) -
     return highest
 
 
-def most_gradient_bytes(plan: Plan, rank: int) -> int:
+def most_gradient_bytes(plan: Plan, rank: int, memory: TransformerMemory) -> int:
     """Unsharded gradients of all chunks, or of two neighbours and shards of the others."""
     number = plan.group_of_rank(rank)
     last = len(plan.chunks) - 1
     sizes = []
     for chunk in plan.chunks_of_group(number):
         first, stop = plan.chunks[chunk].layers
-        count = (stop - first) * MEMORY.layer_parameters()
-        count += MEMORY.embedding_parameters() if chunk == 0 else 0
-        count += MEMORY.head_parameters(tied_on_same_rank=False) if chunk == last else 0
-        sizes.append(MEMORY.gradient_bytes(count))
+        count = (stop - first) * memory.layer_parameters()
+        count += memory.embedding_parameters() if chunk == 0 else 0
+        count += memory.head_parameters(tied_on_same_rank=False) if chunk == last else 0
+        sizes.append(memory.gradient_bytes(count))
     if plan.schedule.name != "breadth_first":
         return sum(sizes)
     weights = {r.ranks[0]: r.shard_weight for r in plan.groups[number].replicas}

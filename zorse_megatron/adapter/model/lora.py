@@ -198,17 +198,15 @@ class _BesideColumns:
 
     def __call__(self, linear: Any, inputs: Any, output: Any) -> Any:
         """The hook; inputs [tokens, samples, width]."""
-        into, out_of = zip(*(adapter() for adapter in self.own.values()), strict=True)
-        narrow = F.linear(_normed(linear, inputs[0]), torch.cat(into))
-        group = _group_of(linear)
-        if _splits_sequence(linear):
-            narrow = gather_from_sequence_parallel_region(narrow, group=group)
-        elif group.size() > 1:
-            narrow = copy_to_tensor_model_parallel_region(narrow, group=group)
-        parts = (narrow * self.scale).chunk(len(into), dim=-1)
+        factors = [adapter() for adapter in self.own.values()]
+        normed = _normed(linear, inputs[0])
+        # Not one product with all A in one: autograd would keep that copy for each micro-batch.
+        narrow = [F.linear(normed, a) for a, _ in factors]
+        if _group_of(linear).size() > 1:
+            narrow = list(_across(linear, torch.cat(narrow, dim=-1)).chunk(len(narrow), dim=-1))
         results = {
-            target: F.linear(part, b)
-            for target, b, part in zip(self.own, out_of, parts, strict=True)
+            target: F.linear(part * self.scale, b)
+            for target, (_, b), part in zip(self.own, factors, narrow, strict=True)
         }
         return _added(output, self._in_order(results, output[0]))
 
@@ -222,6 +220,13 @@ class _BesideColumns:
             for part, shape in self.shapes.items()
         ]
         return torch.cat(pieces, dim=-1).view(like.shape)
+
+
+def _across(linear: Any, narrow: torch.Tensor) -> torch.Tensor:
+    """A x as all ranks of the TP group need it."""
+    if linear.config.sequence_parallel:
+        return gather_from_sequence_parallel_region(narrow, group=_group_of(linear))
+    return copy_to_tensor_model_parallel_region(narrow, group=_group_of(linear))
 
 
 class _BesideRows:
