@@ -253,6 +253,7 @@ EXAMPLES = {
     "adapters_leave_no_weight_gradients": [
         ({"split_backward": True}, f"--zorse-lora {LORA}", "--zorse-lora")
     ],
+    "adapters_are_trained": [({}, f"--zorse-lora {LORA} --optimizer muon", "--optimizer")],
     "adapters_lack_matrices": [({}, f"--zorse-lora {LORA},gate", "--zorse-lora")],
     "weight_gradients_cannot_wait": [
         ({"split_backward": True}, "--transformer-impl local", "gradient_accumulation_fusion")

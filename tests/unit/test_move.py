@@ -335,6 +335,10 @@ def test_every_element_has_one_owner(plan: Plan) -> None:
     model = model_of(plan)
     owned = elements_of(plan, model)
     assert sum(map(len, owned)) == model.num_parameters == len(set().union(*owned))
+    adapters = replace(plan, model=replace(plan.model, lora="rank=3,alpha=6,targets=k,down"))
+    owned = elements_of(adapters, model)
+    per_layer = 3 * (4 + 4) + 3 * (8 + 4)  # what is frozen does not move
+    assert sum(map(len, owned)) == plan.model.num_layers * per_layer == len(set().union(*owned))
 
 
 SMALL = st.lists(

@@ -136,6 +136,12 @@ def modules_are_of_other_layers(case: Case, name: str) -> Filled:
         yield {"others": ", ".join(sorted(others)), "known": ", ".join(RECOMPUTED_MODULES)}
 
 
+def adapters_are_trained(case: Case, name: str) -> Filled:
+    """Alone; the rest is frozen."""
+    if getattr(case.args, "zorse_lora", None) is not None:
+        yield {}
+
+
 def adapters_lack_matrices(case: Case, name: str) -> Filled:
     """A target that layers without a gate have not."""
     lora = getattr(case.args, "zorse_lora", None)
@@ -472,6 +478,7 @@ OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
         full_recomputation_lacks_settings,
         only_full_recomputation_has_settings,
         modules_are_of_other_layers,
+        adapters_are_trained,
         adapters_lack_matrices,
         plan_is_to_be_made,
         own_entry_trains,

@@ -8,6 +8,7 @@ layer, and a TP group's ranks own equal parts of what their replica owns.
 from collections.abc import Iterator, Sequence
 
 from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.live.move import (
     Owners,
@@ -57,7 +58,7 @@ def owners(plan: Plan, model: ModelShape) -> Owners:
     """Who owns what of each layer, of the embedding and of the output layer, in flat intervals."""
     found: dict[int, dict[str, list[TensorBlock]]] = {rank: {} for rank in range(plan.world_size)}
     for number, chunk in enumerate(plan.chunks):
-        parts = _parts(number, chunk, len(plan.chunks), model)
+        parts = _parts(number, chunk, plan, model)
         replicas = plan.groups[chunk.group].replicas
         bounds = shard_bounds(sum(parts.values()), [each.shard_weight for each in replicas])
         for replica, (first, stop) in zip(replicas, bounds, strict=True):
@@ -68,13 +69,16 @@ def owners(plan: Plan, model: ModelShape) -> Owners:
     return found
 
 
-def _parts(number: int, chunk: Chunk, num_chunks: int, model: ModelShape) -> dict[str, int]:
-    """Part of the chunk -> elements."""
+def _parts(number: int, chunk: Chunk, plan: Plan, model: ModelShape) -> dict[str, int]:
+    """Part of the chunk -> elements that are trained."""
     first, stop = chunk.layers
+    lora = None if plan.model.lora is None else parse_lora(plan.model.lora, [])
+    if lora is not None:
+        return {f"layer {layer}": lora.layer_parameters(model) for layer in range(first, stop)}
     parts = {f"layer {layer}": model.layer_parameters() for layer in range(first, stop)}
     if number == 0:
         parts = {"embedding": model.embedding_parameters(), **parts}
-    if number == num_chunks - 1:
+    if number == len(plan.chunks) - 1:
         parts["head"] = model.head_parameters()
     return parts
 
