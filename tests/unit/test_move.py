@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter
 from math import prod
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np

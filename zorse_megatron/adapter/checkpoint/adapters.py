@@ -63,7 +63,8 @@ class AdapterRun:
             base = replace(load, root=None, step=None, is_needed=False, skips_damaged=False)
             self._base = _found(base)
         if load is not None and load.root is not None and not has_moved:
-            self._own = _found(replace(load, pretrained=None))
+            is_needed = load.is_needed and self._base is None
+            self._own = _found(replace(load, pretrained=None, is_needed=is_needed))
         args.zorse_lora = self._described(args.seed)
         if self._own is not None:
             folder = self._own.checkpoint.folder
