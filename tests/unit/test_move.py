@@ -3,8 +3,8 @@
 import json
 import os
 from collections import Counter
-from math import prod
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
