@@ -1,6 +1,8 @@
 """Adapters under any plan: they follow `peft` and one process, and the base stays as it is."""
 
+import shlex
 import shutil
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tests.megatron.comparison import (
     for_one_process,
     plan_run,
 )
+from tests.megatron.launch import MegatronServer
 from tests.megatron.plans import (
     FULL,
     LAYOUTS,
@@ -37,6 +40,7 @@ from tests.megatron.plans import (
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.small_models import LENGTH, VOCABULARY, made_models
 from tests.printed import run_zorse
+from tests.unit.test_docs import commands_in
 from zorse_megatron.errors import RankFailure
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.inputs.lora import is_adapter
@@ -192,6 +196,42 @@ def test_follows_peft(models: Path, tmp_path: Path) -> None:
     assert (expected - before).abs().max() > 0.1
     for found in (adapted, merged):
         torch.testing.assert_close(found(tokens).logits, expected, rtol=0, atol=1e-4)
+
+
+def test_the_commands_of_the_page(
+    models: Path, megatron_server: MegatronServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/migration.md, on a small model, with the line that `zorse launch` makes of them."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(models / "llama", "Llama-3.1-8B")
+    nodes = "nodes:\n  - {name: new, gpus: [1 x A6000, 1 x V100-16], nics: 100 Gb/s}\n"
+    Path("cluster.yaml").write_text(nodes)
+    lines = commands_in("docs/migration.md")
+    imports = next(line for line in lines if line.startswith("zorse import-hf"))
+    first = next(at for at, line in enumerate(lines) if " --lora " in line)
+    plans, trains, adapter, merge = map(shlex.split, lines[first : first + 4])
+    run_zorse(shlex.split(imports))
+    run_zorse([str(LENGTH) if word == "4096" else word for word in plans])
+    base = import_model(Path("Llama-3.1-8B"), Path("same"))
+    saves = ("--save", "trained", "--load", "trained", "--save-interval", "1", "--train-iters", "1")
+    flags = _job(replace(base, folder=Path("start")), *saves, "--global-batch-size", "64", "--fp16")
+    flags[flags.index("--zorse-lora") + 1] = trains[trains.index("--zorse-lora") + 1]
+    launches = ["zorse", "launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun"]
+    said = run_zorse([*launches, "--", *flags, "--initial-loss-scale", "16"])
+    (line,) = (each for each in said.splitlines() if " torchrun " in each)
+    _, _, job = line.partition("-m zorse_megatron.pretrain ")
+    megatron_server.run_ranks(shlex.split(job), 2, timeout_s=120, directory=tmp_path).check()
+    for words in (adapter, merge):
+        run_zorse(words)
+    model = transformers.AutoModelForCausalLM.from_pretrained("merged")
+    bare = transformers.AutoModelForCausalLM.from_pretrained("Llama-3.1-8B")
+    adapted = peft.PeftModel.from_pretrained(bare, "adapter")
+    largest = {
+        name: each.abs().max().item() for name, each in adapted.named_parameters() if "_B" in name
+    }
+    assert len(largest) == 7 * 4 and all(value > 0.9 * RATE for value in largest.values())
+    tokens, _ = torch.load(models / "llama.pt")
+    torch.testing.assert_close(model(tokens).logits, adapted(tokens).logits, rtol=0, atol=1e-4)
 
 
 # Checkpoints.
