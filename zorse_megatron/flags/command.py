@@ -162,8 +162,8 @@ class Command:
 def read_command(words: Sequence[str]) -> Command:
     """Read what follows `python -m zorse_megatron.pretrain`.
 
-    Of our own flags, which a run reads itself, only `--zorse-lora` is about the model: its adapters
-    are in `args.zorse_lora`, None without any.
+    Of our own flags, which a run reads itself, only `--zorse-lora` is about the model: where it is
+    given, its adapters are in `args.zorse_lora`.
     """
     script, flags = split_script(words)
     ours, rest = split_ours(flags)
@@ -172,7 +172,8 @@ def read_command(words: Sequence[str]) -> Command:
     )
     set_here: set[str] = set()
     problems: list[Problem] = []
-    args.zorse_lora = lora_of(ours, problems)
+    if (lora := lora_of(ours, problems)) is not None:
+        args.zorse_lora = lora
     found, others = find_flags(rest, dict.fromkeys(by_spelling(), "*"))
     for given in found:
         flag = by_spelling()[given.flag]
