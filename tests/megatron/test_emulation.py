@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from scripts.validation.peaks import peaks_without
@@ -22,8 +23,15 @@ from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate import emulator as rank_server
 from zorse_megatron.emulate.emulator import System, emulator, flags_of_grid
 from zorse_megatron.emulate.on_ranks import server_main
+from zorse_megatron.emulate.on_ranks.tensor_sizes import TpSizes
 from zorse_megatron.emulate.rank_jobs import RankJob
-from zorse_megatron.emulate.tiny_model import VOCABULARY, TinyShape, TinyTraining, lora_flags
+from zorse_megatron.emulate.tiny_model import (
+    LORA_RANK,
+    VOCABULARY,
+    TinyShape,
+    TinyTraining,
+    lora_flags,
+)
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.lora import Lora
 from zorse_megatron.inputs.model import MODELS, USUAL
@@ -344,6 +352,17 @@ def test_groups_take_what_computing_in_their_types_takes(lab):
     assert found.peak_bytes == pytest.approx(predicted.peak_memory_bytes, rel=0.1)
 
 
+ADAPTERS = Lora(rank=64, alpha=32, targets=("q", "v", "gate", "up", "down"))
+WITH_ADAPTERS = make_inputs(
+    load_cluster(CLUSTER),
+    MODEL,
+    None,
+    global_batch_size=BATCH,
+    dtype="float16",
+    computing=dataclasses.replace(USUAL, lora=ADAPTERS),
+)
+
+
 @pytest.mark.parametrize(
     ("plan", "tolerance"),
     [
@@ -355,15 +374,7 @@ def test_groups_take_what_computing_in_their_types_takes(lab):
 )
 def test_adapters_take_what_the_simulator_says(lab, plan, tolerance):
     """Of what is frozen there is no gradient, no state and no message; all of it is resident."""
-    lora = Lora(rank=16, alpha=32, targets=("q", "v", "gate", "up", "down"))
-    inputs = make_inputs(
-        load_cluster(CLUSTER),
-        MODEL,
-        None,
-        global_batch_size=BATCH,
-        dtype="float16",
-        computing=dataclasses.replace(USUAL, lora=lora),
-    )
+    lora, inputs = ADAPTERS, WITH_ADAPTERS
     found = run(lab, System(name="plan", gpus=GPUS, plan=plan, flags=lora_flags(lora)), inputs)
     comm, kinds = _OnGpus(inputs.comm), [inputs.kinds[gpu] for gpu in GPUS]
     predicted, of_all = (
@@ -379,7 +390,10 @@ def test_adapters_take_what_the_simulator_says(lab, plan, tolerance):
     assert found.losses[-1] < found.losses[0]
 
 
-def test_tp_groups_take_what_the_simulator_says(lab, monkeypatch):
+@pytest.mark.parametrize(
+    ("all_inputs", "flags"), [(INPUTS, ()), (WITH_ADAPTERS, lora_flags(ADAPTERS))]
+)
+def test_tp_groups_take_what_the_simulator_says(lab, monkeypatch, all_inputs, flags):
     """A TP group with uneven TP shards beside a rank of its own, and a rank that they send to.
 
     On PCIe, sums and gathers inside the TP groups are 6 % of the iteration.
@@ -390,12 +404,29 @@ def test_tp_groups_take_what_the_simulator_says(lab, monkeypatch):
     plan = plan_of((unlike, 2), ((replica(3, 4, 2),), 2))
     shape = TinyShape.of(MODEL, [plan])
     monkeypatch.setattr(lab, "training", dataclasses.replace(lab.training, shape=shape))
-    found = run(lab, System(name="plan", gpus=(0, 1, 2, 3), plan=plan))
-    inputs = dataclasses.replace(INPUTS, kinds=INPUTS.kinds[:4], gpus=None)
+    system = System(name="plan", gpus=(0, 1, 2, 3), plan=plan, flags=flags)
+    found = run(lab, system, all_inputs)
+    inputs = dataclasses.replace(all_inputs, kinds=INPUTS.kinds[:4], gpus=None)
     predicted = simulate_plan(inputs, plan)
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.01)
     expected = peaks_without(predicted, Category.BUFFERS)
     assert found.peak_bytes == pytest.approx(expected, rel=0.01)
+
+
+def test_between_the_factors_of_adapters_their_rank_crosses():
+    """Three targets' A x of two samples, on the whole sequence."""
+    memory = WITH_ADAPTERS.memory
+    tp_groups = SimpleNamespace(
+        memories=(memory,),
+        ranks=((0, 1),),
+        measured=(frozenset(),),
+        adapter_share=ADAPTERS.rank / MODEL.hidden_size,
+    )
+    sizes = TpSizes(SimpleNamespace(sequence_length=32, hidden_size=64), tp_groups, 0)
+    found = sizes.inside_bytes(torch.empty(32, 2, 3 * LORA_RANK))
+    expected = 2 * 3 * MODEL.seq_length * ADAPTERS.rank * 2
+    assert found == pytest.approx(expected, rel=0.002)  # of whole elements of the tiny one
+    assert sizes.inside_bytes(torch.empty(32, 2, 64)) == memory.boundary_bytes(2)
 
 
 def test_a_tied_table_is_as_large_on_the_first_stage_as_on_the_last(lab, monkeypatch):

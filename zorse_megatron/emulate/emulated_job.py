@@ -33,6 +33,8 @@ class JobTpGroups:
     """See `costs.interface.TpCosts`."""
     sequence_length: int
     """Of the real model."""
+    adapter_share: float
+    """Width of A x beside the model's, of its adapters; 0 without any."""
 
 
 @dataclass(frozen=True, kw_only=True)

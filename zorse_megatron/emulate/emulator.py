@@ -26,7 +26,7 @@ from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.rank_jobs import SERVER, ForkClient, RankJob, RanksEnd
 from zorse_megatron.emulate.tiny_model import HIDDEN_SIZE, TinyTraining, training_flags
 from zorse_megatron.gpus.gpu import ComputeDtype
-from zorse_megatron.inputs.lora import LORA_FLAG
+from zorse_megatron.inputs.lora import LORA_FLAG, parse_lora
 from zorse_megatron.launch.rank_environment import stock_environment
 from zorse_megatron.plan.plan import Plan, Replica, tp_group_of_rank
 from zorse_megatron.plan.plan_file import save_plan
@@ -363,13 +363,15 @@ def tp_groups_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobT
     tp_costs = inputs.tp_costs
     if tp_costs is None or not list(tp_groups_of(plan)):
         return None
-    ranks = range(plan.world_size)
+    ranks, trained = range(plan.world_size), inputs.model.lora
+    lora = None if trained is None else parse_lora(trained, [])
     return JobTpGroups(
         ranks=tuple(tp_group_of_rank(plan, rank) for rank in ranks),
         memories=tuple(_whole(inputs, _place(plan, rank)[1]).memory for rank in ranks),
         measured=tuple(_measured(tp_costs, kinds, *_place(plan, rank)) for rank in ranks),
         cut_parameters={each: dict(tp_costs.cut_parameters(each)) for each in _SECTIONS},
         sequence_length=inputs.sequence_length,
+        adapter_share=0.0 if lora is None else lora.rank / (inputs.model.hidden_size or 1),
     )
 
 

@@ -28,7 +28,7 @@ FFN_HIDDEN_SIZE = 4 * HIDDEN_SIZE
 VOCABULARY = 256
 _POSITIONS = {"learned": "learned_absolute", "rope": "rope", "none": "none"}
 """As Megatron's flag names them."""
-_LORA_RANK = 4
+LORA_RANK = 4
 _MOST_UNITS = 1024
 """Beyond so many columns proportions are rounded."""
 
@@ -132,7 +132,7 @@ def lora_flags(lora: Lora | None) -> tuple[str, ...]:
         return ()
     wanted = {"up" if target == "gate" else target for target in lora.targets}
     targets = tuple(target for target in TARGETS if target in wanted)
-    return LORA_FLAG, str(Lora(rank=_LORA_RANK, alpha=lora.alpha, targets=targets))
+    return LORA_FLAG, str(Lora(rank=LORA_RANK, alpha=lora.alpha, targets=targets))
 
 
 # An early receive may wait long on this machine for its sender.

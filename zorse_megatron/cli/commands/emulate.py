@@ -51,7 +51,6 @@ from zorse_megatron.inputs.rank_placement import refuse_other_cluster
 from zorse_megatron.launch.stock_command import without_layout
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import load_plan
-from zorse_megatron.plan.tensor_parallel_rules import tp_groups_of
 from zorse_megatron.schedule.lower import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -152,7 +151,6 @@ def emulate(
     emulation.refuse(plan, str(path))
     workload, profiles = given.workload(plan, flags=flags), given.profiles
     costs = costs_for_plan(plan, cluster, workload, profiles, source=str(path))
-    refuse(list(_adapter_problems(costs, plan)), "the plan cannot be emulated")
     perturbation = slow.perturbation(costs)
     with progress_shown("simulating", wanted=not as_json) as tell:
         job = _ours(plan, costs, emulation) if layout is None else _stocks(plan, costs, *layout)
@@ -174,19 +172,15 @@ def emulate(
     )
 
 
-def _adapter_problems(costs: WorkloadCosts, plan: Plan | None = None) -> Iterator[Problem]:
-    """Of a job that trains adapters alone. `plan`: which one; None: stock's layouts, too."""
-    lora = costs.workload.computing.lora
-    if lora is None or (plan is not None and not any(tp_groups_of(plan))):
-        return
-    more = "" if plan is None else " in tensor-parallel groups"
-    yield Problem(
-        where="LoRA",
-        found=f"{lora}{more}",
-        expected=f"a job that trains all weights: adapters{more} cannot be "
-        + ("compared so: stock Megatron has none" if plan is None else "emulated yet"),
-        remedy="Use zorse compare --simulated." if plan is None else "Use zorse explain.",
-    )
+def _adapter_problems(costs: WorkloadCosts) -> Iterator[Problem]:
+    """Of a comparison for a job that trains adapters alone."""
+    if costs.workload.computing.lora is not None:
+        yield Problem(
+            where="LoRA",
+            found=f"{costs.workload.computing.lora}",
+            expected="a job that trains all weights: stock Megatron has no adapters to train",
+            remedy="Use zorse compare --simulated, and zorse emulate for the plan.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

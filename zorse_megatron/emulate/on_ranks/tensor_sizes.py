@@ -7,6 +7,7 @@ import torch
 
 from zorse_megatron.costs.interface import ModelSection
 from zorse_megatron.emulate.emulated_job import EmulatedJob, JobTpGroups
+from zorse_megatron.emulate.tiny_model import LORA_RANK
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class TpSizes:
         self.on_exchange: Callable[[], None] = lambda: None
         """Called when one begins."""
         self._tiny = job.sequence_length, job.hidden_size
+        self._adapter_factor = tp_groups.adapter_share * job.hidden_size / LORA_RANK
+        """Real A x beside the tiny one, each as a share of an activation."""
         self._num_whole = 0
         """Of one layer of the tiny model: parameters that TP groups do not cut."""
         self._factors: dict[MixedTpTensor, float] = {}
@@ -92,9 +95,11 @@ class TpSizes:
 
     def inside_bytes(self, tensor: torch.Tensor) -> int | None:
         """Of a tensor that the TP group sums, gathers or broadcasts; None: that was measured."""
-        if tensor.dim() == 3:  # [positions, samples, hidden]
-            is_counted = self.computed in self.measured
-            return None if is_counted else self.activation_bytes(tensor.numel())
+        if tensor.dim() == 3:  # [positions, samples, hidden], or A x of adapters
+            count = tensor.numel()
+            if tensor.shape[2] % self._tiny[1]:
+                count = round(count * self._adapter_factor)
+            return None if self.computed in self.measured else self.activation_bytes(count)
         if tensor.dim() == 2:  # a number for each token
             if tensor.is_floating_point() and self.computed in self.measured:
                 return None
