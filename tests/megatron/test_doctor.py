@@ -60,7 +60,10 @@ def test_dry_run(dry_run: DoctorRun, monkeypatch: pytest.MonkeyPatch) -> None:
     passed = [each.title for each in findings if each.status == Status.PASS]
     of_cpu = [case for case in CASES if "queue" not in case.name]
     assert passed == [
-        *(f"Plan {case.name} against stock" for case in of_cpu),
+        *(
+            f"Plan {case.name} against {'one rank' if case.reference else 'stock'}"
+            for case in of_cpu
+        ),
         "Another plan resumes from a checkpoint",
     ]
     refused = [each.said for each in findings if each.status == Status.NOT_POSSIBLE]

@@ -106,8 +106,13 @@ def follows_stock(run: DoctorRun, case: PlanCase) -> Finding:
     without = [gpu.name for gpu in gpus if gpu.capability < BF16_FROM]
     if without and "--bf16" in case.flags:
         return not_possible(f"no units for bf16 on {' and '.join(dict.fromkeys(without))}")
-    stock = run.trained(f"stock {' '.join(case.flags)}", None, (*SMALL_GPT, *case.flags))
-    return compared(_of_plan(run, case), stock, case.limits)
+    name = f"{_reference(case)} {' '.join(case.flags)}"
+    reference = run.trained(name, case.reference, (*SMALL_GPT, *case.flags))
+    return compared(_of_plan(run, case), reference, case.limits)
+
+
+def _reference(case: PlanCase) -> str:
+    return "stock" if case.reference is None else "one rank"
 
 
 def _of_plan(run: DoctorRun, case: PlanCase) -> Trained:
@@ -170,7 +175,7 @@ _QUICK_PLANS = 2
 _PLANS = tuple(
     Check(
         name="plans",
-        title=f"Plan {case.name} against stock",
+        title=f"Plan {case.name} against {_reference(case)}",
         run=partial(follows_stock, case=case),
         remedy=_REPORT_IT,
         needs_gpu=False,

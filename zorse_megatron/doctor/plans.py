@@ -1,9 +1,10 @@
-"""A small GPT, and the plans under which it must train as stock Megatron does."""
+"""A small GPT, and the plans under which it must train as stock Megatron, or as one rank, does."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_WORKERS
+from zorse_megatron.inputs.lora import LORA_FLAG
 from zorse_megatron.launch.rank_environment import MOST_QUEUES
 from zorse_megatron.plan.plan import (
     Chunk,
@@ -40,6 +41,8 @@ class PlanCase:
     name: str
     plan: Plan
     flags: tuple[str, ...] = FP32_FLAGS
+    reference: Plan | None = None
+    """None: stock on one rank."""
     limits: Mapping[str, float] = field(default_factory=lambda: EXACT)
     queues: int = MOST_QUEUES
     """CUDA_DEVICE_MAX_CONNECTIONS: in how many hardware queues a GPU takes its work."""
@@ -151,6 +154,7 @@ TWO_LEVELS = plan_of(
     ((0, 4), (1, 2)),
     ONE_F_ONE_B,
 )
+ONE_RANK = plan_of((Group(replicas=(replica(0, 4, 6),)),), ((0, 6),), ONE_F_ONE_B)
 CASES = (
     PlanCase(name="2|1|2", plan=UNEVEN_PLAN),
     PlanCase(name="tensor-parallel groups, equal and unequal parts", plan=TENSOR_PARALLEL),
@@ -158,6 +162,12 @@ CASES = (
     PlanCase(name="interleaved, weight gradients apart", plan=with_split_backward(INTERLEAVED)),
     PlanCase(name="interleaved, one hardware queue", plan=INTERLEAVED, queues=1),
     PlanCase(name="breadth-first, all offloaded", plan=BREADTH_FIRST),
+    PlanCase(
+        name="adapters, all offloaded",
+        plan=BREADTH_FIRST,
+        flags=(*FP32_FLAGS, LORA_FLAG, "rank=8,alpha=16,targets=q,k,v,o,up,down"),
+        reference=ONE_RANK,  # stock has no adapters
+    ),
     PlanCase(
         name="bf16 and fp16 groups", plan=MIXED, flags=SIXTEEN_BIT_FLAGS, limits=WITHIN_ROUNDING
     ),
