@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from argparse import Namespace
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -46,7 +47,9 @@ from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITH
 from zorse_megatron.inputs.lora import is_adapter
 from zorse_megatron.live.checkpoint_files import TRACKER
 from zorse_megatron.plan.plan import Plan, TpShards
+from zorse_megatron.weights.base_digest import base_digest
 from zorse_megatron.weights.convert import Imported, import_model
+from zorse_megatron.weights.opened import iteration_folder
 
 ALL = ("--zorse-lora", "rank=4,alpha=12,targets=q,k,v,o,gate,up,down")
 SOME = ("--zorse-lora", "rank=3,alpha=2,targets=q,v,up")
@@ -271,34 +274,64 @@ def test_goes_on_under_any_plan(models: Path, tmp_path: Path) -> None:
         assert run.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-4), name
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (("--zorse-lora", "rank=4,alpha=8,targets=q,k"), "adapters with alpha 12"),
-        ((), "whole weights"),
-        (("--seed", "8"), "adapters for the base random:7"),
-    ],
-)
-def test_refuses_what_it_cannot_go_on_from(
-    change: tuple[str, ...], found: str, models: Path, tmp_path: Path
-) -> None:
-    """Another scale, the base as `--load`, another base: status 2, with every difference."""
-    base = import_model(models / "llama", tmp_path / "base")
-    folder = tmp_path / "saved"
-    flags = [each for each in _saving(base, folder) if each not in ALL]
-    at = flags.index("--pretrained-checkpoint")
-    del flags[at : at + 2]  # random weights will do
-    if found == "whole weights":
-        folder = base.folder
-        flags[flags.index("--load") + 1] = str(base.folder)
-    else:
-        plan_run(ALONE, [*flags, *ALL, "--train-iters", "2"], script=())
+def _refused(flags: list[str]) -> str:
+    """What is said where all ranks end with status 2."""
     with pytest.raises(RankFailure) as refused:
-        plan_run(
-            ALONE, [*flags, *(change if "--zorse-lora" in change else (*ALL, *change))], script=()
-        )
-    assert f"--load {folder}" in str(refused.value) and found in str(refused.value)
-    assert "status 2" in str(refused.value)
+        plan_run(LAYOUTS["2|1"], flags, script=())
+    said = str(refused.value)
+    assert said.count("found exit status 2") == 3, said
+    return said
+
+
+def test_refuses_what_it_cannot_go_on_from(models: Path, tmp_path: Path) -> None:
+    """Another scale, the base as --load, another base, no files, and adapters as a whole model."""
+    base = import_model(models / "llama", tmp_path / "base")
+    saved, flags = tmp_path / "saved", _saving(base, tmp_path / "saved", steps=2)
+    at = flags.index("--pretrained-checkpoint")
+    bare = [*flags[:at], *flags[at + 2 :]]  # random weights will do
+    run = plan_run(LAYOUTS["2|1"], bare, script=())
+    assert "adapters are trained beside random weights" in run.outputs[0]
+    where = f"--load {saved}/iter_0000002: found "
+    lora = flags.index("--zorse-lora")
+    other = [*bare]
+    other[other.index("--zorse-lora") + 1] = "rank=4,alpha=8,targets=q,k"
+    said = _refused(other)
+    assert f"{where}adapters with alpha 12; expected 8" in said
+    assert f"{where}adapters with targets q,k,v,o,gate,up,down" in said
+    assert f"{where}adapters for the base random:7" in _refused([*bare, "--seed", "8"])
+    assert f"{where}adapters for the base random:7" in _refused(flags)
+    whole = [*bare, "--load", str(base.folder)]
+    assert f"--load {base.folder}/release: found whole weights" in _refused(whole)
+    remote = [*flags, "--pretrained-checkpoint", "msc://far/away"]
+    assert "--pretrained-checkpoint msc://far/away: found what is not in files" in _refused(remote)
+    without = [*flags[:lora], *flags[lora + 2 :]]
+    assert f"{where}adapters alone" in _refused(without)
+
+
+def _problems_of_base(folder: Path, digest: str) -> list[str]:
+    from zorse_megatron.adapter.checkpoint.adapters import base_problems
+
+    args = Namespace(
+        load=None,
+        save=None,
+        ckpt_step=None,
+        exit_on_missing_checkpoint=False,
+        pretrained_checkpoint=str(folder),
+        zorse_lora={"base": digest},
+    )
+    return [str(each) for each in base_problems(args)]
+
+
+def test_a_run_moves_only_if_its_base_is_still_there(models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    import_model(models / "llama", folder)
+    digest = base_digest(iteration_folder(folder))
+    assert run_megatron_ranks(1, _problems_of_base, folder, digest) == [[]]
+    ((other,),) = run_megatron_ranks(1, _problems_of_base, folder, "0" * 64)
+    assert "found other weights than at the start" in other
+    shutil.rmtree(folder / "release")
+    ((gone,),) = run_megatron_ranks(1, _problems_of_base, folder, digest)
+    assert str(folder) in gone
 
 
 def _engine_norms() -> list[float]:

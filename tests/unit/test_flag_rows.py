@@ -254,6 +254,9 @@ EXAMPLES = {
         ({"split_backward": True}, f"--zorse-lora {LORA}", "--zorse-lora")
     ],
     "adapters_are_trained": [({}, f"--zorse-lora {LORA} --optimizer muon", "--optimizer")],
+    "adapters_are_saved_into_their_base": [
+        ({}, f"--zorse-lora {LORA} --save a/ --save-interval 1 --pretrained-checkpoint a", "--save")
+    ],
     "adapters_lack_matrices": [({}, f"--zorse-lora {LORA},gate", "--zorse-lora")],
     "weight_gradients_cannot_wait": [
         ({"split_backward": True}, "--transformer-impl local", "gradient_accumulation_fusion")

@@ -297,7 +297,8 @@ def test_backwards_lack_gradients_of_weights_and_adapters_take_their_own():
     inputs = 5 * HIDDEN + QUERY + FFN
     outputs = QUERY + 2 * KEY + HIDDEN + 2 * FFN + HIDDEN
     added_s = 2 * tokens * ADAPTERS / (peak * shares.forward)
-    added_s += (2 * tokens * (inputs + 4 * outputs) + there * ADAPTERS) / gpu.memory_bytes_per_s
+    moved = inputs + 4 * outputs + 2 * (QUERY + 2 * KEY + 2 * FFN)
+    added_s += (2 * tokens * moved + there * ADAPTERS) / gpu.memory_bytes_per_s
     assert layers["adapters"].forward_s - layers["none"].forward_s == pytest.approx(added_s)
     assert kind["adapters"].embedding(KIND, size).backward_s == 0
     head, frozen = kind["all"].head(KIND, size), kind["adapters"].head(KIND, size)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from zorse_megatron.cli.main import app
 from zorse_megatron.errors import CheckpointError, OutputError
 from zorse_megatron.weights import convert
 from zorse_megatron.weights.archive import Archive
-from zorse_megatron.weights.base_digest import base_digest
+from zorse_megatron.weights.base_digest import _blocks, base_digest
 from zorse_megatron.weights.convert import export_adapter, export_model, import_model
 from zorse_megatron.weights.opened import iteration_folder
 
@@ -350,7 +351,7 @@ def _layers(base):
     "change",
     [
         _first(NORM, 2, 7),
-        _first(MATRIX, 1, 511, 7),
+        _first(MATRIX, 1, slice(384, 512)),  # of the values of one of four groups
         _first(TABLE, 0, 0),
         _first("output_layer.weight", 7, 7),
         _shorter,
@@ -366,6 +367,19 @@ def test_digests_differ_with_weights(change, tmp_path):
     assert digest_after(base, tmp_path / "after") != before
 
 
+@pytest.mark.parametrize(("queries", "head"), [(1, 128), (4, 128), (8, 64), (7, 80)])
+def test_digests_see_every_part_of_a_fused_matrix(queries, head):
+    """An adapter merged into one of query, key, value, gate and up changes all of its rows."""
+    group = (queries + 2) * head
+    rows = [offsets[0] % group for offsets, _ in _blocks((32 // queries * group, 4096))]
+    parts = Counter("qkv"[max(0, row // head - queries + 1)] for row in rows)
+    assert len(parts) == 3 and min(parts.values()) >= 4
+    halves = Counter(offsets[0] < 11008 for offsets, _ in _blocks((2 * 11008, 4096)))
+    assert min(halves.values()) > 24
+    columns = {offsets[1] for offsets, _ in _blocks((4096, 11008))}
+    assert len(columns) > 60 and max(columns) > 10000
+
+
 def test_a_part_of_a_file_is_read_as_torch_reads_it(tmp_path):
     """Of a view into the middle of what is stored, in the middle of a file."""
     tensor = torch.arange(24, dtype=torch.bfloat16).view(4, 6)[1:, 2:].t()
@@ -373,10 +387,10 @@ def test_a_part_of_a_file_is_read_as_torch_reads_it(tmp_path):
     data = (tmp_path / "alone").read_bytes()
     (tmp_path / "file").write_bytes(b"before" + data + b"after")
     archive = Archive(tmp_path / "file", len(b"before"), len(data))
-    assert torch.equal(archive.corner((4, 3), torch.bfloat16), tensor)
-    assert torch.equal(archive.corner((2, 1), torch.bfloat16), tensor[:2, :1])
-    with pytest.raises(OSError, match=r"a tensor of \(4, 3\) for one of \(5, 3\)"):
-        archive.corner((5, 3), torch.bfloat16)
+    assert torch.equal(archive.box((0, 0), (4, 3), torch.bfloat16), tensor)
+    assert torch.equal(archive.box((1, 2), (2, 1), torch.bfloat16), tensor[1:3, 2:])
+    with pytest.raises(OSError, match=r"a tensor of \(4, 3\), shorter than \(5, 3\)"):
+        archive.box((1, 0), (4, 3), torch.bfloat16)
 
 
 def test_digests_of_what_is_no_base(tmp_path):

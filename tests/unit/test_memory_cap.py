@@ -15,6 +15,10 @@ GONE = torch.empty(0)
 CHUNK = SimpleNamespace(
     buffers=[SimpleNamespace(parameters=torch.empty(1), gradients=GONE)],
     wrapped=SimpleNamespace(shards=SimpleNamespace(gradients=[])),
+    layers=(),
+    embedding=None,
+    output_layer=None,
+    has_own_output_table=False,
 )
 SIZES = SimpleNamespace(
     real_parameters=lambda _chunk: {"layer": UNSHARDED}, owned_parameters=lambda _chunk: OWNED

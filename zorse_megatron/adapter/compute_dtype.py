@@ -118,7 +118,8 @@ def in_fp32(entry: Any) -> Any:
     if not isinstance(data, torch.Tensor) or data.dtype not in (torch.float16, torch.bfloat16):
         return entry
     changed = copy.copy(entry)
-    changed.data = data.detach().float()
+    # Of what is frozen all is loaded at once, and there is no room for it twice.
+    changed.data = (data.detach() if data.requires_grad else copied_to_host(data)).float()
     if "dtype" in {field.name for field in dataclasses.fields(entry)}:
         changed.dtype = changed.data.dtype
     return standing_for(entry, changed)

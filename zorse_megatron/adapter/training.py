@@ -12,7 +12,7 @@ from megatron.training import get_args, training
 
 from zorse_megatron.adapter.arguments import set_recompute
 from zorse_megatron.adapter.build_chunks import ChunkBuilder
-from zorse_megatron.adapter.checkpoint.adapters import AdapterRun
+from zorse_megatron.adapter.checkpoint.adapters import AdapterRun, refuse_adapters
 from zorse_megatron.adapter.checkpoint.before_load import (
     LOAD_HOOKS,
     brings_all_weights,
@@ -59,7 +59,7 @@ from zorse_megatron.plan.memory_settings import settings_of_rank
 from zorse_megatron.plan.plan import Offload
 from zorse_megatron.plan.plan_file import fingerprint
 from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment
-from zorse_megatron.runtime.collectives import gathered
+from zorse_megatron.runtime.collectives import gathered, on_rank_0
 from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.trace import HostClock, Trace
@@ -125,6 +125,8 @@ def _source_of_weights(run: PlanRun, args: Any) -> _WeightsSource:
         )
     load = load_of(args, skips_damaged=skips_damaged) if run.moved is None else None
     chosen = None if load is None else check_before_load(load)
+    if chosen is not None:
+        on_rank_0(partial(refuse_adapters, chosen.folder))
     return _WeightsSource(
         are_replaced=run.moved is not None or brings_all_weights(chosen, args),
         adapters=None,

@@ -122,7 +122,7 @@ def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
         *shape,
         *("--global-batch-size", str(costs.inputs.global_batch_size)),
         *_DTYPE_FLAGS.get(costs.dtype, ()),
-        *(() if lora is None else (LORA_FLAG, str(lora))),
+        *(() if lora is None else (LORA_FLAG, str(lora), "--pretrained-checkpoint", "BASE")),
         *WITHOUT_DROPOUT,  # as these models are trained
         *("--eval-interval", "1000"),  # without one Megatron ends
     )

@@ -304,7 +304,8 @@ class AnalyticCompute:
 
         Forward an adapter reads its input, writes its result, and adds that to the matrix's;
         backward it reads the gradient of its result twice, and its input; it writes a gradient of
-        the input, and adds that to the matrix's.
+        the input, and adds that to the matrix's. Beside a fused matrix results are put together
+        first, and their gradients taken apart.
         """
         lora, model, ranks = self.computing.lora, self.model, self.tensor_parallel
         if lora is None:
@@ -315,8 +316,9 @@ class AnalyticCompute:
         for size in lora.sizes(model).values():
             inputs = size.inputs / (1 if size.cuts_outputs else ranks)
             outputs = size.outputs / (ranks if size.cuts_outputs else 1)
-            forward += inputs + 4 * outputs
-            backward += 5 * inputs + 2 * outputs
+            copies = 2 * outputs * size.cuts_outputs
+            forward += inputs + 4 * outputs + copies
+            backward += 5 * inputs + 2 * outputs + copies
         moved = tokens * element_bytes(self.dtype)
         return _Adapters(
             flops=2.0 * tokens * parameters,

@@ -4,6 +4,7 @@ A condition is asked for an argument and yields what fills in the braces of its 
 problem. Arguments that Megatron derives are None at first and skipped; they are asked about again.
 """
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from zorse_megatron.flags.model_in_flags import (
 from zorse_megatron.flags.table import defaults, further_rows, spelling_of
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.live.batch_schedule import BatchSchedule
 from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import Plan, has_equal_tp_shards
@@ -140,6 +142,14 @@ def adapters_are_trained(case: Case, name: str) -> Filled:
     """Alone; the rest is frozen."""
     if getattr(case.args, "zorse_lora", None) is not None:
         yield {}
+
+
+def adapters_are_saved_into_their_base(case: Case, name: str) -> Filled:
+    """The base's tracker file would name adapters."""
+    save, base = case.value(name), case.value("pretrained_checkpoint")
+    has_both = getattr(case.args, "zorse_lora", None) is not None and None not in (save, base)
+    if has_both and os.path.realpath(save) == os.path.realpath(base):
+        yield {"base": base}
 
 
 def adapters_lack_matrices(case: Case, name: str) -> Filled:
@@ -312,7 +322,7 @@ def batches_do_not_fit(case: Case, plan: Plan, name: str) -> Filled:
 def adapters_are_others(case: Case, plan: Plan, name: str) -> Filled:
     """Than those that the plan was made for; a plan without any is for all weights, or any."""
     planned, own = plan.model.lora, getattr(case.args, "zorse_lora", None)
-    if planned not in (None, str(own)):
+    if planned is not None and (own is None or parse_lora(planned, []) != own):
         yield {"own": "no such flag" if own is None else own, "planned": planned}
 
 
@@ -479,6 +489,7 @@ OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
         only_full_recomputation_has_settings,
         modules_are_of_other_layers,
         adapters_are_trained,
+        adapters_are_saved_into_their_base,
         adapters_lack_matrices,
         plan_is_to_be_made,
         own_entry_trains,

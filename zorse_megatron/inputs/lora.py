@@ -20,7 +20,8 @@ LORA_FLAG = "--zorse-lora"
 _USUAL = "rank=16,alpha=32,targets=q,k,v,o,gate,up,down"
 _KEYS = ("rank", "alpha", "targets")
 MAX_RANK = 4096
-_MODULE = ".lora."
+MODULE = ".lora."
+"""In names of their parameters, and of tensors in checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,8 @@ class Lora:
         return self.alpha / self.rank
 
     def __str__(self) -> str:
-        return f"rank={self.rank},alpha={self.alpha:g},targets={','.join(self.targets)}"
+        alpha = repr(self.alpha).removesuffix(".0")  # all digits: others read it again
+        return f"rank={self.rank},alpha={alpha},targets={','.join(self.targets)}"
 
     def sizes(self, shape: "ModelShape") -> dict[Target, TargetSize]:
         """Return the matrices of a layer that have an adapter."""
@@ -86,7 +88,7 @@ class Lora:
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name, or a tensor of a checkpoint, is one of adapters."""
-    return _MODULE in name
+    return MODULE in name
 
 
 def target_sizes(shape: "ModelShape") -> dict[Target, TargetSize]:
@@ -121,7 +123,8 @@ def parse_lora(text: str | None, problems: list[Problem], *, where: str = LORA_F
     found += [(f"no {key}", f"all of {', '.join(_KEYS)}") for key in _KEYS if key not in values]
     found += [(f"{key} twice", "it once") for key in _KEYS if len(values.get(key, ())) > 1]
     rank = _last(values, "rank")
-    if rank is not None and not (rank.isdecimal() and 1 <= int(rank[:9]) <= MAX_RANK):
+    is_rank = rank is not None and rank.isdecimal() and len(rank) <= len(str(MAX_RANK))
+    if rank is not None and not (is_rank and 1 <= int(rank) <= MAX_RANK):
         found.append((f'rank "{rank}"', f"an integer of 1 to {MAX_RANK}"))
     alpha = _last(values, "alpha")
     if alpha is not None and not 0 < _number(alpha) < float("inf"):
@@ -176,7 +179,7 @@ def _last(values: dict[str, list[str]], key: str) -> str | None:
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        return 0.0 if "_" in text else float(text)
     except ValueError:
         return 0.0
 

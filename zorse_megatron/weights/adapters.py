@@ -12,17 +12,16 @@ from typing import Any
 import torch
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.inputs.lora import LORA_FLAG, Lora, parse_lora
+from zorse_megatron.inputs.lora import LORA_FLAG, Lora, is_adapter, parse_lora
 from zorse_megatron.weights.base_digest import base_digest
 from zorse_megatron.weights.model_folder import Description
 from zorse_megatron.weights.names import (
-    ADAPTERS,
     MODULES,
     WholeTensor,
     adapter_tensors,
     names_of_adapter,
 )
-from zorse_megatron.weights.opened import misfits, read, reading
+from zorse_megatron.weights.opened import argument_in, misfits, read
 from zorse_megatron.weights.torch_dist import CheckpointTensors
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -80,7 +79,7 @@ class Adapters:
 
 def holds_adapters(found: CheckpointTensors) -> bool:
     """Say whether a checkpoint is of a run with adapters."""
-    return any(ADAPTERS in key for key in found.sizes())
+    return any(map(is_adapter, found.sizes()))
 
 
 def read_adapters(
@@ -100,8 +99,7 @@ def read_adapters(
             )
         )
         return None
-    with reading(found.folder, "common_state"):
-        value = vars(found.common()["args"]).get(_IN_ARGUMENTS)
+    value = argument_in(found.folder, _IN_ARGUMENTS)
     lora = _lora(value, problems, where=f"{found.folder}: {_IN_ARGUMENTS} of its arguments")
     if lora is None:
         return None

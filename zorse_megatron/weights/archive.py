@@ -7,6 +7,7 @@ An archive is a zip file with a pickle and, not compressed, the bytes of each te
 import io
 import struct
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, ZipFile
@@ -35,13 +36,14 @@ class Archive:
         with self._zip.open(f"{self._root}/data.pkl") as file:
             return InertUnpickler(file).load()
 
-    def corner(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the first elements along each axis of the tensor that was saved."""
-        (_, _, name, *_), first, shape, strides, *_ = self.value().arguments
+    def box(self, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a block of the tensor that was saved."""
+        (_, _, name, *_), first, shape, strides, *_ = self._tensor
         record = self._zip.getinfo(f"{self._root}/data/{name}")
-        is_larger = any(size > there for size, there in zip(sizes, shape, strict=True))
+        stops = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        is_larger = any(stop > there for stop, there in zip(stops, shape, strict=True))
         if record.compress_type != ZIP_STORED or is_larger:
-            raise OSError(f"a tensor of {tuple(shape)} for one of {tuple(sizes)}")
+            raise OSError(f"a tensor of {tuple(shape)}, shorter than {tuple(stops)}")
         start = record.header_offset + _LOCAL_HEADER.size
         header = self._data[record.header_offset : start].tobytes()
         start += sum(_LOCAL_HEADER.unpack(header))
@@ -53,8 +55,14 @@ class Archive:
             first * size,
             [each * size for each in strides],
         )
-        corner = whole[tuple(slice(each) for each in sizes)].copy()
-        return torch.from_numpy(corner).view(dtype)
+        block = whole[tuple(slice(a, b) for a, b in zip(offsets, stops, strict=True))].copy()
+        return torch.from_numpy(block).view(dtype)
+
+    @cached_property
+    def _tensor(self) -> tuple[Any, ...]:
+        """What it is made of: storage, offset, shape, strides, and more."""
+        found: tuple[Any, ...] = self.value().arguments
+        return found
 
 
 class _Bytes(io.RawIOBase):

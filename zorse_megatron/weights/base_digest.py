@@ -1,19 +1,21 @@
 """What identifies the checkpoint that adapters were trained upon."""
 
 import hashlib
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from zorse_megatron.errors import CheckpointError, Problem
-from zorse_megatron.weights.names import ADAPTERS
+from zorse_megatron.inputs.lora import is_adapter
 from zorse_megatron.weights.opened import CANNOT, opened, reading
 from zorse_megatron.weights.torch_dist import CheckpointTensors
 
 _LAYER = re.compile(r"decoder\.layers\.((\d+)\.)?")
 _TABLES = ("embedding.", "output_layer.")
-_ELEMENTS = 4096
+_ROWS, _WIDTH = 64, 64
+_GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1
 # Those of a table end in padding, of which layouts have more or less.
 _TABLE_ROWS = 8
 # Layers with norms of their own have other names for them, which Megatron maps to these. Source:
@@ -28,10 +30,10 @@ def base_digest(folder: Path) -> str:
     """Return a digest of the weights in an iteration's folder.
 
     It is the same however files, layers and padding are laid out: SHA-256 of names, shapes and
-    the first elements of each layer's tensors, in fp32. Raises CheckpointError.
+    some elements of each layer's tensors, in fp32. Raises CheckpointError.
     """
     found = opened(folder)
-    pieces = sorted(piece for key, size in found.sizes().items() if ADAPTERS not in key
+    pieces = sorted(piece for key, size in found.sizes().items() if not is_adapter(key)
                     for piece in _pieces(found, key, size))  # fmt: skip
     if not pieces:
         problem = Problem(
@@ -50,7 +52,7 @@ def base_digest(folder: Path) -> str:
 def _pieces(
     found: CheckpointTensors, key: str, size: tuple[int, ...]
 ) -> Iterator[tuple[str, int, tuple[int, ...], bytes]]:
-    """Yield name, layer, shape and first elements of a tensor, of each layer where it is stacked.
+    """Yield name, layer, shape and some elements of a tensor, of each layer where it is stacked.
 
     The layer is -1 outside layers, the shape of a table without its rows.
     """
@@ -59,13 +61,35 @@ def _pieces(
     layer = -1 if in_layer is None else int(in_layer[2] or 0)
     shape = size[1:] if is_stacked else size
     is_table = key.startswith(_TABLES)
-    rows = _TABLE_ROWS if is_table else math.ceil(_ELEMENTS / max(1, math.prod(shape[1:])))
-    corner = (*(min(each, rows) for each in shape[:1]), *shape[1:])
-    with reading(found.folder, key):
-        values = found.read_corner(key, (*size[:1], *corner) if is_stacked else corner)
-    for number, value in enumerate(values if is_stacked else [values]):
-        first = value.flatten()[:_ELEMENTS].float().contiguous().numpy().tobytes()
-        yield _name(key), layer + number, shape[1:] if is_table else shape, first
+    blocks = [((0, 0), (min(_TABLE_ROWS, shape[0]), shape[1]))] if is_table else _blocks(shape)
+    for number in range(size[0]) if is_stacked else (0,):
+        lead = (number,) if is_stacked else ()
+        with reading(found.folder, key):
+            values = [
+                found.read_box(key, (*lead, *offsets), (*(1 for _ in lead), *sizes)).float()
+                for offsets, sizes in blocks
+            ]
+        yield (
+            _name(key),
+            layer + number,
+            shape[1:] if is_table else shape,
+            torch.cat([each.flatten() for each in values]).numpy().tobytes(),
+        )
+
+
+def _blocks(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of what is looked at: all of a vector, pieces of rows of a matrix.
+
+    Rows by the golden section: of a fused matrix some are of each part, and of all groups together.
+    """
+    if len(shape) != 2:
+        return [((0,) * len(shape), shape)]
+    rows, columns = shape
+    width, others = min(_WIDTH, columns), columns - min(_WIDTH, columns)
+    return [
+        ((int(rows * (n * _GOLDEN % 1)), int(others * (n * _SILVER % 1))), (1, width))
+        for n in range(_ROWS)
+    ]
 
 
 def _name(key: str) -> str:

@@ -10,12 +10,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zorse_megatron.inputs.lora import Lora, Target
+from zorse_megatron.inputs.lora import MODULE, Lora, Target
 from zorse_megatron.inputs.model import ModelShape
 
 TABLE = "embedding.word_embeddings.weight"
 _LAYERS = "decoder.layers."
-ADAPTERS = ".lora."
 """In the keys of adapters' tensors, and in no others."""
 MODULES: Mapping[Target, str] = {
     **{"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
@@ -88,7 +87,7 @@ def adapter_tensors(lora: Lora, shape: ModelShape) -> Iterator[WholeTensor]:
             shapes = (lora.rank, size.inputs), (size.outputs, lora.rank)
             for side, name, whole in zip("ab", names, shapes, strict=True):
                 yield WholeTensor(
-                    key=f"{_LAYERS}{room}{ADAPTERS}{target}.{side}",
+                    key=f"{_LAYERS}{room}{MODULE}{target}.{side}",
                     parts=(Part(name=name, shape=whole),),
                     layer=layer,
                     num_layers=shape.num_layers,

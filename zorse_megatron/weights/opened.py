@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +48,16 @@ def opened(folder: Path) -> CheckpointTensors:
             remedy="See whether it is whole: zorse checkpoint verify.",
         )
         raise CheckpointError(CANNOT, [problem]) from error
+
+
+def argument_in(folder: Path, name: str) -> Any:
+    """Return an argument of the run that saved an iteration's folder; None: it had none.
+
+    Raises CheckpointError.
+    """
+    found = opened(folder)
+    with reading(folder, "common_state"):
+        return vars(found.common()["args"]).get(name)
 
 
 @contextmanager

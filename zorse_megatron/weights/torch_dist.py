@@ -86,6 +86,7 @@ class CheckpointTensors:
         self._reader = dcp.FileSystemReader(folder)
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._archives: dict[MetadataIndex, Archive] = {}
         self._entries: Mapping[str, Any] = metadata.state_dict_metadata
         self._places: Mapping[MetadataIndex, Any] = metadata.storage_data
 
@@ -127,21 +128,22 @@ class CheckpointTensors:
         """
         return self._archive(MetadataIndex(_COMMON)).value()[0]
 
-    def read_corner(self, key: str, sizes: Sequence[int]) -> torch.Tensor:
-        """Read the first elements along each axis, and of files no more than these.
-
-        Raises as `common`.
-        """
+    def read_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Read a block of a tensor, and of files no more than it. Raises as `common`."""
         entry = self._entries[key]
         target = torch.empty(tuple(sizes), dtype=entry.properties.dtype)
-        for item in self._items(key, [0] * len(sizes), target.shape):
-            part = self._archive(item.storage_index).corner(item.lengths, target.dtype)
+        for item in self._items(key, offsets, target.shape):
+            archive = self._archive(item.storage_index)
+            part = archive.box(item.storage_offsets, item.lengths, target.dtype)
             _place_of(item, target).copy_(part)
         return target
 
     def _archive(self, index: MetadataIndex) -> Archive:
-        place = self._places[index]
-        return Archive(self.folder / place.relative_path, place.offset, place.length)
+        if index not in self._archives:
+            place = self._places[index]
+            path = self.folder / place.relative_path
+            self._archives[index] = Archive(path, place.offset, place.length)
+        return self._archives[index]
 
     def read(self, tensor: WholeTensor) -> torch.Tensor:
         """Read the rows that stand for something. Raises OSError, CheckpointException."""

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
-
-from megatron.core import dist_checkpointing
 
 from zorse_megatron.adapter.checkpoint.before_load import (
     LOAD_HOOKS,
@@ -26,13 +25,14 @@ from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.errors import CheckpointError, Problem
 from zorse_megatron.inputs.lora import LORA_FLAG, Lora, is_adapter
-from zorse_megatron.live.checkpoint_choice import TITLE, Load
-from zorse_megatron.live.checkpoint_files import Checkpoint
+from zorse_megatron.live.checkpoint_choice import TITLE, Chooser, Load
+from zorse_megatron.live.checkpoint_files import Checkpoint, read_tracker
 from zorse_megatron.log import say
 from zorse_megatron.runtime.collectives import on_rank_0
 from zorse_megatron.weights.base_digest import base_digest
+from zorse_megatron.weights.opened import argument_in
 
-_LOAD, _BASE = "--load", "--pretrained-checkpoint"
+_LOAD, _BASE, _ARGUMENT = "--load", "--pretrained-checkpoint", "zorse_lora"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +57,23 @@ class AdapterRun:
         """
         self.lora = lora
         self._loads_base = False
+        _refuse_remote(args)
         load = load_of(args, skips_damaged=skips_damaged)
         self._base = self._own = None
         if load is not None and load.pretrained is not None:
-            base = replace(load, root=None, step=None, is_needed=False, skips_damaged=False)
-            self._base = _found(base)
+            self._base = _found(_of_base(load))
+        if self._base is None:
+            say(f"there is no {_BASE}: the adapters are trained beside random weights")
         if load is not None and load.root is not None and not has_moved:
             is_needed = load.is_needed and self._base is None
-            self._own = _found(replace(load, pretrained=None, is_needed=is_needed))
+            own = replace(load, pretrained=None, is_needed=is_needed)
+            if not is_needed and not read_tracker(load.root).exists:
+                own = replace(own, step=None)  # a first start, whose --ckpt-step is for later ones
+            self._own = _found(own)
         args.zorse_lora = self._described(args.seed)
         if self._own is not None:
             folder = self._own.checkpoint.folder
-            saved = on_rank_0(partial(_saved_in, folder))
+            saved = on_rank_0(partial(argument_in, folder, _ARGUMENT))
             if problems := list(_differences(str(folder), saved, args.zorse_lora)):
                 raise CheckpointError(TITLE, problems)
         say(f"adapters alone are trained: {lora}; base {args.zorse_lora['base'][:16]}")
@@ -125,6 +130,64 @@ class AdapterRun:
             self._loads_base = False
 
 
+def _refuse_remote(args: Namespace) -> None:
+    """Raise CheckpointError for what is not in files: nothing could be told of it."""
+    roots = {_LOAD: args.load, _BASE: args.pretrained_checkpoint}
+    problems = [
+        Problem(
+            where=f"{flag} {root}",
+            found="what is not in files",
+            expected=f"a directory, with {LORA_FLAG}: the base is known by its weights",
+            remedy="Copy it to a file system that all nodes see.",
+        )
+        for flag, root in roots.items()
+        if root is not None and "://" in root
+    ]
+    if problems:
+        raise CheckpointError(TITLE, problems)
+
+
+def _of_base(load: Load) -> Load:
+    """The part of what the command says that is about the base."""
+    return replace(load, root=None, step=None, is_needed=False, skips_damaged=False)
+
+
+def base_problems(args: Namespace) -> Iterator[Problem]:
+    """Yield what keeps a run from loading its base once more; for one rank."""
+    load = load_of(args, skips_damaged=False)
+    if load is None or load.pretrained is None:
+        return
+    try:
+        look = Chooser(_of_base(load)).choose()
+        digest = None if look is None else base_digest(look.checkpoint.folder)
+    except CheckpointError as error:
+        yield from error.problems
+        return
+    if digest != args.zorse_lora["base"]:
+        yield Problem(
+            where=f"{_BASE} {load.pretrained}",
+            found="other weights than at the start",
+            expected="those that the adapters are trained beside",
+            remedy="Let nothing write there; start the next plan as a job of its own.",
+        )
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Raise CheckpointError if a folder that is to be loaded whole has adapters alone."""
+    try:
+        saved = argument_in(folder, _ARGUMENT)
+    except CheckpointError:  # a checkpoint of another kind
+        return
+    if saved is not None:
+        problem = Problem(
+            where=f"{_LOAD} {folder}",
+            found="adapters alone",
+            expected=f"whole weights, or {LORA_FLAG} in the command",
+            remedy=f"Add {LORA_FLAG} as the run that saved it had it, and its base ({_BASE}).",
+        )
+        raise CheckpointError(TITLE, [problem])
+
+
 def _found(load: Load) -> _Found | None:
     checkpoint = check_before_load(load)
     return None if checkpoint is None else _Found(load=load, checkpoint=checkpoint)
@@ -138,12 +201,6 @@ def _presented(args: Namespace, found: _Found, **values: Any) -> Iterator[None]:
             stack.enter_context(presented(args, name, value))
         stack.enter_context(REGISTRY.applied(same_on_all(args, found.load, found.checkpoint)))
         yield
-
-
-def _saved_in(folder: Any) -> dict[str, Any] | None:
-    """What a checkpoint says of its adapters; None: it has none."""
-    common = dist_checkpointing.load_common_state_dict(str(folder))
-    return getattr(common.get("args"), "zorse_lora", None)
 
 
 def _differences(
@@ -175,4 +232,4 @@ def _differences(
 
 
 def _text(value: Any) -> str:
-    return ",".join(value) if isinstance(value, list) else f"{value:g}"
+    return ",".join(value) if isinstance(value, list) else repr(value).removesuffix(".0")

@@ -58,7 +58,8 @@ def saved_entries(
         if not len(flat):  # an empty entry would end up in the checkpoint's common part
             continue
         if is_mixed and flat.dtype != torch.float32:
-            flat = (copied_to_host(flat) if own else flat).float()
+            in_host = own or not parameter.requires_grad
+            flat = (copied_to_host(flat) if in_host else flat).float()
         blocks = (
             saved_blocks("", flat, chunk, parameter, entry)
             if own

@@ -29,6 +29,7 @@ from zorse_megatron.adapter.data_parallel.buckets import (
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards, ParameterGathers
 from zorse_megatron.adapter.data_parallel.mixed_tp_shards import MixedTpShards, mixed_tp_tensor
 from zorse_megatron.adapter.parameter_parts import cut_axis, held_parts
+from zorse_megatron.inputs.lora import is_adapter
 from zorse_megatron.plan.plan import Group
 from zorse_megatron.runtime.hierarchical_collectives import CommDtype, RegionGroups
 from zorse_megatron.runtime.host_link import HostLink
@@ -115,6 +116,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         """What this rank holds of each parameter of the model."""
         self.frozen = tuple(p for p in module.parameters() if not p.requires_grad)
         """Parameters that are never sharded, and never leave the device."""
+        self.loads_parts = any(is_adapter(name) for name, _ in module.named_parameters())
+        """Whether adapters and what they are beside come from different checkpoints."""
         self._make_bucket_groups()
         self.gathers = ParameterGathers(module, self.bucket_groups)
         self.shards = ChunkShards(self, link) if sharded and mixed_group is None else None
@@ -275,7 +278,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         """Take over what was loaded: unsharded parameters, or what a sharded chunk owns."""
         if self.shards is not None:
             others = take_loaded(
-                self, state_dict, strict=strict and not self.frozen, is_mixed=self.is_mixed
+                self, state_dict, strict=strict and not self.loads_parts, is_mixed=self.is_mixed
             )
             super().load_state_dict(joined_loaded(self, others), strict=False)
             return
@@ -283,8 +286,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         for name, parameter in unwrap_model(self).named_parameters() if self.is_mixed else ():
             if isinstance(state_dict.get(name), torch.Tensor):
                 keep_exact(self, parameter, state_dict[name])
-        # Beside frozen parameters are those of another checkpoint (`adapter.checkpoint.adapters`).
-        super().load_state_dict(state_dict, strict=strict and not self.frozen)
+        super().load_state_dict(state_dict, strict=strict and not self.loads_parts)
 
     def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened gradient, of those that this rank owns."""

@@ -29,7 +29,10 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.parameter_parts import cut_axis, mark_unit
@@ -140,7 +143,7 @@ class LayerAdapters(torch.nn.ModuleDict):
             axes,
             sharded_offsets,
             tp_group=next(iter(self.values())).group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
         return found
 
@@ -208,7 +211,9 @@ class _BesideColumns:
             target: F.linear(part * self.scale, b)
             for target, (_, b), part in zip(self.own, factors, narrow, strict=True)
         }
-        return _added(output, self._in_order(results, output[0]))
+        more = self._in_order(results, output[0])
+        del results  # of the same size
+        return _added(output, more)
 
     def _in_order(self, results: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """The results as the layer has its outputs; zeros where a part has no adapter."""
@@ -219,7 +224,7 @@ class _BesideColumns:
             else like.new_zeros(()).expand(*lead, *shape)
             for part, shape in self.shapes.items()
         ]
-        return torch.cat(pieces, dim=-1).view(like.shape)
+        return torch.cat(pieces, dim=-1)
 
 
 def _across(linear: Any, narrow: torch.Tensor) -> torch.Tensor:
@@ -254,9 +259,9 @@ class _BesideRows:
 
 
 def _added(output: Any, more: torch.Tensor) -> Any:
-    """What a linear layer returns, which is its result and a bias."""
+    """What a linear layer returns, which is its result and a bias. `more` is nobody else's."""
     result, bias = output
-    return result + more, bias
+    return more.add_(result.view(more.shape)).view(result.shape), bias
 
 
 def _normed(linear: Any, inputs: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_tensorboard_writer
 from megatron.training.async_utils import maybe_finalize_async_save
 
+from zorse_megatron.adapter.checkpoint.adapters import base_problems
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.moving.state import SetAside, owned_parts, set_aside, take_over
 from zorse_megatron.adapter.optimizer.muon import MUON
@@ -252,6 +253,7 @@ def checked_plan(run: PlanRun, at: RankPlan, optimizers: Sequence[Any], data: by
     problems += _frozen_problems(optimizers) if run.options.lora is None else ()
     problems += _other_types(dtypes, at)
     lora = run.options.lora
+    problems += base_problems(args) if lora is not None and at.rank == 0 else ()
     # In the arguments is what checkpoints say of adapters.
     with nullcontext() if lora is None else presented(args, "zorse_lora", lora):
         problems += check_arguments(args, plan, again=True)
