@@ -347,7 +347,9 @@ def test_the_plan_carries_its_adapters_to_all_that_come_after(run, tmp_path):
     made = run("plan", *WORKLOAD, "--use-all", "--out", "p.json", "--lora", text, "--json")
     found = json.loads(made.stdout)
     assert found["plan"]["model"]["lora"] == text and found["stock"] is None
-    assert f"LoRA ({text}) trains 0.3 million parameters" in " ".join(found["reasons"])
+    count = 8 * RANK * (1024 + 1024 + 1024 + 1024)  # A and B of q and v in each layer
+    said = f"LoRA ({text}) trains {count:,} parameters beside "
+    assert said in " ".join(found["reasons"])
     words = shlex.split(found["next_command"])[1:]
     assert words[words.index("--zorse-lora") + 1] == text
     assert text in run(*words).output  # what each node is to run

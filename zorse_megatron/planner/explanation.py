@@ -348,8 +348,8 @@ def adapter_sentences(inputs: Inputs) -> Iterator[str]:
     frozen = frozen_bytes(costs, inputs.num_layers, True, True, tied_on_same_rank=tied)
     trained = inputs.num_layers * costs.layer_parameters()
     yield (
-        f"LoRA ({inputs.model.lora}) trains {trained / 1e6:.1f} million parameters beside "
-        f"{frozen / costs.parameter_bytes(1) / 1e9:.2f} billion frozen ones, which take "
+        f"LoRA ({inputs.model.lora}) trains {trained:,} parameters beside "
+        f"{frozen // costs.parameter_bytes(1):,} frozen ones, which take "
         f"{memory(frozen)} and stay whole on the GPUs."
     )
 
