@@ -46,6 +46,7 @@ from tests.unit.test_docs import commands_in
 from zorse_megatron.errors import RankFailure
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.inputs.lora import is_adapter
+from zorse_megatron.live.checkpoint_choice import SKIP
 from zorse_megatron.live.checkpoint_files import TRACKER
 from zorse_megatron.plan.plan import Plan, TpShards
 from zorse_megatron.weights.base_digest import base_digest
@@ -306,6 +307,13 @@ def test_refuses_what_it_cannot_go_on_from(models: Path, tmp_path: Path) -> None
     assert f"--load {base.folder}/release: found whole weights" in _refused(whole)
     remote = [*flags, "--pretrained-checkpoint", "msc://far/away"]
     assert "--pretrained-checkpoint msc://far/away: found what is not in files" in _refused(remote)
+    shutil.copytree(saved / "iter_0000002", saved / "iter_0000004")
+    (saved / TRACKER).write_text("4")
+    (damaged,) = list((saved / "iter_0000004").glob("__0_0.distcp"))
+    damaged.unlink()
+    assert f"{where}adapters with alpha 12" in _refused([*other, *SKIP.split()])
+    assert (saved / TRACKER).read_text() == "4"
+    (saved / TRACKER).write_text("2")
     without = [*flags[:lora], *flags[lora + 2 :]]
     assert f"{where}adapters alone" in _refused(without)
 

@@ -25,7 +25,7 @@ from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.errors import CheckpointError, Problem
 from zorse_megatron.inputs.lora import LORA_FLAG, Lora, is_adapter
-from zorse_megatron.live.checkpoint_choice import TITLE, Chooser, Load
+from zorse_megatron.live.checkpoint_choice import TITLE, Chooser, Load, newest_whole
 from zorse_megatron.live.checkpoint_files import Checkpoint, read_tracker
 from zorse_megatron.log import say
 from zorse_megatron.runtime.collectives import on_rank_0
@@ -64,19 +64,24 @@ class AdapterRun:
             self._base = _found(_of_base(load))
         if self._base is None:
             say(f"there is no {_BASE}: the adapters are trained beside random weights")
+        args.zorse_lora = described = self._described(args.seed)
         if load is not None and load.root is not None and not has_moved:
-            is_needed = load.is_needed and self._base is None
-            own = replace(load, pretrained=None, is_needed=is_needed)
-            if not is_needed and not read_tracker(load.root).exists:
-                own = replace(own, step=None)  # a first start, whose --ckpt-step is for later ones
-            self._own = _found(own)
-        args.zorse_lora = self._described(args.seed)
-        if self._own is not None:
-            folder = self._own.checkpoint.folder
-            saved = on_rank_0(partial(argument_in, folder, _ARGUMENT))
-            if problems := list(_differences(str(folder), saved, args.zorse_lora)):
-                raise CheckpointError(TITLE, problems)
-        say(f"adapters alone are trained: {lora}; base {args.zorse_lora['base'][:16]}")
+            self._own = self._found_own(load, load.root, described)
+        say(f"adapters alone are trained: {lora}; base {described['base'][:16]}")
+
+    def _found_own(self, load: Load, root: Path, described: Mapping[str, Any]) -> "_Found | None":
+        """The adapters to go on from; None: this is the job's first start."""
+        is_needed = load.is_needed and self._base is None
+        own = replace(load, pretrained=None, is_needed=is_needed)
+        if not is_needed and not read_tracker(root).exists:
+            own = replace(own, step=None)  # it is for later starts
+        newest = on_rank_0(partial(newest_whole, str(root)))
+        if newest is not None:  # before the tracker is set back from what is damaged
+            _refuse_others(newest.checkpoint.folder, described)
+        found = _found(own)
+        if found is not None:
+            _refuse_others(found.checkpoint.folder, described)
+        return found
 
     def _described(self, seed: int) -> dict[str, Any]:
         """What checkpoints say of the adapters."""
@@ -201,6 +206,13 @@ def _presented(args: Namespace, found: _Found, **values: Any) -> Iterator[None]:
             stack.enter_context(presented(args, name, value))
         stack.enter_context(REGISTRY.applied(same_on_all(args, found.load, found.checkpoint)))
         yield
+
+
+def _refuse_others(folder: Path, described: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for other adapters, or for another base; a collective call."""
+    saved = on_rank_0(partial(argument_in, folder, _ARGUMENT))
+    if problems := list(_differences(str(folder), saved, described)):
+        raise CheckpointError(TITLE, problems)
 
 
 def _differences(
