@@ -77,7 +77,8 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     ),
     "unlike replicas": (
         plan_of(
-            ((tp_replica((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0)), 2), ((replica(3, 8, 1),), 2)
+            ((tp_replica((0, 1), 2, 3, 2.0, UNEQUAL), replica(2, 1, 2, 1.0)), 2),
+            ((replica(3, 8, 1),), 2),
         ),
         (*MODEL, *ALL, *DEGREE),
     ),
