@@ -315,6 +315,9 @@ def test_refuses_what_it_cannot_go_on_from(models: Path, tmp_path: Path) -> None
     assert f"{where}adapters with alpha 12" in _refused([*other, *SKIP.split()])
     assert (saved / TRACKER).read_text() == "4"
     (saved / TRACKER).write_text("2")
+    tied = [each for each in flags if each not in UNTIED]
+    for words in (tied, [*tied[: tied.index("--zorse-lora")], "--load", str(tmp_path / "none")]):
+        assert f"{base.folder}/release: found output_layer.weight" in _refused(words)
     without = [*flags[:lora], *flags[lora + 2 :]]
     assert f"{where}adapters alone" in _refused(without)
 

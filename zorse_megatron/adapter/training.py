@@ -18,6 +18,7 @@ from zorse_megatron.adapter.checkpoint.before_load import (
     brings_all_weights,
     check_before_load,
     load_of,
+    refuse_untied,
     same_on_all,
 )
 from zorse_megatron.adapter.checkpoint.save_folder import written_alone
@@ -127,6 +128,7 @@ def _source_of_weights(run: PlanRun, args: Any) -> _WeightsSource:
     chosen = None if load is None else check_before_load(load)
     if chosen is not None:
         on_rank_0(partial(refuse_adapters, chosen.folder))
+        on_rank_0(partial(refuse_untied, chosen.folder, args))
     return _WeightsSource(
         are_replaced=run.moved is not None or brings_all_weights(chosen, args),
         adapters=None,

@@ -35,6 +35,9 @@ from zorse_megatron.live.checkpoint_files import Checkpoint, FileRecord, Hashing
 from zorse_megatron.live.watched_rank import is_communication_error
 from zorse_megatron.log import say
 from zorse_megatron.runtime.collectives import gathered, on_rank_0
+from zorse_megatron.weights.opened import opened
+
+_HEAD = "output_layer.weight"
 
 
 def load_of(args: Namespace, *, skips_damaged: bool) -> Load | None:
@@ -79,6 +82,25 @@ def check_before_load(load: Load) -> Checkpoint | None:
             return look.checkpoint
         chooser.reject(look.checkpoint, problems)
     return None
+
+
+def refuse_untied(folder: Path, args: Namespace) -> None:
+    """Raise CheckpointError for an output layer that a tied model would leave out; on rank 0.
+
+    Stock says nothing: the embedding takes its place.
+    """
+    try:
+        has_head = _HEAD in opened(folder).sizes()
+    except CheckpointError:  # of another kind, or unreadable: loading it says so
+        return
+    if has_head and not args.untie_embeddings_and_output_weights:
+        problem = Problem(
+            where=str(folder),
+            found=f"{_HEAD}, an output layer of its own",
+            expected="a model whose output layer is its embedding, as the command's",
+            remedy="Add --untie-embeddings-and-output-weights, or load another checkpoint.",
+        )
+        raise CheckpointError(TITLE, [problem])
 
 
 def brings_all_weights(chosen: Checkpoint | None, args: Namespace) -> bool:
