@@ -561,7 +561,8 @@ def test_time_and_memory_are_predicted_as_soon_as_two_plans_are_known_to_be_righ
     [(["--check", "plan"], NAMES), (["--quick", "--check", "offload"], sorted(QUICK))],
 )
 def test_an_unknown_check_is_named(words, known, tmp_path):
-    result = CliRunner().invoke(app, ["doctor", "--out", str(tmp_path), *words])
+    result = CliRunner().invoke(app, ["doctor", "--out", str(tmp_path / "new"), *words])
     assert result.exit_code == 1
     line = next(line for line in result.output.splitlines() if "expected one of" in line)
     assert all(name in line for name in known)
+    assert not (tmp_path / "new").exists()

@@ -6,7 +6,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -384,6 +384,7 @@ def _checks(names: list[str], output: Path, *, quick: bool) -> "tuple[Check, ...
 
     checks = tuple(check for check in CHECKS if check.is_quick or not quick)
     known = tuple(dict.fromkeys(check.name for check in checks))
+    is_new = not output.exists()
     problems = list(folder_problems("--out", output, [_FILE]))
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -394,6 +395,9 @@ def _checks(names: list[str], output: Path, *, quick: bool) -> "tuple[Check, ...
             remedy="Leave it out to make all checks.",
         )
         problems.append(problem)
+    if problems and is_new:
+        with suppress(OSError):
+            output.rmdir()
     refuse(problems, "the checks cannot be made")
     return tuple(check for check in checks if not names or check.name in names)
 
