@@ -172,7 +172,7 @@ def read_command(words: Sequence[str]) -> Command:
     )
     set_here: set[str] = set()
     problems: list[Problem] = []
-    if (lora := lora_of(ours, problems)) is not None:
+    if (lora := _lora_of(ours, problems)) is not None:
         args.zorse_lora = lora
     found, others = find_flags(rest, dict.fromkeys(by_spelling(), "*"))
     for given in found:
@@ -194,7 +194,7 @@ def read_command(words: Sequence[str]) -> Command:
     )
 
 
-def lora_of(ours: Sequence[Given], problems: list[Problem]) -> Lora | None:
+def _lora_of(ours: Sequence[Given], problems: list[Problem]) -> Lora | None:
     """Read the adapters that our flags ask for; notes problems."""
     texts = [next(iter(each.values), None) for each in ours if each.flag == LORA_FLAG]
     return parse_lora(texts[-1], problems) if texts else None

@@ -22,6 +22,10 @@ _KEYS = ("rank", "alpha", "targets")
 MAX_RANK = 4096
 MODULE = ".lora."
 """In names of their parameters, and of tensors in checkpoints."""
+ARGUMENT = "zorse_lora"
+"""In a run's arguments, and in those that its checkpoints have, with the base beside the rest."""
+RANDOM_BASE = "random:"
+"""Before the seed of initial weights, in place of a checkpoint's digest."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.inputs.lora import LORA_FLAG, Lora, is_adapter, parse_lora
+from zorse_megatron.inputs.lora import (
+    ARGUMENT,
+    LORA_FLAG,
+    RANDOM_BASE,
+    Lora,
+    is_adapter,
+    parse_lora,
+)
 from zorse_megatron.weights.base_digest import base_digest
 from zorse_megatron.weights.model_folder import Description
 from zorse_megatron.weights.names import (
@@ -25,8 +32,6 @@ from zorse_megatron.weights.opened import argument_in, misfits, read
 from zorse_megatron.weights.torch_dist import CheckpointTensors
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_IN_ARGUMENTS = "zorse_lora"
-_RANDOM = "random:"
 _AS_SAVED = "Take a checkpoint as the run has saved it."
 # Digits of a digest that people are shown.
 _SHOWN = 12
@@ -46,7 +51,7 @@ class Adapters:
     @property
     def seed(self) -> str | None:
         """Return the seed of the initial weights that they were trained upon; None: of others."""
-        return self.base.removeprefix(_RANDOM) if self.base.startswith(_RANDOM) else None
+        return self.base.removeprefix(RANDOM_BASE) if self.base.startswith(RANDOM_BASE) else None
 
     def change(self, weight: str) -> torch.Tensor | None:
         """Return what is added to a tensor of the Hugging Face model, in fp32; None: nothing.
@@ -99,12 +104,12 @@ def read_adapters(
             )
         )
         return None
-    value = argument_in(found.folder, _IN_ARGUMENTS)
-    lora = _lora(value, problems, where=f"{found.folder}: {_IN_ARGUMENTS} of its arguments")
+    value = argument_in(found.folder, ARGUMENT)
+    lora = _lora(value, problems, where=f"{found.folder}: {ARGUMENT} of its arguments")
     if lora is None:
         return None
     tensors = list(adapter_tensors(lora, description.model.shape))
-    wrong = list(misfits(found, tensors, by=f"config.json and the run's {_IN_ARGUMENTS}"))
+    wrong = list(misfits(found, tensors, by=f"config.json and the run's {ARGUMENT}"))
     problems += wrong
     named = {each.parts[0].name: each for each in tensors}
     return None if wrong else Adapters(found=found, lora=lora, base=value["base"], tensors=named)

@@ -25,7 +25,7 @@ from zorse_megatron.adapter.patches import checkpoints
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.errors import CheckpointError, Problem
-from zorse_megatron.inputs.lora import LORA_FLAG, Lora, is_adapter
+from zorse_megatron.inputs.lora import ARGUMENT, LORA_FLAG, RANDOM_BASE, Lora, is_adapter
 from zorse_megatron.live.checkpoint_choice import TITLE, Chooser, Load, newest_whole
 from zorse_megatron.live.checkpoint_files import Checkpoint, read_tracker
 from zorse_megatron.log import say
@@ -33,7 +33,7 @@ from zorse_megatron.runtime.collectives import on_rank_0
 from zorse_megatron.weights.base_digest import base_digest
 from zorse_megatron.weights.opened import argument_in
 
-_LOAD, _BASE, _ARGUMENT = "--load", "--pretrained-checkpoint", "zorse_lora"
+_LOAD, _BASE = "--load", "--pretrained-checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class AdapterRun:
 
     def _described(self, seed: int) -> dict[str, Any]:
         """What checkpoints say of the adapters."""
-        base = f"random:{seed}"
+        base = f"{RANDOM_BASE}{seed}"
         if self._base is not None:
             base = on_rank_0(partial(base_digest, self._base.checkpoint.folder))
         lora = self.lora
@@ -183,7 +183,7 @@ def base_problems(args: Namespace) -> Iterator[Problem]:
 def refuse_adapters(folder: Path) -> None:
     """Raise CheckpointError if a folder that is to be loaded whole has adapters alone."""
     try:
-        saved = argument_in(folder, _ARGUMENT)
+        saved = argument_in(folder, ARGUMENT)
     except CheckpointError:  # a checkpoint of another kind
         return
     if saved is not None:
@@ -213,7 +213,7 @@ def _presented(args: Namespace, found: _Found, **values: Any) -> Iterator[None]:
 
 def _refuse_others(folder: Path, described: Mapping[str, Any]) -> None:
     """Raise CheckpointError for other adapters, or for another base; a collective call."""
-    saved = on_rank_0(partial(argument_in, folder, _ARGUMENT))
+    saved = on_rank_0(partial(argument_in, folder, ARGUMENT))
     if problems := list(_differences(str(folder), saved, described)):
         raise CheckpointError(TITLE, problems)
 
