@@ -21,6 +21,7 @@ from zorse_megatron.adapter.plan_run import RankSetup
 from zorse_megatron.pretrain import main
 
 RECORD = Path(os.environ.get("ZORSE_TEST_RECORD", "/nowhere"))
+EXPERT_BIAS = ".expert_bias"
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.")
 
 
@@ -99,15 +100,20 @@ def unsharded(shards: Any) -> Iterator[None]:
 
 
 def weights_of_chunk(chunk: Any) -> dict[str, Any]:
-    return {name: parameter.detach().clone() for name, parameter in named_parameters(chunk)}
+    """Parameters, and buffers that are trained."""
+    biases = named_parameters(chunk, of=lambda model: model.named_buffers())
+    found = [*named_parameters(chunk), *(each for each in biases if each[0].endswith(EXPERT_BIAS))]
+    return {name: value.detach().clone() for name, value in found}
 
 
-def named_parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
+def named_parameters(
+    chunk: Any, *, of: Callable[[Any], Any] = lambda model: model.named_parameters()
+) -> Iterator[tuple[str, Any]]:
     """A chunk's parameters by their names in the whole model."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-    for name, parameter in chunk.named_parameters():
+    for name, parameter in of(chunk):
         yield _LAYER.sub(lambda m: f"{m[1]}{numbers[int(m[2])]}.", name), parameter
 
 

@@ -30,12 +30,17 @@ class RerunVotes:
         """Of this rank's gradients, until somebody has looked or need not look."""
 
     def sum_with(
-        self, num_tokens: torch.Tensor, group: dist.ProcessGroup, noted: NotedNorms
+        self,
+        num_tokens: torch.Tensor,
+        group: dist.ProcessGroup,
+        noted: NotedNorms,
+        more: torch.Tensor | None = None,
     ) -> None:
         """Sum the number of tokens over all ranks in place; a collective call.
 
-        `num_tokens`: int32, no dimensions. Raises RuntimeError for gradients with inf or nan in a
-        run that is a repetition, where stock compares them with the first one's.
+        `num_tokens`: int32, no dimensions; `more`: a vector in fp64 that is summed along, None on
+        all ranks or on none. Raises RuntimeError for gradients with inf or nan in a run that is a
+        repetition, where stock compares them with the first one's.
         """
         machine = get_rerun_state_machine()
         self._noted, asks = noted, torch.zeros_like(num_tokens)
@@ -47,9 +52,12 @@ class RerunVotes:
             elif noted.are_any:
                 asks = noted.bad()
         both = torch.stack([num_tokens, asks])
-        dist.all_reduce(both, group=group)
-        num_tokens.copy_(both[0])
-        self._counted = both[1]
+        summed = both if more is None else torch.cat([both.double(), more])
+        dist.all_reduce(summed, group=group)
+        num_tokens.copy_(summed[0])
+        self._counted = summed[1]
+        if more is not None:
+            more.copy_(summed[2:])
 
     def answering(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Take the place of stock's sum (`_reduce_any`): the first one after `sum_with`."""

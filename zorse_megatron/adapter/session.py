@@ -1,6 +1,6 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from zorse_megatron.adapter.model.chunk_runner import (
     StepInputs,
     iterator_per_chunk,
 )
+from zorse_megatron.adapter.model.experts import ExpertLoads
 from zorse_megatron.adapter.model.forward_overflow import ForwardOverflow
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.plan_run import PlanRun
@@ -85,6 +86,8 @@ class PlanSession:
         """Of a training step, from its first forward to its optimizer step."""
         self.activations: ActivationOffload | None = None
         self.kept: SavedActivations | None = None
+        self.loads: ExpertLoads | None = None
+        """Of a mixture of experts, from the first step on."""
         self.overflow: ForwardOverflow | None = None
         """Of a rank that computes in fp16."""
 
@@ -204,6 +207,15 @@ class PlanSession:
         """The counterpart of stock's `calc_params_l2_norm`."""
         return parameters_norm(self.at, self.optimizers)
 
+    def logging_router_losses(self, _stock: Any) -> Callable[..., None]:
+        """Return the counterpart of stock's `MoEMetricsTracker._sync_metrics`."""
+
+        def _sync_metrics(tracker: Any, *_args: Any, **_kwargs: Any) -> None:
+            assert self.loads is not None
+            self.loads.tell(tracker)
+
+        return _sync_metrics
+
     def wait_for_parameters(self) -> None:
         """Wait for the gathers of the last step, as who reads parameters must."""
         for optimizer in self.optimizers:
@@ -242,6 +254,8 @@ class PlanSession:
             watches=watches_memory,
             limit_bytes=options.memory_limit_bytes,
         )
+        if inputs.config.num_moe_experts is not None:
+            self.loads = ExpertLoads(models, inputs.config)
         with before_first_step(at.rank, self.link):
             self._settle(models, watches_memory=watches_memory)
         if at.dtypes[at.plan.group_of_rank(at.rank)] == "fp16":
@@ -281,6 +295,7 @@ class PlanSession:
             place=at.place,
             optimizers=self.optimizers,
             votes=self.votes,
+            loads=self.loads,
             computations=[a for a in self.lists.ranks[at.rank] if a.kind in COMPUTE],
         )
 

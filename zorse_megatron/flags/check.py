@@ -78,7 +78,8 @@ def check_own_entry(args: Namespace) -> list[Problem]:
 def is_refused(name: str, value: Any) -> bool:
     """Whether this value of an argument is refused whatever the plan."""
     row = row_of()[name]
-    return row.refuses and is_given(name, value) and value not in row.accepted
+    several = value if isinstance(value, list) else [value]
+    return row.refuses and is_given(name, value) and not set(several) <= set(row.accepted)
 
 
 def _problems(case: Case, *, by_stock: bool = False) -> list[Problem]:

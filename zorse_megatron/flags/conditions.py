@@ -144,6 +144,12 @@ def adapters_are_trained(case: Case, name: str) -> Filled:
         yield {}
 
 
+def experts_are_trained(case: Case, name: str) -> Filled:
+    """Beside the value."""
+    if case.value("num_experts") and case.value(name):
+        yield {}
+
+
 def adapters_are_saved_into_their_base(case: Case, name: str) -> Filled:
     """The base's tracker file would name adapters."""
     save, base = case.value(name), case.value("pretrained_checkpoint")
@@ -401,6 +407,28 @@ def plan_has_tp_groups(case: Case, plan: Plan, name: str) -> Filled:
         return
 
 
+def plan_has_tp_groups_of_experts(case: Case, plan: Plan, name: str) -> Filled:
+    """Which would cut each of them."""
+    if case.value(name):
+        yield from plan_has_tp_groups(case, plan, name)
+
+
+def micro_batches_are_no_blocks(case: Case, plan: Plan, name: str) -> Filled:
+    """Of which the loss of a micro-batch could be taken as in the command's."""
+    kinds, coefficients = case.value("moe_router_load_balancing_type"), case.value(name)
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+    has_loss = any(k == "aux_loss" and c for k, c in zip(kinds, coefficients, strict=False))
+    own = case.integer("micro_batch_size") or 1
+    if not case.value("num_experts") or not has_loss:
+        return
+    for number, group in enumerate(plan.groups):
+        sizes = {r.micro_batch_size for r in group.replicas if r.num_microbatches}
+        if size := next((each for each in sorted(sizes) if each % own), None):
+            yield {"size": size, "group": number, "own": own}
+            return
+
+
 def tp_groups_split_sequences(case: Case, plan: Plan, name: str) -> Filled:
     """A rank's part of samples that are sent apart is not its part of one packed sequence."""
     if case.value("sequence_parallel"):
@@ -489,6 +517,7 @@ OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
         only_full_recomputation_has_settings,
         modules_are_of_other_layers,
         adapters_are_trained,
+        experts_are_trained,
         adapters_are_saved_into_their_base,
         adapters_lack_matrices,
         plan_is_to_be_made,
@@ -520,6 +549,8 @@ OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
         adapters_are_others,
         adapters_leave_no_weight_gradients,
         plan_has_tp_groups,
+        plan_has_tp_groups_of_experts,
+        micro_batches_are_no_blocks,
         tp_groups_split_sequences,
         optimizer_state_waits,
         vocabulary_is_uneven,

@@ -24,6 +24,7 @@ from zorse_megatron.adapter.groups.global_groups import StockStages, presented
 from zorse_megatron.adapter.groups.process_groups import at_chunk
 from zorse_megatron.adapter.loss import with_token_counts
 from zorse_megatron.adapter.memory import SavedActivations
+from zorse_megatron.adapter.model.experts import ExpertLoads, scale_router_losses
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.rerun_votes import RerunVotes
 from zorse_megatron.adapter.samples import by_samples, one_sequence
@@ -95,6 +96,8 @@ class MegatronChunkRunner:
     optimizers: Sequence[Any] = ()
     votes: RerunVotes = field(default_factory=RerunVotes)
     """On running the step again."""
+    loads: ExpertLoads | None = None
+    """Of a mixture of experts."""
     stock_step: Callable[[], Any] | None = None
     losses: list[Any] = field(default_factory=list)
     step_result: Any = None
@@ -155,6 +158,8 @@ class MegatronChunkRunner:
                 current_microbatch=micro_batch.index,
                 is_last_stage=is_last,
             )
+            if self.loads is not None:
+                scale_router_losses(self.loss_divisor)
             if self.activations is not None and not is_last:
                 self.activations.hand_on(output)
         # Before the last chunk it is a zero on the host, and the copy of that would be waited for.
@@ -239,7 +244,10 @@ class MegatronChunkRunner:
         models = self.inputs.models.values()
         wait_for_parameters(models)  # without micro-batches, nothing has
         noted = NotedNorms(group for model in models for group in model.bucket_groups)
-        self.votes.sum_with(self.num_tokens, self.collection.intra_dist_opt, noted)
+        loads = None if self.loads is None else self.loads.take()
+        self.votes.sum_with(self.num_tokens, self.collection.intra_dist_opt, noted, loads)
+        if self.loads is not None and loads is not None:
+            self.loads.give(loads)
         factor = self.loss_divisor / torch.clamp(self.num_tokens, min=1)
         for model in models:
             model.scale_gradients(factor)
@@ -338,8 +346,11 @@ class MegatronChunkRunner:
         there.tp = there.cp  # what TP groups hold whole has been summed, see `tp_sums`
         # No rank waits for all others there (--timing-log-level): each comes at a time of its own,
         # while others need what it sends later.
-        without_barriers = presented(get_model_config(model), "barrier_with_L1_time", False)
-        with self.stages.at_chunk(chunk), without_barriers:
+        config = get_model_config(model)
+        without_barriers = presented(config, "barrier_with_L1_time", False)
+        # The bias of experts follows the loads of the whole step, see `scale`.
+        without_bias = presented(config, "moe_router_enable_expert_bias", False)
+        with self.stages.at_chunk(chunk), without_barriers, without_bias:
             self.inputs.config.finalize_model_grads_func([model], None, pg_collection=there)
 
     def _hold_back_gradient_sync(self, chunk: int) -> None:

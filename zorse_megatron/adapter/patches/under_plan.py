@@ -293,6 +293,23 @@ PACKED_ATTENTION = _training(
     test=f"{_SCRIPT}::test_fine_tunes_on_conversations",
     delete_when="stock's DotProductAttention takes packed_seq_params",
 )
+EXPERTS_SPEC = _record(
+    target="megatron.core.models.gpt.gpt_layer_specs:get_moe_module_spec_for_backend",
+    parameters=("backend", "num_experts", "moe_grouped_gemm", "use_te_activation_func"),
+    becomes="The same, with a router whose losses do not depend on the cut into micro-batches.",
+    why="`aux_loss` is one of a micro-batch, whose size differs by rank under a plan",
+    test="tests/megatron/test_experts.py::test_follows_one_process",
+    delete_when="MoESubmodules' router, or its blocks of samples, can be chosen by an argument",
+)
+ROUTER_LOSSES = _record(
+    target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+    parameters=("self", "metric_names", "pg_collection"),
+    becomes="Losses of routers as they have been summed over all ranks along with the step's "
+    "tokens.",
+    why="stock sums them over the pipeline's group, which a plan has not",
+    test="tests/megatron/test_experts.py::test_logs_what_one_process_logs",
+    delete_when="the tracker reduces over groups that are passed to it alone",
+)
 _reporting = partial(
     _training,
     becomes="The same; the job's last rank, which prints, is told the loss if it does not know it.",
@@ -356,6 +373,8 @@ UNDER_A_PLAN = (
     BUILD_LOADER,
     COUNT_SEQUENCES,
     PACKED_ATTENTION,
+    EXPERTS_SPEC,
+    ROUTER_LOSSES,
     TRAIN_STEP,
     EVALUATE,
     SIGNALS_RECEIVED,

@@ -1,0 +1,191 @@
+"""Mixture of experts under a plan: losses of the load, and what experts have been given.
+
+Experts are whole on every rank of a group, and their weights are parameters like all others. What
+is not, is what a router makes of a micro-batch as a whole. Stock's `aux_loss` is one of each
+micro-batch, so it is taken here over blocks of as many samples as the command's micro-batches have,
+whatever the plan's sizes are. All other losses are means over tokens or samples, and are weighted
+by their number. What experts have been given, for their bias, and the losses that are logged are
+summed over all ranks along with the step's tokens (`ExpertLoads`): stock would sum them over a
+pipeline's group, which a plan has not.
+
+Source: megatron/core/transformer/moe/router.py, moe_utils.py and moe_logging.py.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
+
+_AUX_LOSS, _Z_LOSS = "load_balancing_loss", "z_loss"
+# Type in --moe-router-load-balancing-type -> its name in the log (`training_log`).
+_LOGGED_AS = {"aux_loss": _AUX_LOSS, "seq_aux_loss": "seq_load_balancing_loss"}
+
+
+class PlanRouter(TopKRouter):
+    """Stock's router, whose losses are the same however samples are cut into micro-batches."""
+
+    def __init__(self, *args: Any, block_samples: int, **kwargs: Any) -> None:
+        """`block_samples`: of a micro-batch of the command; those of the plan are multiples of it,
+        if there is a loss of each block."""
+        super().__init__(*args, **kwargs)
+        self.block_samples = block_samples
+        self.num_samples = 0
+        """Of the micro-batch that is routed."""
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        """As stock's; logits [tokens of a sample, samples, experts]."""
+        self.num_samples = logits.shape[1]
+        return super().routing(logits, padding_mask)
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: Any = None) -> torch.Tensor:
+        """As stock's: a mean over tokens, weighted by their number."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        return self._attached(logits, z_loss_func(logits, coefficient), coefficient, _Z_LOSS)
+
+    def _apply_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        """Of each block, as `switch_load_balancing_loss_func` has it of a micro-batch."""
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient == 0:
+            return probs
+        num_experts, samples = routing_map.shape[-1], self.block_samples
+        by_block = (-1, self.num_samples // samples, samples, num_experts)
+        loads = routing_map.view(by_block).sum(dim=(0, 2))
+        scores = scores_for_aux_loss.view(by_block).sum(dim=(0, 2))
+        tokens = len(routing_map) // self.num_samples * samples
+        loss = (scores * loads).sum() * (num_experts * coefficient / (self.topk * tokens * tokens))
+        # As a mean over the blocks.
+        loss = loss * (samples / self.num_samples)
+        return self._attached(probs, loss, coefficient, _AUX_LOSS)
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Any, aux_loss_coeff: float, aux_loss: Any, aux_loss_name: str, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """As stock's, for a mean over the samples."""
+        return self._attached(activation, aux_loss, aux_loss_coeff, aux_loss_name)
+
+    def _attached(
+        self, activation: torch.Tensor, loss: torch.Tensor, coefficient: float, name: str
+    ) -> torch.Tensor:
+        """Let the loss, a mean over the micro-batch, have its backward with that of `activation`.
+
+        In the log it counts as many times as the micro-batch has blocks, as stock logs the mean of
+        the command's micro-batches.
+        """
+        get_moe_metrics_tracker().record(
+            name,
+            loss / coefficient * (self.num_samples / self.block_samples),
+            self.layer_number,
+            self.config.num_layers,
+        )
+        attached: torch.Tensor = MoEAuxLossAutoScaler.apply(activation, loss * len(activation))
+        return attached
+
+
+def with_plan_router(block_samples: int, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `get_moe_module_spec_for_backend`: its layers have the router above."""
+
+    def get_moe_module_spec_for_backend(*args: Any, **kwargs: Any) -> Any:
+        spec = stock(*args, **kwargs)
+        router = partial(PlanRouter, block_samples=block_samples)
+        return partial(
+            spec.func,
+            *spec.args,
+            **{**spec.keywords, "submodules": replace(spec.keywords["submodules"], router=router)},
+        )
+
+    return get_moe_module_spec_for_backend
+
+
+def scale_router_losses(loss_divisor: float) -> None:
+    """Divide the losses of routers as the loss is (`adapter.loss`), after each forward.
+
+    Stock has just set by what they are multiplied before their backward.
+    """
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    if scale is not None and loss_divisor != 1.0:
+        scale.div_(loss_divisor)
+
+
+class ExpertLoads:
+    """What experts of all layers have been given in a step, and the losses of routers.
+
+    One vector, in fp64: sums of whole numbers are exact.
+    """
+
+    def __init__(self, models: Iterable[Any], config: Any) -> None:
+        """`models`: the rank's wrapped chunks; `config`: of the transformer."""
+        self.routers = [
+            module
+            for model in models
+            for module in unwrap_model(model).modules()
+            if isinstance(module, PlanRouter)
+        ]
+        self.config = config
+        self._names = _logged_names(config)
+        self._logged = torch.zeros(len(self._names), config.num_layers, device="cuda")
+        """Losses of all ranks that wait to be logged."""
+
+    def take(self) -> torch.Tensor:
+        """Return this rank's part of what is to be summed, and begin at zero again."""
+        tracker = get_moe_metrics_tracker()
+        losses = torch.zeros_like(self._logged)
+        for number, name in enumerate(self._names):
+            tracker.ensure_initialized(name, self.config.num_layers)
+            values = tracker.metrics[name].values
+            losses[number].copy_(values)
+            values.zero_()
+        return torch.cat([losses.double().view(-1), self._loads().double().view(-1)])
+
+    def _loads(self) -> torch.Tensor:
+        """[layers, experts]; nothing where no bias follows them."""
+        if not self.config.moe_router_enable_expert_bias:
+            return self._logged.new_zeros(0)
+        size = self.config.num_layers, self.config.num_moe_experts
+        loads = torch.zeros(size, device="cuda")
+        for router in self.routers:
+            loads[router.layer_number - 1].copy_(router.local_tokens_per_expert)
+            router.local_tokens_per_expert.zero_()
+        return loads
+
+    @torch.no_grad()
+    def give(self, summed: torch.Tensor) -> None:
+        """Take what `take` returned, summed over all ranks: biases follow, losses wait."""
+        losses, loads = summed.split([self._logged.numel(), len(summed) - self._logged.numel()])
+        self._logged += losses.view_as(self._logged)
+        if not len(loads):
+            return
+        loads = loads.view(self.config.num_layers, -1)
+        steps = self.config.moe_router_bias_update_rate * torch.sign(
+            loads.mean(dim=1, keepdim=True) - loads
+        )
+        for router in self.routers:
+            if not router.frozen_expert_bias:
+                router.expert_bias += steps[router.layer_number - 1].to(router.expert_bias)
+
+    def tell(self, tracker: MoEMetricsTracker) -> None:
+        """Let the log have the losses of all ranks, since it last asked."""
+        for name, losses in zip(self._names, self._logged, strict=True):
+            tracker.metrics[name].values.copy_(losses)
+        self._logged.zero_()
+
+
+def _logged_names(config: Any) -> list[str]:
+    """Losses that `training_log` asks for, in one order on all ranks."""
+    types = config.moe_router_load_balancing_type
+    given = [types] if isinstance(types, str) else types
+    names = [logged for kind, logged in _LOGGED_AS.items() if kind in given]
+    return names + [_Z_LOSS] * (config.moe_z_loss_coeff is not None)
