@@ -11,13 +11,14 @@ pipeline's group, which a plan has not.
 Source: megatron/core/transformer/moe/router.py, moe_utils.py and moe_logging.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
@@ -37,6 +38,12 @@ class PlanRouter(TopKRouter):
         self.block_samples = block_samples
         self.num_samples = 0
         """Of the micro-batch that is routed."""
+
+    def _maintain_float32_expert_bias(self) -> None:
+        """Also the loads: in 16 bits, which stock leaves them in, a load above 256 is rounded."""
+        super()._maintain_float32_expert_bias()
+        if self.enable_expert_bias:
+            self.local_tokens_per_expert = self.local_tokens_per_expert.float()
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """As stock's; logits [tokens of a sample, samples, experts]."""
@@ -128,12 +135,10 @@ class ExpertLoads:
 
     def __init__(self, models: Iterable[Any], config: Any) -> None:
         """`models`: the rank's wrapped chunks; `config`: of the transformer."""
-        self.routers = [
-            module
-            for model in models
-            for module in unwrap_model(model).modules()
-            if isinstance(module, PlanRouter)
-        ]
+        self.routers = _modules(models, PlanRouter)
+        self._dispatchers = [layer.token_dispatcher for layer in _modules(models, MoELayer)]
+        for router in self.routers:
+            router._maintain_float32_expert_bias()  # a rank may run no forward before the first step
         self.config = config
         self._names = _logged_names(config)
         self._logged = torch.zeros(len(self._names), config.num_layers, device="cuda")
@@ -141,6 +146,7 @@ class ExpertLoads:
 
     def take(self) -> torch.Tensor:
         """Return this rank's part of what is to be summed, and begin at zero again."""
+        self._drop_graphs()
         tracker = get_moe_metrics_tracker()
         losses = torch.zeros_like(self._logged)
         for number, name in enumerate(self._names):
@@ -149,6 +155,14 @@ class ExpertLoads:
             losses[number].copy_(values)
             values.zero_()
         return torch.cat([losses.double().view(-1), self._loads().double().view(-1)])
+
+    def _drop_graphs(self) -> None:
+        """Dispatchers keep tensors of their last micro-batch, and so its graph, which has the
+        parameters: nothing would ever free these."""
+        for dispatcher in self._dispatchers:
+            for name, value in vars(dispatcher).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(dispatcher, name, None)
 
     def _loads(self) -> torch.Tensor:
         """[layers, experts]; nothing where no bias follows them."""
@@ -181,6 +195,29 @@ class ExpertLoads:
         for name, losses in zip(self._names, self._logged, strict=True):
             tracker.metrics[name].values.copy_(losses)
         self._logged.zero_()
+
+
+def _modules(models: Iterable[Any], kind: type) -> list[Any]:
+    modules = (module for model in models for module in unwrap_model(model).modules())
+    return [module for module in modules if isinstance(module, kind)]
+
+
+def expert_biases(models: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """Number of a layer, from 1 -> the bias of its experts, in the host; of a rank's chunks."""
+    return {
+        router.layer_number: router.expert_bias.float().cpu()
+        for router in _modules(models, PlanRouter)
+        if router.enable_expert_bias
+    }
+
+
+@torch.no_grad()
+def set_expert_biases(models: Iterable[Any], biases: Mapping[int, torch.Tensor]) -> None:
+    """The inverse; `biases`: of all layers."""
+    for router in _modules(models, PlanRouter):
+        if router.enable_expert_bias:
+            router._maintain_float32_expert_bias()
+            router.expert_bias.copy_(biases[router.layer_number])
 
 
 def _logged_names(config: Any) -> list[str]:

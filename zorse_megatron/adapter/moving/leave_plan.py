@@ -127,6 +127,7 @@ class _Leaving:
                 self.session.optimizers,
                 parts,
                 self.scheduler,
+                models=self.models,
                 iteration=self.iteration,
                 num_flops=self.num_flops,
             )

@@ -1,5 +1,6 @@
 """A rank's state between two plans: set aside in host memory, then handed to its new owners."""
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from zorse_megatron.adapter.checkpoint.saved_optimizer import (
 )
 from zorse_megatron.adapter.checkpoint.saved_parameters import model_shardings, saved_blocks
 from zorse_megatron.adapter.compute_dtype import start_from_main
+from zorse_megatron.adapter.model.experts import expert_biases, set_expert_biases
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.live.move import (
     Owned,
@@ -136,6 +138,8 @@ class SetAside:
     dtypes: tuple[torch.dtype, ...]
     common: dict[str, Any] | None
     """Of the optimizer; None: this rank has none."""
+    biases: Mapping[int, torch.Tensor]
+    """Of experts, by layer."""
     scheduler: dict[str, Any]
     iteration: int
     position: Mapping[str, int]
@@ -149,6 +153,7 @@ def set_aside(
     parts: Sequence[OwnedPart],
     scheduler: Any,
     *,
+    models: Sequence[Any],
     iteration: int,
     num_flops: float,
 ) -> SetAside:
@@ -163,6 +168,7 @@ def set_aside(
         states=tuple(states),
         dtypes=tuple(tensor.dtype for tensor in states.values()),
         common=common_state(own[0], CheckpointLayout.DISTRIBUTED) if own else None,
+        biases=expert_biases(models),
         scheduler=scheduler.state_dict(),
         iteration=iteration,
         position={name: getattr(args, name) for name in _POSITION},
@@ -186,6 +192,7 @@ def take_over(
         if model.shards is not None:
             model.shards.mark_changed()
     start_from_main(models, optimizers)
+    set_expert_biases(models, dict(ChainMap(*(dict(each.biases) for each in told))))
     for optimizer in optimizers:
         if not optimizer.is_stub_optimizer:
             restore_common_state(optimizer, _joined_common(told))
@@ -210,6 +217,7 @@ class _Told:
     states: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     common: dict[str, Any] | None
+    biases: Mapping[int, torch.Tensor]
 
 
 def _tell(group: Any, aside: SetAside, parts: Sequence[OwnedPart]) -> list[_Told]:
@@ -224,6 +232,7 @@ def _tell(group: Any, aside: SetAside, parts: Sequence[OwnedPart]) -> list[_Told
         states=aside.states,
         dtypes=aside.dtypes,
         common=aside.common,
+        biases=aside.biases,
     )
     return gathered(mine, group)
 
