@@ -136,6 +136,8 @@ class Recorded:
     of_ranks: tuple[dict[str, torch.Tensor], ...]
     """Rank -> its own parameters after the last step."""
     outputs: tuple[str, ...]
+    num_close_choices: int
+    """Tokens whose experts could be others by rounding, see `recording_entry`."""
 
 
 def run_recorded(
@@ -169,6 +171,9 @@ def run_recorded(
             final=_copies(of_ranks := _of_ranks(record, "weights", world_size)),
             of_ranks=of_ranks,
             outputs=result.outputs,
+            num_close_choices=sum(
+                sum(json.loads(path.read_text())) for path in record.glob("close-rank*.json")
+            ),
         )
 
 

@@ -10,6 +10,7 @@ loop passes to `training_log`, so it is the same for stock and for a plan. With
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -117,17 +118,45 @@ def named_parameters(
         yield _LAYER.sub(lambda m: f"{m[1]}{numbers[int(m[2])]}.", name), parameter
 
 
+CLOSE = 3e-6
+"""Of two scores of experts: rounding is a tenth of it."""
+
+
+def counting_close(route: Callable[..., Any], counts: list[int]) -> Any:
+    """Count tokens that would go to other experts if their logits were a little different."""
+    import torch
+
+    def routed(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        probs, chosen = route(logits, *args, **kwargs)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            noise = torch.empty(logits.shape).uniform_(-CLOSE, CLOSE, generator=generator)
+            with torch.no_grad():
+                _, others = route(logits.detach() + noise, *args, **kwargs)
+            counts[0] += int((others != chosen).any(dim=1).sum())
+        return probs, chosen
+
+    return routed
+
+
 def record(setup: RankSetup | None = None) -> None:
     use_small_pieces()
     if cpu_mode.needed():
         cpu_mode.enable()
     from megatron.training import training
 
+    num_close = [0]
+    if "--num-experts" in sys.argv:
+        from megatron.core.transformer.moe import router
+
+        name = "topk_routing_with_score_function"
+        setattr(router, name, counting_close(getattr(router, name), num_close))
     steps: list[dict[str, Any]] = []
     RECORD.mkdir(parents=True, exist_ok=True)
     training.training_log = recording_log(training.training_log, steps)
     training.train = recording_train(training.train, steps)
     main(setup=setup)
+    (RECORD / f"close-rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(num_close))
 
 
 if __name__ == "__main__":

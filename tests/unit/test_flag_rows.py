@@ -127,6 +127,7 @@ BETWEEN = {
     "replicas": [replica(4, 5, num_microbatches=4), replica(6, 7, num_microbatches=4)],
 }
 MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
+EXPERTS = "--num-experts 4 --disable-bias-linear"
 LORA = "rank=8,alpha=16,targets=q,v"
 QUIET = "--attention-dropout 0 --hidden-dropout 0"
 HASHES = "--check-weight-hash-across-dp-replicas-interval"
@@ -258,6 +259,16 @@ EXAMPLES = {
         ({}, f"--zorse-lora {LORA} --save a/ --save-interval 1 --pretrained-checkpoint a", "--save")
     ],
     "adapters_lack_matrices": [({}, f"--zorse-lora {LORA},gate", "--zorse-lora")],
+    "adapters_beside_experts": [({}, f"{EXPERTS} --zorse-lora {LORA}", "--zorse-lora")],
+    "experts_are_trained": [
+        ({}, f"{EXPERTS} --sft", "--sft"),
+        ({}, f"{EXPERTS} --optimizer muon", "--optimizer"),
+        ({}, "--num-experts 4", "--num-experts"),
+    ],
+    "plan_has_tp_groups_of_experts": [(TP_GROUPS, f"{QUIET} {EXPERTS}", "--num-experts")],
+    "micro_batches_are_no_blocks": [
+        ({}, f"{EXPERTS} --moe-aux-loss-coeff 0.1 --micro-batch-size 4", "--moe-aux-loss-coeff")
+    ],
     "weight_gradients_cannot_wait": [
         ({"split_backward": True}, "--transformer-impl local", "gradient_accumulation_fusion")
     ],

@@ -144,6 +144,12 @@ def adapters_are_trained(case: Case, name: str) -> Filled:
         yield {}
 
 
+def adapters_beside_experts(case: Case, name: str) -> Filled:
+    """Whose matrices are not those that adapters are for."""
+    if case.value("num_experts") and getattr(case.args, "zorse_lora", None) is not None:
+        yield {}
+
+
 def experts_are_trained(case: Case, name: str) -> Filled:
     """Beside the value."""
     if case.value("num_experts") and case.value(name):
@@ -517,6 +523,7 @@ OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
         only_full_recomputation_has_settings,
         modules_are_of_other_layers,
         adapters_are_trained,
+        adapters_beside_experts,
         experts_are_trained,
         adapters_are_saved_into_their_base,
         adapters_lack_matrices,
