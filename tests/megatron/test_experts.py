@@ -70,6 +70,10 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
         ),
     ),
     "GELU": (LAYOUTS["2|1"], (*EXPERTS, *BALANCED, "--disable-bias-linear")),
+    "one group, overlapping": (
+        LAYOUTS["5, one idle"],
+        (*MODEL, *BIASED, "--overlap-grad-reduce", "--use-distributed-optimizer"),
+    ),
     "weight gradients apart": (
         split(LAYOUTS["3|2"]), (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")
     ),

@@ -118,7 +118,8 @@ class ChunkBuilder:
             delays_weights=self.weight_gradients is not None,
             # Between groups, ranks whose backward waits for the device (for memory, say) would
             # launch its reductions and messages in another order than the others, and hang.
-            reduces_in_list=len(at.plan.groups) > 1,
+            # Weights of experts have no gradient of their own that stock's overlap would ask for.
+            reduces_in_list=len(at.plan.groups) > 1 or get_args().num_experts is not None,
             regions=at.groups.regions,
             **kwargs,
         )

@@ -38,7 +38,7 @@ from zorse_megatron.adapter.patches import checkpoints, under_plan
 from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.patches.under_plan import LINEAR_BACKWARD
-from zorse_megatron.adapter.model.experts import with_plan_router
+from zorse_megatron.adapter.model.expert_layers import with_plan_layers
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.preload import logged_once
 from zorse_megatron.adapter.rank_plan import RankPlan, plan_of_this_rank
@@ -267,7 +267,7 @@ def _hooks(
     if session.weight_gradients is not None:
         hooks[LINEAR_BACKWARD] = partial(delaying_weights, session.weight_gradients)
     if get_args().num_experts is not None:
-        hooks[under_plan.EXPERTS_SPEC] = partial(with_plan_router, get_args().micro_batch_size)
+        hooks[under_plan.EXPERTS_SPEC] = partial(with_plan_layers, get_args().micro_batch_size)
         hooks[under_plan.ROUTER_LOSSES] = session.logging_router_losses
     if at.samples.are_packed:
         hooks[under_plan.COUNT_SEQUENCES] = partial(

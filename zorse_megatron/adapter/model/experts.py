@@ -11,14 +11,11 @@ pipeline's group, which a plan has not.
 Source: megatron/core/transformer/moe/router.py, moe_utils.py and moe_logging.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
@@ -102,21 +99,6 @@ class PlanRouter(TopKRouter):
         return attached
 
 
-def with_plan_router(block_samples: int, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `get_moe_module_spec_for_backend`: its layers have the router above."""
-
-    def get_moe_module_spec_for_backend(*args: Any, **kwargs: Any) -> Any:
-        spec = stock(*args, **kwargs)
-        router = partial(PlanRouter, block_samples=block_samples)
-        return partial(
-            spec.func,
-            *spec.args,
-            **{**spec.keywords, "submodules": replace(spec.keywords["submodules"], router=router)},
-        )
-
-    return get_moe_module_spec_for_backend
-
-
 def scale_router_losses(loss_divisor: float) -> None:
     """Divide the losses of routers as the loss is (`adapter.loss`), after each forward.
 
@@ -135,8 +117,7 @@ class ExpertLoads:
 
     def __init__(self, models: Iterable[Any], config: Any) -> None:
         """`models`: the rank's wrapped chunks; `config`: of the transformer."""
-        self.routers = _modules(models, PlanRouter)
-        self._dispatchers = [layer.token_dispatcher for layer in _modules(models, MoELayer)]
+        self.routers = _routers(models)
         for router in self.routers:
             router._maintain_float32_expert_bias()  # a rank may run no forward before the first step
         self.config = config
@@ -146,7 +127,6 @@ class ExpertLoads:
 
     def take(self) -> torch.Tensor:
         """Return this rank's part of what is to be summed, and begin at zero again."""
-        self._drop_graphs()
         tracker = get_moe_metrics_tracker()
         losses = torch.zeros_like(self._logged)
         for number, name in enumerate(self._names):
@@ -155,14 +135,6 @@ class ExpertLoads:
             losses[number].copy_(values)
             values.zero_()
         return torch.cat([losses.double().view(-1), self._loads().double().view(-1)])
-
-    def _drop_graphs(self) -> None:
-        """Dispatchers keep tensors of their last micro-batch, and so its graph, which has the
-        parameters: nothing would ever free these."""
-        for dispatcher in self._dispatchers:
-            for name, value in vars(dispatcher).items():
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    setattr(dispatcher, name, None)
 
     def _loads(self) -> torch.Tensor:
         """[layers, experts]; nothing where no bias follows them."""
@@ -197,16 +169,16 @@ class ExpertLoads:
         self._logged.zero_()
 
 
-def _modules(models: Iterable[Any], kind: type) -> list[Any]:
+def _routers(models: Iterable[Any]) -> list[PlanRouter]:
     modules = (module for model in models for module in unwrap_model(model).modules())
-    return [module for module in modules if isinstance(module, kind)]
+    return [module for module in modules if isinstance(module, PlanRouter)]
 
 
 def expert_biases(models: Iterable[Any]) -> dict[int, torch.Tensor]:
     """Number of a layer, from 1 -> the bias of its experts, in the host; of a rank's chunks."""
     return {
         router.layer_number: router.expert_bias.float().cpu()
-        for router in _modules(models, PlanRouter)
+        for router in _routers(models)
         if router.enable_expert_bias
     }
 
@@ -214,7 +186,7 @@ def expert_biases(models: Iterable[Any]) -> dict[int, torch.Tensor]:
 @torch.no_grad()
 def set_expert_biases(models: Iterable[Any], biases: Mapping[int, torch.Tensor]) -> None:
     """The inverse; `biases`: of all layers."""
-    for router in _modules(models, PlanRouter):
+    for router in _routers(models):
         if router.enable_expert_bias:
             router._maintain_float32_expert_bias()
             router.expert_bias.copy_(biases[router.layer_number])

@@ -22,6 +22,8 @@ from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.memory import SavedActivations
 from zorse_megatron.adapter.model.engine_weight_gradients import EngineProduct, delay_in_engine
+from zorse_megatron.adapter.model.expert_layers import GroupedExperts
+from zorse_megatron.kernels.grouped_gemm import GroupedProduct
 
 _NUM_INPUTS = 10
 """Of stock's autograd function: each gets a gradient, or None."""
@@ -85,6 +87,9 @@ class WeightGradients:
         Raises FlagError for layers of Transformer Engine whose weight gradients cannot wait.
         """
         layers = unwrap_model(chunk).decoder.layers
+        together = [each for each in layers.modules() if isinstance(each, GroupedExperts)]
+        for experts in together:
+            experts.delay_weights(self._leave)
         in_engine = delay_in_engine(layers, self._leave)
         self._weights |= {
             id(module.weight)
@@ -92,7 +97,7 @@ class WeightGradients:
             if isinstance(module, ColumnParallelLinear | RowParallelLinear)
             if module.weight.requires_grad
         } - in_engine
-        self._has_any |= bool(self._weights or in_engine)
+        self._has_any |= bool(self._weights or in_engine or together)
 
     @contextmanager
     def delaying(self, key: tuple[int, int]) -> Iterator[None]:
@@ -134,8 +139,8 @@ class WeightGradients:
         )
         self._keep(product, (inputs, output_gradients))
 
-    def _leave(self, product: EngineProduct) -> None:
-        """The same, of a layer of Transformer Engine, which leaves all its products."""
+    def _leave(self, product: EngineProduct | GroupedProduct) -> None:
+        """The same, of a layer of Transformer Engine or of experts, which leave all products."""
         if self._products is None:
             product.accumulate(None)  # in a backward that has no action of its own to follow
         else:
