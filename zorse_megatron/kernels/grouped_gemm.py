@@ -232,11 +232,13 @@ def _check_alike(
     like: torch.Tensor,
 ) -> None:
     """Contiguous matrices of this shape, as `like` in dtype and device."""
-    for number, one in enumerate(tensors):
-        fits = one.shape == shape and one.dtype == like.dtype and one.device == like.device
-        if len(shape) != 2 or like.dtype not in FLOATS or not fits or not one.is_contiguous():
-            problems.found.append(
-                f"found {name}[{number}] {tuple(one.shape)}, strides {one.stride()}, in {one.dtype}"
-                f" on {one.device}; expected it 2-D and contiguous, {shape}, in {like.dtype} "
-                f"on {like.device}"
-            )
+    expected = (shape, like.dtype, like.device, True)
+    # One set: there are hundreds of them, in each layer.
+    found = {(one.shape, one.dtype, one.device, one.is_contiguous()) for one in tensors}
+    if found != {expected} or len(shape) != 2 or like.dtype not in FLOATS:
+        words = "{} in {} on {}, contiguous: {}"
+        wrong = found - {expected} or found
+        given = "; ".join(words.format(tuple(one[0]), *one[1:]) for one in wrong)
+        problems.found.append(
+            f"found {name} {given}; expected all in 2-D, {words.format(*expected)}"
+        )
