@@ -4,15 +4,16 @@
 
 The launches are the real ones, up to the point where the GPU would be given the machine code. Their
 tensors have no memory (device "meta"), so that they may have more than 2^31 elements. Prints a JSON
-list of launches: kernel, compute capability, grid, registers of a thread, bytes that it spills,
-types of the arguments, PTX instructions, types of the offsets that are added to pointers.
+list of launches: kernel, compute capability, grid, registers of a thread, bytes that it spills and
+that a program shares, types of the arguments, PTX instructions, types of the offsets that are
+added to pointers.
 """
 
 import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,8 +66,8 @@ def launch_all() -> None:
     KERNELS["norm_and_flag"]([new(ODD)], META)
 
 
-def recorded(capability: int) -> Iterator[dict[str, Any]]:
-    """Compile all launches for one kind of GPU."""
+def recorded(capability: int, launch: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    """Compile all that `launch` launches for one kind of GPU."""
     driver.set_active(AbsentGpu(capability))
     run, found = JITFunction.run, []
 
@@ -77,7 +78,7 @@ def recorded(capability: int) -> Iterator[dict[str, Any]]:
 
     JITFunction.run = compile_only
     try:
-        launch_all()
+        launch()
     finally:
         JITFunction.run = run
     for grid, kernel in found:
@@ -89,6 +90,7 @@ def recorded(capability: int) -> Iterator[dict[str, Any]]:
             "capability": capability,
             "grid": grid[0],
             **assembled(kernel.asm["ptx"], capability),
+            "shared_bytes": kernel.metadata.shared,
             "types": {name: str(kind) for name, kind in kernel.src.signature.items()},
             "instructions": sorted(
                 word for word in words if re.fullmatch(r"[a-z]\w*(\.\w+)+", word)
@@ -112,4 +114,4 @@ def assembled(ptx: str, capability: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([launch for each in CAPABILITIES for launch in recorded(each)]))
+    print(json.dumps([launch for each in CAPABILITIES for launch in recorded(each, launch_all)]))

@@ -21,10 +21,10 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
-def bench(monkeypatch: pytest.MonkeyPatch, *words: str) -> ModuleType:
+def bench(monkeypatch: pytest.MonkeyPatch, *words: str, name: str = "bench_kernels") -> ModuleType:
     """The script, as if it had been started with these words."""
-    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *words])
-    return import_module("bench_kernels")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+    return import_module(name)
 
 
 def test_the_dry_run_prints_json(
@@ -69,3 +69,18 @@ def test_the_alternatives_agree_with_the_kernels() -> None:
         for name in names:
             for ours, theirs in zip(found[None], found[name], strict=True):
                 torch.testing.assert_close(theirs, ours)
+
+
+def test_the_dry_run_of_grouped_products(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grouped = bench(monkeypatch, "--dry", name="bench_grouped_gemm")
+    assert grouped.main() == 0
+    said = capsys.readouterr().out
+    for model in grouped.MODELS:
+        for way in ("picked", "loop", "torch grouped_mm"):
+            assert f"{model + ' fc2':24} {way:18} forward" in said
+    # A wrong result is noted, and ends no other.
+    monkeypatch.setattr(grouped, "MOST_ERROR", 0.1)
+    assert grouped.main() == 1
+    assert "FAILED: odd 136x264 bfloat16, picked, forward: error 0.4" in capsys.readouterr().out

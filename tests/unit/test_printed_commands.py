@@ -55,6 +55,7 @@ NOT_RUN = {
     "python -m scripts.bench_stock": "half an hour of searches; tests/unit/test_bench_stock.py",
     "python -m pytest": "it is among these tests",
     "python scripts/bench_kernels.py": "its times are of GPUs; tests/kernels/test_bench.py",
+    "python -m scripts.bench_grouped_gemm": "its times too; tests/kernels/test_bench.py",
     "python -m scripts.bench_executor_overhead": "minutes of timing",
     "python -m scripts.import_profile": "a checkout; tests/unit/test_profile.py",
     "python -m scripts.validation.step_counts": "a minute; tests/megatron/test_step_counts.py",

@@ -1,0 +1,244 @@
+"""Products of tokens with the matrices of their experts, without a wait for who has how many.
+
+Tokens are sorted by expert. As every kernel here, each product has two bodies: Triton
+(`grouped_gemm_on_triton`), one launch for all experts, and plain torch, one product per expert,
+which is the reference and waits for the counts. Below compute capability 8.0 plain torch runs on
+GPUs too: Triton has no instructions of tensor cores for them, cuBLAS has.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from zorse_megatron.gpus.gpu import Capability
+from zorse_megatron.kernels import dispatch
+from zorse_megatron.kernels.dispatch import FLOATS, Kernel, Problems
+
+TENSOR_CORES_FROM: Capability = (8, 0)
+"""In Triton: before, it multiplies fp16 in fp32, an eighth as fast as V100 and T4 can."""
+
+_MOST_ELEMENTS = 2**31
+"""Of one weight: places within it have 32 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedProduct:
+    """What the gradients of all experts' weights are made of."""
+
+    inputs: torch.Tensor
+    """[T, h]"""
+    output_gradients: torch.Tensor
+    """[T, n]"""
+    counts: torch.Tensor
+    weights: Sequence[torch.Tensor]
+    main_grads: Sequence[torch.Tensor] | None
+    """To add to; None: gradients are autograd's."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is kept for as long as this waits."""
+        return self.inputs, self.output_gradients
+
+    def start(self) -> None:
+        """Nothing is to be gathered."""
+
+    def accumulate(self, gathered: Callable[[], torch.Tensor] | None = None) -> None:
+        """Compute the gradients: into `main_grads`, or for autograd to accumulate."""
+        assert gathered is None
+        gradients = self.gradients()
+        if gradients is not None:
+            torch.autograd.backward(self.weights, gradients)
+
+    @torch.no_grad()
+    def gradients(self) -> tuple[torch.Tensor, ...] | None:
+        """Compute and return them; None: they have been added to `main_grads`."""
+        compute = _pick("grouped_weights", self.inputs.device, grouped_weights_torch)
+        if self.main_grads is not None:
+            compute(*self.tensors, self.counts, self.main_grads, add=True)
+            for weight in self.weights:
+                if hasattr(weight, "grad_added_to_main_grad"):
+                    weight.grad_added_to_main_grad = True
+            return None
+        # Of each its own memory: `.grad` keeps it, and lets go of it, by itself.
+        out = tuple(torch.empty_like(weight) for weight in self.weights)
+        compute(*self.tensors, self.counts, out, add=False)
+        return out
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *,
+    main_grads: Sequence[torch.Tensor] | None = None,
+    later: Callable[[GroupedProduct], None] | None = None,
+) -> torch.Tensor:
+    """Return y [T, n], where y[t] = weights[e] x[t] for the expert e that token t is of.
+
+    `x`: [T, h], contiguous, sorted by expert, in fp32, bf16 or fp16. `counts`: [E] int64, tokens of
+    each expert; they add up to T. On x's device nothing waits for them; on the CPU they are copied.
+    `weights`: E tensors [n, h], contiguous, of x's dtype and device; all of them need a gradient or
+    none. 16-bit products are added in fp32, fp32 ones without TF32.
+
+    Gradients of weights: without `main_grads` autograd gets E tensors (of zeros for an expert
+    without tokens). Else they are added, unrounded, to `main_grads`, E contiguous tensors [n, h] of
+    one dtype, an expert without tokens left untouched; `.grad` stays None, and as with Megatron's
+    fused accumulation `grad_added_to_main_grad` becomes True where a weight has it. Autograd's
+    hooks on weights run in both cases; stock's one of `--overlap-grad-reduce` needs a `.grad`.
+    Each sum has an order that depends on the shapes only: two runs give the same bits.
+
+    `later`: gets what the backward would have computed weights' gradients from, and calls its
+    `accumulate`, at once or later. Raises ValueError with all that does not fit.
+    """
+    _check(x, counts, weights, main_grads)
+    result: torch.Tensor = _GroupedLinear.apply(main_grads, later, x, counts, *weights)
+    return result
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        main_grads: Sequence[torch.Tensor] | None,
+        later: Callable[[GroupedProduct], None] | None,
+        x: torch.Tensor,
+        counts: torch.Tensor,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        compute = _pick("grouped_rows", x.device, grouped_rows_torch)
+        counts = _where_needed(counts, compute, x)
+        ctx.main_grads, ctx.later = main_grads, later
+        ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, counts, *weights)
+        y: torch.Tensor = compute(x, counts, weights, transposed=True)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, counts, *weights = ctx.saved_tensors
+        dy, dx = dy.contiguous(), None
+        if ctx.needs_input_grad[2]:
+            compute = _pick("grouped_rows", dy.device, grouped_rows_torch)
+            dx = compute(dy, counts, weights, transposed=False)
+        gradients = None
+        if x is not None:
+            product = GroupedProduct(
+                inputs=x.detach(),
+                output_gradients=dy,
+                counts=counts,
+                weights=weights,
+                main_grads=ctx.main_grads,
+            )
+            gradients = product.gradients() if ctx.later is None else ctx.later(product)
+        return (None, None, dx, None, *(gradients or [None] * len(weights)))
+
+
+def _where_needed(counts: torch.Tensor, compute: Kernel, x: torch.Tensor) -> torch.Tensor:
+    """On the CPU for plain torch, so that one wait serves the backward too; else beside `x`."""
+    if compute is grouped_rows_torch:
+        return counts.cpu()
+    return counts.to(x.device, non_blocking=True)
+
+
+def _pick(name: str, device: torch.device, in_torch: Kernel) -> Kernel:
+    if dispatch.why_not_triton(device) is not None:
+        return in_torch
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < TENSOR_CORES_FROM:
+        return in_torch
+    from zorse_megatron.kernels.grouped_gemm_on_triton import KERNELS
+
+    return KERNELS[name]
+
+
+def grouped_rows_torch(
+    x: torch.Tensor, counts: torch.Tensor, weights: Sequence[torch.Tensor], *, transposed: bool
+) -> torch.Tensor:
+    """The reference of x[t] W_e^T (`transposed`: y [T, n] of x [T, h]), and of x[t] W_e."""
+    matrices = [weight.t() for weight in weights] if transposed else weights
+    sizes = counts.tolist()
+    y = x.new_empty(x.shape[0], matrices[0].shape[1])
+    for rows, matrix, out in zip(x.split(sizes), matrices, y.split(sizes), strict=True):
+        torch.mm(rows, matrix, out=out)
+    return y
+
+
+def grouped_weights_torch(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    counts: torch.Tensor,
+    out: Sequence[torch.Tensor],
+    *,
+    add: bool,
+) -> None:
+    """The reference of dy_e^T x_e: written into `out`, or added to it."""
+    sizes = counts.tolist()
+    for inputs, gradients, total in zip(x.split(sizes), dy.split(sizes), out, strict=True):
+        if not add:
+            torch.mm(gradients.t(), inputs, out=total)
+        elif len(inputs):
+            total.add_(_in_fp32(gradients.t(), inputs))
+
+
+def _in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Their product, not rounded to 16 bits."""
+    if a.device.type == "cuda" and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _check(
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    main_grads: Sequence[torch.Tensor] | None,
+) -> None:
+    problems = Problems("grouped_linear")
+    problems.need_dtype("x", x, FLOATS)
+    problems.need_flat("counts", counts, (torch.int64,))
+    totals = weights if main_grads is None else main_grads
+    problems.need(
+        0 < len(weights) == counts.numel() == len(totals),
+        lambda: (
+            f"found {counts.numel()} counts, {len(weights)} weights and {len(totals)} gradients; "
+            "expected one each of every expert"
+        ),
+    )
+    problems.need(
+        counts.device == x.device or counts.is_cpu,
+        lambda: f"found counts on {counts.device}; expected them on {x.device} or the CPU",
+    )
+    needs = {weight.requires_grad for weight in weights}
+    problems.need(len(needs) < 2, lambda: "found some weights frozen; expected all or none")
+    if len(weights):
+        shape = (*weights[0].shape[:1], *x.shape[1:])
+        _check_alike(problems, "x", [x], (*x.shape[:1], *weights[0].shape[1:]), x)
+        _check_alike(problems, "weights", weights, shape, x)
+        _check_alike(problems, "main_grads", totals, shape, totals[0])
+        problems.need(
+            prod(shape) < _MOST_ELEMENTS,
+            lambda: f"found weights of shape {shape}; expected each below 2^31 elements",
+        )
+    problems.stop()
+
+
+def _check_alike(
+    problems: Problems,
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+) -> None:
+    """Contiguous matrices of this shape, as `like` in dtype and device."""
+    expected = (shape, like.dtype, like.device, True)
+    # One set: there are hundreds of them, in each layer.
+    found = {(one.shape, one.dtype, one.device, one.is_contiguous()) for one in tensors}
+    if found != {expected} or len(shape) != 2 or like.dtype not in FLOATS:
+        words = "{} in {} on {}, contiguous: {}"
+        wrong = found - {expected} or found
+        given = "; ".join(words.format(tuple(one[0]), *one[1:]) for one in wrong)
+        problems.found.append(
+            f"found {name} {given}; expected all in 2-D, {words.format(*expected)}"
+        )
