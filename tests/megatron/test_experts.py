@@ -75,7 +75,8 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
         (*MODEL, *BIASED, "--overlap-grad-reduce", "--use-distributed-optimizer"),
     ),
     "weight gradients apart": (
-        split(LAYOUTS["3|2"]), (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")
+        split(LAYOUTS["3|2"]),
+        (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01"),
     ),
 }
 
@@ -122,7 +123,11 @@ def test_logs_what_one_process_logs(corpus: Path) -> None:
     kinds = ("--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss")
     losses = (*kinds, "--moe-aux-loss-coeff", "0.02", "0.01", "--moe-z-loss-coeff", "0.01")
     flags = flags_for(corpus, *MODEL, *losses, "--micro-batch-size", "2", "--log-interval", "2")
-    plan = plan_of(((replica(3, 4, 2),), 1), ((replica(0, 8, 1),), 2), ((replica(1, 4, 1), replica(2, 2, 2)), 1))
+    plan = plan_of(
+        ((replica(3, 4, 2),), 1),
+        ((replica(0, 8, 1),), 2),
+        ((replica(1, 4, 1), replica(2, 2, 2)), 1),
+    )
     run, alone = plan_run(plan, flags), stock_run(for_one_process(flags))
     assert_follows(run, alone)
     logged = _logged(alone.outputs[0])

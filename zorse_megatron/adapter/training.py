@@ -27,6 +27,7 @@ from zorse_megatron.adapter.checkpoint.saved_optimizer import PARALLEL_HOOKS
 from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
 from zorse_megatron.adapter.groups import global_groups
 from zorse_megatron.adapter.loss import IdleReplicaLosses, tell_last_rank
+from zorse_megatron.adapter.model.expert_layers import with_plan_layers
 from zorse_megatron.adapter.model.uneven_tp_shards import (
     LocalSizes,
     size_hooks,
@@ -38,7 +39,6 @@ from zorse_megatron.adapter.patches import checkpoints, under_plan
 from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.patches.under_plan import LINEAR_BACKWARD
-from zorse_megatron.adapter.model.expert_layers import with_plan_layers
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.preload import logged_once
 from zorse_megatron.adapter.rank_plan import RankPlan, plan_of_this_rank

@@ -99,8 +99,7 @@ def restore_common_state(optimizer: Any, state_dict: dict) -> None:
 
 _SEVERAL_OPTIMIZERS = Problem(
     where="the optimizer state",
-    found="that of several optimizers, as stock has with Muon, or with experts on several "
-    "ranks",
+    found="that of several optimizers, as stock has with Muon, or with experts on several ranks",
     expected="that of one, as plans save it",
     remedy="Go on with the weights alone: --no-load-optim, or --finetune.",
 )

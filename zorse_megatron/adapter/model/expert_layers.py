@@ -110,9 +110,9 @@ class TokensByExpert(MoETokenDispatcher):
         return hidden_states.view(self.shape)
 
 
-# Row i of copies goes to row `places[i]`, and comes from there by `order`. Each of the two functions
-# is the other one's backward. Both read rows, and add none to another's: no sum depends on which
-# thread comes first.
+# Row i of copies goes to row `places[i]`, and comes from there by `order`. Each of the two
+# functions is the other one's backward. Both read rows, and add none to another's: no sum depends
+# on which thread comes first.
 
 
 def _copied(
@@ -217,15 +217,9 @@ class _AllExperts(torch.nn.Module):
             # Nobody calls it; what asks for its parameters before it is called is asked here.
             for hook in linear._forward_pre_hooks.values():
                 hook(linear, (tokens,))
-        weights = [linear.weight for linear in self.linears]
-        main_grads = [getattr(weight, "main_grad", None) for weight in weights]
-        return (
-            grouped_linear(
-                tokens,
-                self.counts,
-                weights,
-                main_grads=None if any(each is None for each in main_grads) else main_grads,
-                later=self.leave,
-            ),
-            None,
+        weights: list[Any] = [linear.weight for linear in self.linears]
+        main_grads = [weight.main_grad for weight in weights if hasattr(weight, "main_grad")]
+        output = grouped_linear(
+            tokens, self.counts, weights, main_grads=main_grads or None, later=self.leave
         )
+        return output, None

@@ -28,6 +28,9 @@ _LOGGED_AS = {"aux_loss": _AUX_LOSS, "seq_aux_loss": "seq_load_balancing_loss"}
 class PlanRouter(TopKRouter):
     """Stock's router, whose losses are the same however samples are cut into micro-batches."""
 
+    local_tokens_per_expert: torch.Tensor
+    expert_bias: torch.Tensor
+
     def __init__(self, *args: Any, block_samples: int, **kwargs: Any) -> None:
         """`block_samples`: of a micro-batch of the command; those of the plan are multiples of it,
         if there is a loss of each block."""
@@ -76,7 +79,13 @@ class PlanRouter(TopKRouter):
         return self._attached(probs, loss, coefficient, _AUX_LOSS)
 
     def attach_and_log_load_balancing_loss(
-        self, activation: Any, aux_loss_coeff: float, aux_loss: Any, aux_loss_name: str, *_: Any, **__: Any
+        self,
+        activation: Any,
+        aux_loss_coeff: float,
+        aux_loss: Any,
+        aux_loss_name: str,
+        *_: Any,
+        **__: Any,
     ) -> torch.Tensor:
         """As stock's, for a mean over the samples."""
         return self._attached(activation, aux_loss, aux_loss_coeff, aux_loss_name)
@@ -119,7 +128,7 @@ class ExpertLoads:
         """`models`: the rank's wrapped chunks; `config`: of the transformer."""
         self.routers = _routers(models)
         for router in self.routers:
-            router._maintain_float32_expert_bias()  # a rank may run no forward before the first step
+            router._maintain_float32_expert_bias()  # a rank may run no forward before a step
         self.config = config
         self._names = _logged_names(config)
         self._logged = torch.zeros(len(self._names), config.num_layers, device="cuda")
