@@ -22,7 +22,7 @@ from zorse_megatron.adapter.plan_run import RankSetup
 from zorse_megatron.pretrain import main
 
 RECORD = Path(os.environ.get("ZORSE_TEST_RECORD", "/nowhere"))
-EXPERT_BIAS = ".expert_bias"
+OF_EXPERTS = (".expert_bias", ".local_tokens_per_expert")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.")
 
 
@@ -103,7 +103,7 @@ def unsharded(shards: Any) -> Iterator[None]:
 def weights_of_chunk(chunk: Any) -> dict[str, Any]:
     """Parameters, and buffers that are trained."""
     biases = named_parameters(chunk, of=lambda model: model.named_buffers())
-    found = [*named_parameters(chunk), *(each for each in biases if each[0].endswith(EXPERT_BIAS))]
+    found = [*named_parameters(chunk), *(each for each in biases if each[0].endswith(OF_EXPERTS))]
     return {name: value.detach().clone() for name, value in found}
 
 

@@ -106,10 +106,12 @@ def test_biases_stay_alike_in_16_bits(corpus: Path) -> None:
     """Also where a replica has no micro-batch; unlike stock's, loads are counted in fp32."""
     run = plan_run(LAYOUTS["2|3, idle at the end"], flags_for(corpus, *MODEL, *BIASED, "--bf16"))
     biases = {name: found for name, found in run.final.items() if name.endswith("expert_bias")}
-    assert len(biases) == 4
+    loads = [found for name, found in run.final.items() if name.endswith("tokens_per_expert")]
+    assert len(biases) == len(loads) == 4
+    assert all(copy.dtype == torch.float32 for copies in loads for copy in copies)
     for copies in biases.values():
         assert all(torch.equal(copy, copies[0]) for copy in copies)
-        assert copies[0].dtype == torch.float32 and bool(copies[0].any())
+        assert all(copy.dtype == torch.float32 for copy in copies) and bool(copies[0].any())
 
 
 def _logged(output: str) -> list[tuple[str, ...]]:

@@ -11,6 +11,8 @@ from tests.megatron.comparison import LLAMA, flags_for
 from tests.megatron.launch import run_ranks
 from tests.megatron.plans import BOTH_ENDS, LAYOUTS, TWO_BY_TWO, split, with_settings
 from tests.megatron.test_exactness import ROWS, Row
+from tests.megatron.test_experts import BIASED
+from tests.megatron.test_experts import MODEL as OF_EXPERTS
 from tests.megatron.test_lora import ALL as LORA
 from tests.megatron.test_moving import FP16, A, B
 from tests.megatron.upstream import SCRIPT
@@ -24,6 +26,7 @@ CASES = {
     APART: Row(
         plan=split(with_settings(BOTH_ENDS, schedule=Schedule(name="interleaved"))), steps=2
     ),
+    EXPERTS: Row(plan=TWO_BY_TWO, flags=(*OF_EXPERTS, *BIASED), steps=2),
     ADAPTERS: Row(plan=TWO_BY_TWO, flags=(*LLAMA, *LORA), steps=2),
     **{
         name: replace(ROWS[name], steps=2)

@@ -79,7 +79,7 @@ def grouped_linear(
     """Return y [T, n], where y[t] = weights[e] x[t] for the expert e that token t is of.
 
     `x`: [T, h], contiguous, sorted by expert, in fp32, bf16 or fp16. `counts`: [E] int64, tokens of
-    each expert; they add up to T. On x's device nothing waits for them; on the CPU they are copied.
+    each expert; they add up to T. In Triton nothing waits for them (`placed_counts`).
     `weights`: E tensors [n, h], contiguous, of x's dtype and device; all of them need a gradient or
     none. 16-bit products are added in fp32, fp32 ones without TF32.
 
@@ -98,6 +98,17 @@ def grouped_linear(
     return result
 
 
+def placed_counts(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `counts` where `grouped_linear` needs them for an `x` on `device`.
+
+    That is there for Triton, and on the CPU for plain torch. Whoever multiplies several times by
+    the same counts calls this once before, and so waits once where plain torch runs.
+    """
+    if _pick("grouped_rows", device, grouped_rows_torch) is grouped_rows_torch:
+        return counts.cpu()
+    return counts.to(device, non_blocking=True)
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -109,7 +120,7 @@ class _GroupedLinear(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         compute = _pick("grouped_rows", x.device, grouped_rows_torch)
-        counts = _where_needed(counts, compute, x)
+        counts = placed_counts(counts, x.device)
         ctx.main_grads, ctx.later = main_grads, later
         ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, counts, *weights)
         y: torch.Tensor = compute(x, counts, weights, transposed=True)
@@ -134,13 +145,6 @@ class _GroupedLinear(torch.autograd.Function):
             )
             gradients = product.gradients() if ctx.later is None else ctx.later(product)
         return (None, None, dx, None, *(gradients or [None] * len(weights)))
-
-
-def _where_needed(counts: torch.Tensor, compute: Kernel, x: torch.Tensor) -> torch.Tensor:
-    """On the CPU for plain torch, so that one wait serves the backward too; else beside `x`."""
-    if compute is grouped_rows_torch:
-        return counts.cpu()
-    return counts.to(x.device, non_blocking=True)
 
 
 def _pick(name: str, device: torch.device, in_torch: Kernel) -> Kernel:

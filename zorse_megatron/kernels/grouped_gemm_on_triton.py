@@ -48,7 +48,8 @@ BEFORE_TENSOR_CORES = Blocks(rows=64, columns=64, depth=16, num_warps=4, num_sta
 def blocks_for(capability: int, dtype: torch.dtype, rows_each: int) -> Blocks:
     """The choice for a compute capability (8.6: 86) and for the rows that an expert has on average.
 
-    The tests compile each for the GPUs it is for: nothing spills, and all fits shared memory.
+    The tests compile each for the GPUs it is for: all fits shared memory, and nothing spills where
+    widths are multiples of 16 and gradients are added in fp32.
     """
     if dtype is torch.float32:
         return FP32

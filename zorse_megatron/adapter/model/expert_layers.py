@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from zorse_megatron.adapter.model.experts import PlanRouter
-from zorse_megatron.kernels.grouped_gemm import GroupedProduct, grouped_linear
+from zorse_megatron.kernels.grouped_gemm import GroupedProduct, grouped_linear, placed_counts
 
 
 def with_plan_layers(block_samples: int, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,8 +186,9 @@ class GroupedExperts(SequentialMLP):
         if self.config.moe_apply_probs_on_input:
             tokens = (permuted_probs.unsqueeze(-1) * tokens).to(tokens.dtype)
             permuted_probs = torch.ones_like(permuted_probs)
+        counts = placed_counts(tokens_per_expert, tokens.device)
         for name in _LINEARS:
-            getattr(self.together, name).counts = tokens_per_expert
+            getattr(self.together, name).counts = counts
         output, _ = MLP.forward(self.together, tokens, permuted_probs)
         return output, None
 
