@@ -21,7 +21,7 @@ from zorse_megatron.plan.plan_file import save_plan
 
 APART, HOST = "interleaved, weight gradients apart", "in the host, layered"
 LEVELS = "two levels, an idle rank and one without a shard"
-ADAPTERS = "adapters"
+ADAPTERS, EXPERTS = "adapters", "experts"
 CASES = {
     APART: Row(
         plan=split(with_settings(BOTH_ENDS, schedule=Schedule(name="interleaved"))), steps=2
