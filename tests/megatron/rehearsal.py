@@ -13,6 +13,7 @@ the method is that of torch.cuda._sanitizer, which needs a GPU and knows no comm
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ _NO_KERNELS = (
 )
 # The host waits for the result.
 _HOST_WAITS = ("_local_scalar_dense", "equal", "nonzero")
+# Who reads states of generators, and Adam's counts of steps.
+_READS_HOST = ("random fork", "optimizer _get_value")
 # Copies to ordinary memory of the host, for which it waits, too.
 _HOST_COPIES = ("copied_to_host", "joined_in_host")
 _OURS = ("zorse_megatron", "megatron")
@@ -60,6 +63,21 @@ def place() -> str:
             found[top] = f"{module.rpartition('.')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return next((found[top] for top in _OURS if top in found), "elsewhere")
+
+
+def _without_line(where: str) -> str:
+    return re.sub(r":\d+", "", where)
+
+
+def _reads_host() -> bool:
+    """Whether what is being read has always been in the host's memory."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "").rpartition(".")[2]
+        if f"{module} {frame.f_code.co_name}" in _READS_HOST:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -109,6 +127,8 @@ class Rehearsal(TorchDispatchMode):
         self.waits: dict[str, int] = {}
         """Module and function -> how often something is waited for there."""
         self.host: Clock = {}
+        self.host_waited: Counter[str] = Counter()
+        """Module and function -> how often the host waits for the device there."""
         self._streams: list[Stream] = []
         self._memories: dict[int, Memory] = {}
         self._crossed: set[int] = set()
@@ -164,11 +184,12 @@ class Rehearsal(TorchDispatchMode):
 
     def may_wait(self) -> bool:
         """Note that something is waited for; whether it counts."""
-        where = re.sub(r":\d+", "", place())
+        where = _without_line(place())
         self.waits[where] = self.waits.get(where, 0) + 1
         return where != self.without
 
     def host_waits(self, *streams: "Stream") -> None:
+        self.host_waited[_without_line(place())] += 1
         for stream in streams if self.may_wait() else ():
             join(self.host, stream.clock)
 
@@ -199,6 +220,7 @@ class Rehearsal(TorchDispatchMode):
         if writes or name in _HOST_WAITS:  # views of what they read do nothing
             self.use(reads, writes, name)
         if name in _HOST_WAITS or place().endswith(_HOST_COPIES):
+            self.host_waited[_without_line(place())] += int(not _reads_host())
             join(self.host, self.current.clock)
         return result
 
@@ -260,6 +282,7 @@ class Rehearsal(TorchDispatchMode):
         with self.muted():
             copied = tensor.clone()
         memory = self._memory(copied.untyped_storage(), is_host=True)
+        self.host_waited[_without_line(place())] += 1
         if self.may_wait():
             join(self.host, self.current.clock)
         else:

@@ -1,6 +1,7 @@
 """On a GPU's streams everything waits for what it needs, and a wait that is missing is seen."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.megatron.test_moving import FP16, A, B
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.plan.plan import Schedule
 from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.schedule.samples import replica_micro_batches
 
 APART, HOST = "interleaved, weight gradients apart", "in the host, layered"
 LEVELS = "two levels, an idle rank and one without a shard"
@@ -32,6 +34,16 @@ CASES = {
         name: replace(ROWS[name], steps=2)
         for name in (HOST, LEVELS, "1|2+1, llama, cyclic, recompute, no clip, sequence parallel")
     },
+}
+# Where the host waits for the device in a step -> how often at most.
+WAITS = {
+    # Stock's train_step lets all ranks agree whether the step was made, and on its norm.
+    "training train_under_plan": 3,
+    "loss with_losses": 3,  # which calls it where the loss is known to the last rank only
+    "rerun_votes reduce_any": 1,  # whether the step is run again
+    "distributed_optimizer get_grad_norm": 2,
+    "streamed_gradients find_norm": 2,  # instead, where gradients wait in the host
+    "streamed_gradients count_zeros": 1,
 }
 MOVED, BALANCED = "moved to another plan", "of other counts"
 # With what rank 0 says when it is done.
@@ -84,12 +96,26 @@ def rehearsed(
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_used_before_it_is_there(name: str, corpus: Path, tmp_path: Path) -> None:
+    """And the host waits for the device no more than it must."""
     row = CASES[name]
     found, ranks = rehearsed(row, corpus, tmp_path / "watched")
     assert [each["hazards"] for each in ranks] == [[]] * len(ranks)
+    for rank, each in enumerate(ranks):
+        assert_few_waits(row, rank, Counter(each["waited"][-1]))
     if name == APART:  # test_nccl_order.py compares the others' kinds
         expected, _ = rehearsed(row, corpus, tmp_path / "plain", entry="recording_entry")
         assert found == expected
+
+
+def assert_few_waits(row: Row, rank: int, found: Counter[str]) -> None:
+    """The host waits where `WAITS` says, and for the loss of each micro-batch, as in stock."""
+    is_last = row.plan.group_of_rank(rank) == row.plan.chunks[-1].group
+    losses = 2 * len(replica_micro_batches(row.plan, rank)) if is_last else 0
+    allowed = Counter({**WAITS, "gpt_entry _validate": losses})
+    if found["streamed_gradients count_zeros"]:
+        allowed["training train_under_plan"] += 2  # their number, too
+    assert found <= allowed, f"also waited for: {found - allowed}"
+    assert found["rerun_votes reduce_any"] == 1, "waits are counted"
 
 
 @pytest.mark.parametrize(("without", "name"), MISSING.items())

@@ -50,6 +50,7 @@ BRANCHES = {
     "adapter/training _session": (1, f"{REHEARSED}: CudaClock where the plan changes"),
     "adapter/watching _switching": (1, "nothing: which links there are; over gloo all may be"),
     "doctor/on_ranks machine": (1, DOCTOR),
+    "doctor/on_ranks _context_bytes": (2, DOCTOR),
     "doctor/on_ranks _free_bytes": (1, DOCTOR),
     "doctor/on_ranks _start": (1, DOCTOR),
     "doctor/on_ranks _wait_for": (1, DOCTOR),

@@ -41,8 +41,10 @@ from zorse_megatron.emulate.rank_jobs import RankJob, RanksEnd
 from zorse_megatron.errors import Problem, RankFailure
 from zorse_megatron.flags.torch_builds import StartError
 from zorse_megatron.gpus.known_gpus import CAPABILITIES, GPU_KINDS
+from zorse_megatron.inputs import status as run_status
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
-from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.live.move import take_request
+from zorse_megatron.plan.plan_file import load_plan, parse_plan
 from zorse_megatron.schedule.lower import refuse_unsupported
 
 # Of other models: times of this one come from published figures.
@@ -86,6 +88,7 @@ class Ranks:
             "copies": 20e9,
             "training": dict.fromkeys(range(1, 6), (5.0, 1.0)),
             "resumed": {3: (5.0, 1.0)},
+            "refused": None,
         }
         small = (
             "stock",
@@ -96,6 +99,7 @@ class Ranks:
             "interleaved",
             "breadth-first",
             "bf16",
+            "moved",
         )
         self.three = {name: dict.fromkeys(range(1, 4), (5.0, 1.0)) for name in small}
         self.answers = usual | (answers or {})
@@ -116,6 +120,8 @@ class Ranks:
             (job.directory / "answer.json").write_text(json.dumps(self.answers[job.name]))
 
     def _train(self, job):
+        if "--zorse-status" in job.arguments:
+            self._answer_requests(Path(job.arguments[job.arguments.index("--zorse-status") + 1]))
         if "--zorse-memory" in job.arguments:
             directory = Path(job.arguments[job.arguments.index("--zorse-memory") + 1])
             peaks = {"peaks": {"total": {"num_bytes": self.peak_bytes}}}
@@ -129,6 +135,19 @@ class Ranks:
                 line = {"iteration": step, "lm loss": loss, "grad_norm": norm}
                 line["elapsed_s"] = self.times_s.get(job.name, 1.0) if step > 1 else None
                 metrics.write(json.dumps(line) + "\n")
+
+    def _answer_requests(self, directory):
+        """Drop what is there at the start, as a run does, and answer what comes then."""
+        assert take_request(directory), "nothing was asked for before the run"
+        ends_s = time.monotonic() + 10
+        while (request := take_request(directory)) is None:
+            assert time.monotonic() < ends_s, "not asked for again"
+        parse_plan(request, source="the request")
+        move = run_status.Move(iteration=2, refused=self.answers["refused"])
+        status = run_status.Status(
+            schema_version=1, plan="", iteration=3, written_s=1.0, moves=(move,), ranks=()
+        )
+        (directory / run_status.STATUS_NAME).write_text(run_status.dump_status(status))
 
     def of_training(self):
         return [job for job in self.jobs if "--zorse-metrics" in job.arguments]
@@ -162,7 +181,7 @@ def made(checks, there, ranks, directory):
 
 
 EIGHT = machine(*[A100] * 8, engine="2.9")
-ALL_WELL = {"kernels", "communicators", "plans", "resume", "engine", "offload", "speed"}
+ALL_WELL = {"kernels", "communicators", "plans", "resume", "move", "engine", "offload", "speed"}
 # Check, machine, what is wrong there, how the last finding of the check ends, and its words.
 FAULTS = [
     ("communicators", EIGHT, {"failure": {"communicators": "NCCL WARN x"}}, "fail", "NCCL WARN x"),
@@ -175,6 +194,11 @@ FAULTS = [
     ("plans", machine(T4), {}, "not possible here", "no units for bf16 on Tesla T4"),
     ("resume", EIGHT, {"answers": {"resumed": {1: (5.0, 1.0)}}}, "fail", "trained iterations [1]"),
     ("resume", EIGHT, {"answers": {"resumed": {3: (5.001, 1.0)}}}, "fail", "abs_loss differs"),
+    ("move", EIGHT, {"answers": {"refused": "rank 1: no room"}}, "fail", "plan: rank 1: no room"),
+    ("move", EIGHT, {"answers": {"moved": dict.fromkeys((1, 2, 3), (5.001, 1.0))}}, "fail",
+     "abs_loss differs"),
+    ("move", machine(A100), {"failure": {"communicators": "NCCL WARN x"}}, "not possible here",
+     "NCCL runs no two ranks"),
     ("engine", EIGHT, {"answers": {"the same with split_backward": {3: (5.0, 1.001)}}}, "fail",
      "relative_grad_norm differs"),
     ("engine", machine(A100), {}, "not possible here", "not installed"),

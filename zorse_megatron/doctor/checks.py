@@ -3,10 +3,13 @@
 A check gets the run and returns its finding. Whatever one of them raises, the others are made.
 """
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from zorse_megatron.doctor.doctor_run import (
@@ -29,6 +32,8 @@ from zorse_megatron.doctor.plans import (
     ITERATIONS,
     SAVE_EVERY,
     SMALL_GPT,
+    TWO_LEVELS,
+    UNEQUAL_PARTS,
     UNEVEN_PLAN,
     WITHIN_ROUNDING,
     PlanCase,
@@ -37,9 +42,14 @@ from zorse_megatron.doctor.plans import (
 from zorse_megatron.doctor.timed import gathers, offload, prediction, speed
 from zorse_megatron.errors import OutOfTime, RankFailure, ZorseError
 from zorse_megatron.gpus.gpu import BF16_FROM, TRITON_FROM
+from zorse_megatron.inputs.status import load_status
 from zorse_megatron.launch.rank_environment import MOST_QUEUES, VARIABLE
+from zorse_megatron.live.move import make_request
+from zorse_megatron.plan.plan import Plan
 
 _SAVED = CASES[0]
+(_LEFT,) = (case for case in CASES if case.plan is TWO_LEVELS)
+_LOOK_S = 0.01
 _MIN_SHARE_OF_COPY = 0.85
 """The target of docs/performance.md."""
 
@@ -137,6 +147,48 @@ def resumes(run: DoctorRun) -> Finding:
     return compared(resumed, saved, EXACT)
 
 
+def moves(run: DoctorRun) -> Finding:
+    """A run that is asked for another plan goes on under it, to the losses of one that stays."""
+    if run.is_staged(_LEFT.plan.world_size):
+        return not_possible("NCCL runs no two ranks on one GPU here, and gloo's stay as they are")
+    stays = _of_plan(run, _LEFT)
+    status = run.place("moved") / "status"
+    status.mkdir()
+    flags = (*SMALL_GPT, *_LEFT.flags, "--zorse-status", str(status))
+    with asked_again(status, UNEQUAL_PARTS):
+        moved = run.trained("moved", _LEFT.plan, flags)
+    answers = load_status(status).moves
+    if [each.refused for each in answers] != [None]:
+        said = "; ".join(each.refused or "granted" for each in answers) or "none"
+        return failed(f"the run's answers to the request for another plan: {said}")
+    found = compared(moved, stays, EXACT)
+    return replace(found, said=f"moved after iteration {answers[0].iteration}; {found.said}")
+
+
+@contextmanager
+def asked_again(status: Path, plan: Plan) -> Iterator[None]:
+    """Ask a run for another plan as soon as it looks for requests, and so before it trains.
+
+    It takes away what lies there when it starts, as asked of a run before it. A moment later the
+    request is there again.
+    """
+    request, has_ended = make_request(status, plan), threading.Event()
+
+    def ask() -> None:
+        while request.exists():
+            if has_ended.wait(_LOOK_S):
+                return
+        make_request(status, plan)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
 def with_transformer_engine(run: DoctorRun) -> Finding:
     """As the plans before, with Transformer Engine's layers in 16 bits.
 
@@ -205,6 +257,14 @@ CHECKS: tuple[Check, ...] = (
         title="Another plan resumes from a checkpoint",
         run=resumes,
         remedy=_REPORT_IT,
+        needs_gpu=False,
+    ),
+    Check(
+        name="move",
+        title="A running job moves to another plan",
+        run=moves,
+        remedy="Change plans from a checkpoint instead (docs/elastic.md), and report it with "
+        "doctor.json",
         needs_gpu=False,
     ),
     Check(

@@ -5,7 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -162,6 +162,8 @@ class Trained:
     grad_norms: Mapping[int, float]
     elapsed_s: Mapping[int, float]
     directory: Path
+    around_s: float | None = None
+    """What its job took beside the iterations after the first: start, first iteration, end."""
 
 
 def read_metrics(path: Path) -> Trained:
@@ -347,14 +349,18 @@ class DoctorRun:
             if plan is not None:
                 own = ["--zorse-plan", str(metrics.with_name("plan.json"))]
                 save_plan(plan, Path(own[1]))
+            entry = STAGED if self.is_staged(world_size) else "zorse_megatron.pretrain"
+            words = (*self._corpus(), *flags, *own, "--zorse-metrics", str(metrics))
+            began_s = time.monotonic()
             self.run(
                 name,
-                STAGED if self.is_staged(world_size) else "zorse_megatron.pretrain",
-                (*self._corpus(), *flags, *own, "--zorse-metrics", str(metrics)),
+                entry,
+                words,
                 world_size=world_size,
                 environment=environment,
             )
-            return read_metrics(metrics)
+            job_s, trained = time.monotonic() - began_s, read_metrics(metrics)
+            return replace(trained, around_s=job_s - sum(trained.elapsed_s.values()))
 
         return self._once(name, train)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zorse_megatron.adapter.groups.process_groups import create_groups, nccl_channels
 from zorse_megatron.adapter.start_checks import found_software, gpu_of
-from zorse_megatron.costs.process_memory import communicator_bytes
+from zorse_megatron.costs.process_memory import CONTEXT_BYTES, communicator_bytes
 from zorse_megatron.doctor.doctor_run import Gpu, Machine
 from zorse_megatron.kernels.bench_cases import CASES, Case, copy_case
 from zorse_megatron.kernels.dispatch import why_not_triton
@@ -139,12 +139,14 @@ def communicators(plan_file: str) -> list[dict[str, Any]]:
     """What each communicator of a plan takes on each of its ranks, as training makes them.
 
     One after another, with the free memory of the rank's GPU before and after each. Ranks that
-    share a GPU see what all of them have taken.
+    share a GPU see what all of them have taken. What they hold before is their CUDA contexts, each
+    as large.
     """
     device, plan = _start(), load_plan(plan_file)
     in_host = dist.new_group(backend="gloo")
     dist.barrier(in_host)  # all that share the GPU have started CUDA
     rank, before_bytes = dist.get_rank(), _free_bytes(device)
+    context_bytes = _context_bytes(device)
     dist.barrier(in_host)
     one = torch.ones(1, device=device)
     dist.all_reduce(one)
@@ -166,7 +168,17 @@ def communicators(plan_file: str) -> list[dict[str, Any]]:
         for each, num_bytes in taken.items()
         if rank in each.ranks
     ]
-    return [row for rows in gathered(mine) for row in rows]
+    context: dict[str, Any] = {"use": "context", "ranks": (rank,), "rank": rank, "channels": None}
+    context |= {"num_bytes": context_bytes, "priced_bytes": CONTEXT_BYTES}
+    return [row for rows in gathered([context, *mine]) for row in rows]
+
+
+def _context_bytes(device: torch.device) -> int:
+    """A rank's part of what is in use on its GPU, which is shared with as many; 0 without one."""
+    if device.type != "cuda":
+        return 0
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return (total_bytes - free_bytes) // -(-dist.get_world_size() // torch.cuda.device_count())
 
 
 def _connecting(

@@ -123,21 +123,21 @@ MIXED = plan_of(
     ((0, 4), (1, 2)),
     ONE_F_ONE_B,
 )
-TENSOR_PARALLEL = plan_of(
-    (
-        Group(replicas=(replace(replica(0, 4, 6), ranks=(0, 1)),)),
-        Group(
-            replicas=(
-                replace(
-                    replica(2, 3, 8),
-                    ranks=(2, 3),
-                    tp_shards=TpShards(kv_groups=(3, 1), mlp_columns=(256, 128)),
-                ),
-            )
-        ),
-    ),
-    ((0, 4), (1, 2)),
-    ONE_F_ONE_B,
+
+
+def of_tensor_parallel_pairs(front: TpShards | None, back: TpShards | None) -> Plan:
+    """Two groups, each of two ranks that have these parts of every layer; None: equal ones."""
+    pairs = (
+        replace(replica(0, 4, 6), ranks=(0, 1), tp_shards=front),
+        replace(replica(2, 3, 8), ranks=(2, 3), tp_shards=back),
+    )
+    return plan_of([Group(replicas=(pair,)) for pair in pairs], ((0, 4), (1, 2)), ONE_F_ONE_B)
+
+
+EQUAL_PARTS = of_tensor_parallel_pairs(None, None)
+UNEQUAL_PARTS = of_tensor_parallel_pairs(
+    TpShards(kv_groups=(1, 3), mlp_columns=(96, 288)),
+    TpShards(kv_groups=(3, 1), mlp_columns=(256, 128)),
 )
 TWO_LEVELS = plan_of(
     (
@@ -157,7 +157,8 @@ TWO_LEVELS = plan_of(
 ONE_RANK = plan_of((Group(replicas=(replica(0, 4, 6),)),), ((0, 6),), ONE_F_ONE_B)
 CASES = (
     PlanCase(name="2|1|2", plan=UNEVEN_PLAN),
-    PlanCase(name="tensor-parallel groups, equal and unequal parts", plan=TENSOR_PARALLEL),
+    PlanCase(name="tensor-parallel groups, equal parts", plan=EQUAL_PARTS),
+    PlanCase(name="tensor-parallel groups, unequal parts", plan=UNEQUAL_PARTS),
     PlanCase(name="sums in two levels, two ranks and one", plan=TWO_LEVELS),
     PlanCase(name="interleaved, weight gradients apart", plan=with_split_backward(INTERLEAVED)),
     PlanCase(name="interleaved, one hardware queue", plan=INTERLEAVED, queues=1),

@@ -255,6 +255,10 @@ def speed(run: DoctorRun) -> Finding:
         "plan_s": plan_s,
         "ratio": plan_s / stock_s,
         **{f"{who}_spread": each for who, each in spread.items()},
+        **{
+            f"{who}_start_and_end_s": min(each.around_s or 0.0 for each in runs)
+            for who, runs in trained.items()
+        },
     }
     same = compared(trained["plan"][0], trained["stock"][0], WITHIN_ROUNDING)
     if same.status is Status.FAIL:

@@ -231,7 +231,7 @@ def _spawned(job: RankJob, rank: int, port: int) -> Iterator[subprocess.Popen[by
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=end_with_parent,  # noqa: PLW1509  (there are no threads)
+            preexec_fn=end_with_parent,  # noqa: PLW1509  (no thread holds a lock)
         )
     try:
         yield process
