@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 from pydantic import TypeAdapter
 
@@ -25,6 +26,8 @@ from zorse_megatron.plan.plan_file import save_plan
 
 
 NO_CUDA = "no CUDA device"
+_LONGEST_NAME = 100
+"""Of a directory; file systems have a limit of 255."""
 Figure = float | int | str | None
 
 
@@ -264,7 +267,10 @@ class DoctorRun:
 
     def place(self, name: str) -> Path:
         """The directory of a job, which is made for it."""
-        directory = self.directory / "".join(c if c.isalnum() else "-" for c in name)
+        safe = "".join(c if c.isalnum() else "-" for c in name)
+        if len(safe) > _LONGEST_NAME:  # such as all flags of a case
+            safe = f"{safe[:_LONGEST_NAME]}-{crc32(name.encode()):08x}"
+        directory = self.directory / safe
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 

@@ -22,6 +22,12 @@ from zorse_megatron.plan.plan import (
 ITERATIONS, SAVE_EVERY = 3, 2
 # Fused accumulation, where Apex is installed, leaves no weight gradients to compute apart.
 FP32_FLAGS = ("--transformer-impl", "local", "--no-gradient-accumulation-fusion")
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "96", "--swiglu"),
+    *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.01"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+    *("--disable-bias-linear", "--moe-router-dtype", "fp64"),
+)
 # Of the loss scale: so low that no step is skipped.
 SIXTEEN_BIT_FLAGS = ("--bf16", "--initial-loss-scale", "16", "--transformer-impl", "local")
 MAX_ABS_LOSS_DIFFERENCE = 2e-5
@@ -169,6 +175,7 @@ CASES = (
         flags=(*FP32_FLAGS, LORA_FLAG, "rank=8,alpha=16,targets=q,k,v,o,up,down"),
         reference=ONE_RANK,  # stock has no adapters
     ),
+    PlanCase(name="experts", plan=INTERLEAVED, flags=(*FP32_FLAGS, *EXPERTS)),
     PlanCase(
         name="bf16 and fp16 groups", plan=MIXED, flags=SIXTEEN_BIT_FLAGS, limits=WITHIN_ROUNDING
     ),
