@@ -172,6 +172,7 @@ class ModelShape:
 
     def fingerprint(self) -> ModelFingerprint:
         """Return what a plan says about the model that it was made for."""
+        experts = self.experts
         return ModelFingerprint(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -181,9 +182,9 @@ class ModelShape:
             seq_length=self.seq_length,
             vocab_size=self.vocab_size,
             tied_embeddings=self.tied_embeddings,
-            num_experts=self.experts and self.experts.num_experts,
-            moe_router_topk=self.experts and self.experts.per_token,
-            moe_ffn_hidden_size=self.experts and self.experts.ffn_hidden_size,
+            num_experts=experts.num_experts if experts else None,
+            moe_router_topk=experts.per_token if experts else None,
+            moe_ffn_hidden_size=experts.ffn_hidden_size if experts else None,
         )
 
 
