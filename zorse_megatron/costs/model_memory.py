@@ -100,7 +100,7 @@ class LayerActivations:
 
     def _routed(self, experts: Experts) -> Iterator[Saved]:
         """What routers keep, and the rows of experts: as Megatron's alltoall dispatcher without
-        fused kernels, and one expert after the other (`tests/megatron/test_expert_memory.py`)."""
+        fused kernels, and one expert after the other (`tests/megatron/test_measure_layers.py`)."""
         hidden, chosen, all_of_them = self.model.hidden_size, experts.per_token, experts.num_experts
         scored = all_of_them if experts.scores_all else chosen
         yield self._whole("rows of the experts", chosen * hidden)
@@ -111,9 +111,10 @@ class LayerActivations:
             ("tokens of the rows", chosen, _INDEX_BYTES),
             ("scores of the rows", chosen, self.router_bytes or self.element_bytes),
             ("scores in the auxiliary loss", all_of_them * self.auxiliary, _FLOAT32_BYTES),
-            ("experts in the auxiliary loss", chosen * self.auxiliary, _INDEX_BYTES),
         ):
             yield self._tensor(name, width, element_bytes, is_split=False)
+        if self.model.activation not in ("swiglu", "geglu"):  # fused with the scores
+            yield self._whole("activation of the rows", chosen * experts.ffn_hidden_size)
         if experts.has_shared_gate:
             yield self._whole("output of the shared expert, and its gate", hidden + 1)
 
