@@ -15,7 +15,7 @@ from zorse_megatron.flags.command import last_values, read_command
 from zorse_megatron.flags.table import by_spelling
 from zorse_megatron.flags.tokenizers import NotReadable, tokens_of
 from zorse_megatron.gpus.gpu import Attention, ComputeDtype, Dtype
-from zorse_megatron.inputs.experts import NUM_EXPERTS_FLAG, Experts
+from zorse_megatron.inputs.experts import NUM_EXPERTS_FLAG, Experts, no_tp_with_experts
 from zorse_megatron.inputs.model import (
     Activation,
     Computing,
@@ -96,6 +96,10 @@ def shape_from_flags(arguments: Sequence[str], *, tensor_parallel: int = 1) -> M
         if flags.has(flag):
             remedy = "Only GPT models of equal layers can be planned; remove the flag."
             flags.add(flag, "the flag", "a model without it", remedy)
+    if shape.experts is not None and tensor_parallel > 1:
+        flags.problems.append(
+            no_tp_with_experts("--tensor-model-parallel-size", str(tensor_parallel))
+        )
     if not flags.problems:
         flags.problems += problems_of(shape, has_kv_channels=flags.has("--kv-channels"))
     if flags.problems:

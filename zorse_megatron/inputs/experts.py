@@ -93,3 +93,13 @@ def experts_problems(experts: Experts, *, linear_bias: bool) -> Iterator[Problem
             expected="one without, as Megatron's shared experts have none",
             remedy="Add --disable-bias-linear.",
         )
+
+
+def no_tp_with_experts(where: str, found: str) -> Problem:
+    """Why a TP group is refused."""
+    return Problem(
+        where=where,
+        found=f"{found} ranks of a tensor-parallel group, for a model with experts",
+        expected="1: each rank holds whole experts",
+        remedy="Leave it out; parameters, gradients and state are sharded in groups all the same.",
+    )

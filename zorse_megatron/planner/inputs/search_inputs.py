@@ -21,6 +21,7 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import memory as spelled
 from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.experts import NUM_EXPERTS_FLAG, no_tp_with_experts
 from zorse_megatron.inputs.model import (
     USUAL,
     Computing,
@@ -101,12 +102,29 @@ def space_problems(space: SearchSpace) -> Iterator[Problem]:
         )
 
 
+def experts_problems(profile: Profile, model: ModelShape) -> Iterator[Problem]:
+    """Yield why the model's layers with experts cannot be costed."""
+    experts = {each.name: each.experts for each in profile.models}
+    measured = {experts[times.model] for times in profile.times if times.part == "layer"}
+    if model.experts is not None and measured and model.experts not in measured:
+        yield Problem(
+            where="profile",
+            found=f"layer times of other models alone, and {model.experts.num_experts} experts "
+            f"in each layer of {model.name}",
+            expected="times of layers with the same experts, or no layer times",
+            remedy="Leave out that profile: times are then those of data sheets.",
+        )
+
+
 def request_problems(space: SearchSpace, cluster: Cluster, model: ModelShape) -> Iterator[Problem]:
     """Yield why TP groups cannot have as many ranks as the training command asks for."""
     requested, most = space.requested_tensor_parallel, space.max_tensor_parallel
     if requested == 1:
         return
     where, found = "--tensor-model-parallel-size", f"{requested}"
+    if model.experts is not None:
+        yield no_tp_with_experts(where, found)
+        return
     largest = max(len(node.gpu_kinds) for node in cluster.nodes)
     if requested > largest and not space.tp_across_nodes:
         yield Problem(
@@ -295,6 +313,8 @@ def make_inputs(
     can be costed neither by the profile nor by published figures, and numbers out of range.
     """
     space = space or SearchSpace()
+    if model.experts is not None:
+        space = replace(space, max_tensor_parallel=1, barring_tp=(NUM_EXPERTS_FLAG,))
     known = profile or _EMPTY
     models = CostModels(
         cluster=cluster, model=model, profile=known, dtype=dtype, computing=computing
@@ -303,6 +323,7 @@ def make_inputs(
         *_number_problems(global_batch_size, memory_margin),
         *space_problems(space),
         *request_problems(space, cluster, model),
+        *experts_problems(known, model),
         *communication_dtype_problems(
             space.grad_reduce_dtype, [each.dtype for each in models.computes.values()]
         ),
