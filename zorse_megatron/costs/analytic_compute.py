@@ -188,11 +188,15 @@ class AnalyticCompute:
         efficiency = (
             "calibrated on this GPU" if is_fitted else "typical of GPUs, never measured here"
         )
+        has_experts = self.model.experts is not None
+        efficiency += ", of layers without experts" * has_experts
         return Provenance(
             basis="analytic",
             detail=f"data-sheet peak x efficiency {efficiency} ({source})",
             off_by=off_by(
-                "analytic", sixteen_bit=is_sixteen_bit(self.dtype), is_calibrated=is_fitted
+                "analytic",
+                sixteen_bit=is_sixteen_bit(self.dtype),
+                is_calibrated=is_fitted and not has_experts,
             ),
             is_calibrated=is_fitted,
         )
