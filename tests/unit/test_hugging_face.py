@@ -12,7 +12,8 @@ from tests.unit.cli_samples import runner_in
 from zorse_megatron.cli.workload import named_model
 from zorse_megatron.errors import ModelError
 from zorse_megatron.flags.model_in_flags import shape_from_flags
-from zorse_megatron.inputs.hugging_face import _FAMILIES, parse_config
+from zorse_megatron.inputs.hugging_face import parse_config
+from zorse_megatron.inputs.hugging_face_types import FAMILIES
 from zorse_megatron.inputs.model import MODELS
 
 # As published, without what the shape does not depend on.
@@ -395,7 +396,7 @@ def test_the_document_lists_each_type_where_it_belongs():
     document = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| Planned; a note .*\|$", document, re.MULTILINE)
     trained, planned = (re.findall(r"`(\w+)`", row.split("|")[2]) for row in rows)
-    assert {*trained, *planned} == set(_FAMILIES)
+    assert {*trained, *planned} == set(FAMILIES)
     of_type = {config["model_type"]: parsed(config) for config, _ in COUNTS.values()}
     for kind, model in of_type.items():
         assert bool(model.flags) == (kind in trained), kind
@@ -403,7 +404,7 @@ def test_the_document_lists_each_type_where_it_belongs():
 
 # Of each family its defaults, and what its keys change; sizes that keep the test small.
 VARIANTS = [
-    *((family, {}) for family in _FAMILIES if family != "nemotron"),
+    *((family, {}) for family in FAMILIES if family != "nemotron"),
     ("nemotron", {"head_dim": 64}),
     ("llama", {"attention_bias": True}),
     ("llama", {"mlp_bias": True}),

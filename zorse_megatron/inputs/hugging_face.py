@@ -1,7 +1,7 @@
 """Reading a model from a `config.json` of Hugging Face's transformers.
 
-Any decoder whose shape is that of Megatron's GPT layers, or nearly: `_FAMILIES` says what its
-`model_type` implies. Keys and defaults are those of transformers' configuration classes. What
+Any decoder whose shape is that of Megatron's GPT layers, or nearly: `hugging_face_types` says what
+its `model_type` implies. Keys and defaults are those of transformers' configuration classes. What
 Megatron's flags cannot build of it is planned as if they could, and said. Whatever is no row of
 equal layers (latent attention, images, experts in some layers only) is refused by its key.
 """
@@ -10,17 +10,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from zorse_megatron.errors import ModelError, Problem
 from zorse_megatron.files.json_text import read_json
 from zorse_megatron.files.strict import FileKind
 from zorse_megatron.inputs.experts import Experts
+from zorse_megatron.inputs.hugging_face_types import FAMILIES, PARALLEL, REFUSED, Family
 from zorse_megatron.inputs.model import (
     Activation,
     ModelShape,
-    Norm,
-    PositionEmbedding,
     padded_vocab_size,
     problems_of,
 )
@@ -56,137 +55,6 @@ _GATED: Mapping[str, Activation] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Family:
-    """What a `model_type` implies beside its keys; the defaults are Llama's."""
-
-    activation: str = "silu"
-    """Where the file names none."""
-    is_gated: bool = True
-    norm: Norm = "rmsnorm"
-    norms: int = 2
-    """In a layer."""
-    position: PositionEmbedding = "rope"
-    biases: Literal["none", "qkv", "mlp", "all"] = "none"
-    bias_key: str | None = None
-    """Says whether linear layers have biases."""
-    qk_norm: bool = False
-    tied: bool = False
-    """Where the file does not say."""
-    head_dim: int | None = None
-    """Where the file does not say; None: hidden size by heads."""
-    positions: int | None = None
-    """The longest sample where the file does not say."""
-    more_positions: int = 0
-    """Rows of the table that no position of a sample takes."""
-    rotary: float = 1.0
-    """Share of a head that is rotated, where the file does not say."""
-    is_multi_query: bool = False
-    """Whether all heads share key and value, where the file does not say."""
-    parallel_key: str | None = None
-    """Says whether attention and feed-forward run side by side."""
-    is_parallel: bool = False
-    """Where the file does not say."""
-    experts: Experts | None = None
-    """Those of each layer where the file does not say; None: it has none."""
-    has_wide_experts: bool = False
-    """Whether the width of an expert has the key of dense blocks, and not one of its own."""
-    norms_all_heads: bool = False
-    """Whether query and key are normalized over all heads together."""
-    has_head_bias: bool = False
-    has_embedding_norm: bool = False
-    lacks: tuple[str, ...] = ()
-    """What Megatron's flags cannot build of it."""
-
-
-_PARALLEL = "attention and feed-forward side by side"
-_SANDWICH = "norms after attention and feed-forward"
-_SCALED = "embeddings times the root of the width"
-_GPT: dict[str, Any] = {"norm": "layernorm", "is_gated": False, "biases": "all"}
-
-_FAMILIES = {
-    "llama": _Family(),
-    "mistral": _Family(),
-    "phi3": _Family(),
-    "qwen2": _Family(biases="qkv"),
-    "qwen3": _Family(qk_norm=True, head_dim=128),
-    "mixtral": _Family(
-        experts=Experts(num_experts=8, per_token=2, ffn_hidden_size=14336), has_wide_experts=True
-    ),
-    "qwen2_moe": _Family(
-        biases="qkv",
-        experts=Experts(
-            num_experts=60, per_token=4, ffn_hidden_size=1408, shared_ffn_hidden_size=5632,
-            has_shared_gate=True, scores_all=True,
-        ),
-    ),
-    "qwen3_moe": _Family(
-        qk_norm=True,
-        experts=Experts(num_experts=128, per_token=8, ffn_hidden_size=768, scores_all=True),
-    ),
-    "olmoe": _Family(
-        qk_norm=True, norms_all_heads=True, has_wide_experts=True,
-        experts=Experts(num_experts=64, per_token=8, ffn_hidden_size=2048, scores_all=True),
-        lacks=("norms of queries and keys over all heads",),
-    ),
-    "smollm3": _Family(tied=True, lacks=("layers without positions",)),
-    "granite": _Family(lacks=("multipliers of its own",)),
-    "gemma": _Family(
-        activation="gelu_pytorch_tanh", tied=True, head_dim=256, lacks=(_SCALED,)
-    ),
-    "gemma2": _Family(
-        activation="gelu_pytorch_tanh", tied=True, head_dim=256, norms=4,
-        lacks=(_SANDWICH, "capped logits", _SCALED),
-    ),
-    "gemma3_text": _Family(
-        activation="gelu_pytorch_tanh", tied=True, head_dim=256, norms=4, qk_norm=True,
-        lacks=(_SANDWICH, _SCALED),
-    ),
-    "gpt2": _Family(**_GPT, activation="gelu_new", position="learned", tied=True),
-    "gpt_bigcode": _Family(
-        **_GPT, activation="gelu_pytorch_tanh", position="learned", tied=True, is_multi_query=True
-    ),
-    "opt": _Family(**_GPT, activation="relu", position="learned", more_positions=2, tied=True),
-    "starcoder2": _Family(
-        **_GPT, activation="gelu_pytorch_tanh", bias_key="use_bias", tied=True
-    ),
-    "gpt_neox": _Family(
-        **_GPT, activation="gelu", rotary=0.25,
-        parallel_key="use_parallel_residual", is_parallel=True,
-    ),
-    "phi": _Family(
-        **_GPT, activation="gelu_new", norms=1, rotary=0.5, is_parallel=True, has_head_bias=True
-    ),
-    "gptj": _Family(
-        **(_GPT | {"biases": "mlp"}), activation="gelu_new", norms=1, is_parallel=True,
-        has_head_bias=True, lacks=("rotation of single dimensions of a head",),
-    ),
-    "falcon": _Family(
-        **(_GPT | {"biases": "none"}), activation="gelu", bias_key="bias", tied=True,
-        positions=2048, is_multi_query=True, parallel_key="parallel_attn", is_parallel=True,
-    ),
-    "bloom": _Family(
-        **_GPT, activation="gelu", position="none", tied=True, positions=2048,
-        has_embedding_norm=True, lacks=("ALiBi", "a norm after the embedding"),
-    ),
-    "nemotron": _Family(
-        **(_GPT | {"biases": "none"}), activation="relu2", rotary=0.5,
-        lacks=("norms with weights around 1",),
-    ),
-    # Its norms have no biases.
-    "cohere": _Family(
-        tied=True, norms=1, is_parallel=True, lacks=("norms without biases", "scaled logits")
-    ),
-}  # fmt: skip
-# Other types that people have -> what their layers have that no GPT layers have.
-_REFUSED = {
-    "gemma3": "images",
-    "deepseek_v2": "latent attention",
-    "deepseek_v3": "latent attention",
-    "llama4": "layers of several kinds and images",
-    "gpt_oss": "attention sinks, windows in some layers and biases of experts",
-    "mllama": "images",
-}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 # Keys of variants whose parameters are not counted here -> what counts, where they are given.
 _UNCOUNTED = {
@@ -301,14 +169,14 @@ class _Config:
         self.value, self.source = value, source
         self.problems: list[Problem] = []
 
-    def family(self) -> _Family | None:
+    def family(self) -> Family | None:
         """Return what is known of its type; None, with problems, for a type that cannot be."""
         kind = self.value.get("model_type")
         experts = [key for key in _EXPERTS if self.value.get(key)]
-        lacks = _REFUSED.get(kind) if isinstance(kind, str) else None
+        lacks = REFUSED.get(kind) if isinstance(kind, str) else None
         if "text_config" in self.value and lacks is None:
             lacks = "more than text"
-        known = _FAMILIES.get(kind) if isinstance(kind, str) else None
+        known = FAMILIES.get(kind) if isinstance(kind, str) else None
         if experts and not (known and known.experts):
             lacks = lacks or f"experts ({experts[0]})"
         if known is not None and lacks is None:
@@ -316,24 +184,23 @@ class _Config:
         self.add(
             "model_type",
             "no such key" if kind is None else f"{kind!r}" + (f", which has {lacks}" * bool(lacks)),
-            f"a model of {', '.join(_FAMILIES)}",
+            f"a model of {', '.join(FAMILIES)}",
             "Describe a model of another kind with Megatron's flags.",
         )
         return None
 
-    def model(self, family: _Family) -> HuggingFaceModel:
+    def model(self, family: Family) -> HuggingFaceModel:
         """Return the model; without sense where there are problems."""
         shape, lacks = self._shape(family)
         told = [f"planning only: training refuses {', '.join(lacks)}"] if lacks else []
         flags = () if lacks else self._flags(shape, family)
         return HuggingFaceModel(shape=shape, flags=flags, notes=(*told, *self._notes()))
 
-    def _shape(self, family: _Family) -> tuple[ModelShape, list[str]]:
+    def _shape(self, family: Family) -> tuple[ModelShape, list[str]]:
         """Return the shape, and what Megatron's flags cannot build of it."""
         hidden, heads = self.size("hidden"), self.size("heads")
         is_parallel, norms = self._side_by_side(family)
         attention, mlp = self._biases(family)
-        has_alibi = self.flag("alibi", False)
         positions = self.size("positions", family.positions)
         fields: dict[str, Any] = {
             "name": self._name(),
@@ -348,7 +215,7 @@ class _Config:
             "tied_embeddings": self.flag("tie_word_embeddings", family.tied),
             "activation": self._activation(family),
             "norm": family.norm,
-            "position_embedding": "none" if has_alibi else family.position,
+            "position_embedding": "none" if self.flag("alibi", False) else family.position,
             "max_positions": (positions + family.more_positions) * (family.position == "learned"),
             "linear_bias": attention and mlp,
             "qkv_bias": not mlp and (attention or family.biases == "qkv"),
@@ -358,17 +225,8 @@ class _Config:
         self._refuse_uncounted(hidden)
         shape = ModelShape(**fields)
         has_some = attention != mlp
-        lacks = [
-            *family.lacks,
-            *["biases of attention or feed-forward alone"] * has_some,
-            *[_PARALLEL] * is_parallel,
-            *["ALiBi"] * has_alibi,
-            *["a bias of the output layer"] * family.has_head_bias,
-            *["clipped queries, keys and values"] * bool(self.value.get("clip_qkv")),
-            *["jitter of the routers' inputs"] * bool(self.value.get("router_jitter_noise")),
-            *["GELU with a gate"] * (shape.activation == "geglu"),
-            *["ReLU"] * (shape.activation == "relu"),
-        ]
+        lacks = self._lacks(family, shape) + [PARALLEL] * is_parallel
+        lacks += ["biases of attention or feed-forward alone"] * has_some
         more = {
             "more_in_layer": (norms - 2) * shape.norm_parameters
             + self._norms_beyond_heads(shape) * family.norms_all_heads
@@ -379,7 +237,19 @@ class _Config:
         }
         return (OtherShape(**(fields | more)) if any(more.values()) else shape), lacks
 
-    def _experts(self, family: _Family, ffn_hidden_size: int) -> Experts | None:
+    def _lacks(self, family: Family, shape: ModelShape) -> list[str]:
+        """What Megatron's flags cannot build of it, but for how its blocks are put together."""
+        return [
+            *family.lacks,
+            *["ALiBi"] * (shape.position_embedding == "none" != family.position),
+            *["a bias of the output layer"] * family.has_head_bias,
+            *["clipped queries, keys and values"] * bool(self.value.get("clip_qkv")),
+            *["jitter of the routers' inputs"] * bool(self.value.get("router_jitter_noise")),
+            *["GELU with a gate"] * (shape.activation == "geglu"),
+            *["ReLU"] * (shape.activation == "relu"),
+        ]
+
+    def _experts(self, family: Family, ffn_hidden_size: int) -> Experts | None:
         """Those of all layers."""
         usual = family.experts
         if usual is None:
@@ -393,13 +263,13 @@ class _Config:
                 remedy = "Layers of two kinds train under a plan written by hand; none is made."
                 self.add(key, value, f"{expected}: experts in every layer", remedy)
         shared = usual.shared_ffn_hidden_size
-        width = usual.ffn_hidden_size
+        width = ffn_hidden_size
+        if not family.has_wide_experts:
+            width = self.size("expert", usual.ffn_hidden_size)
         return Experts(
             num_experts=self.size("experts", usual.num_experts),
             per_token=self.size("per token", usual.per_token),
-            ffn_hidden_size=ffn_hidden_size
-            if family.has_wide_experts
-            else self.size("expert", width),
+            ffn_hidden_size=width,
             shared_ffn_hidden_size=self.size("shared expert", shared) if shared else 0,
             has_shared_gate=usual.has_shared_gate,
             scores_all=not self.flag("norm_topk_prob", not usual.scores_all),
@@ -444,14 +314,14 @@ class _Config:
         name = self.value.get("_name_or_path") or Path(self.source).parent.name
         return str(name)[:80] if isinstance(name, str) and name.isprintable() and name else "model"
 
-    def _groups(self, family: _Family, heads: int) -> int:
+    def _groups(self, family: Family, heads: int) -> int:
         """Key and value heads. Falcon's have a key for its newer layers alone."""
         is_multi_query = self.flag("multi_query", family.is_multi_query)
         if is_multi_query and not self.flag("new_decoder_architecture", False):
             return 1
         return self.size("groups", heads)
 
-    def _side_by_side(self, family: _Family) -> tuple[bool, int]:
+    def _side_by_side(self, family: Family) -> tuple[bool, int]:
         """Whether attention and feed-forward run side by side, and the norms of a layer."""
         is_parallel = self.flag(family.parallel_key, family.is_parallel)
         if family.parallel_key != "parallel_attn" or not is_parallel:
@@ -459,7 +329,7 @@ class _Config:
         usual = 2 if self.flag("new_decoder_architecture", False) else 1
         return True, usual if self.value.get("num_ln_in_parallel_attn") in (None, usual) else 1
 
-    def _biases(self, family: _Family) -> tuple[bool, bool]:
+    def _biases(self, family: Family) -> tuple[bool, bool]:
         """Whether all linear layers of attention, and of the feed-forward block, have biases."""
         attention, mlp = family.biases == "all", family.biases in ("all", "mlp")
         if family.bias_key is not None:
@@ -478,7 +348,7 @@ class _Config:
             remedy = "Describe the model with Megatron's flags."
             self.add("word_embed_proj_dim", repr(narrow)[:40], expected, remedy)
 
-    def _activation(self, family: _Family) -> Activation:
+    def _activation(self, family: Family) -> Activation:
         keys = ("hidden_activation", "hidden_act", "activation_function", "activation")
         key = next((k for k in keys if self.value.get(k)), None)
         name = self.value[key] if key else family.activation
@@ -522,7 +392,7 @@ class _Config:
             expected = "an integer from 1 on"
             self.add("rope_theta", repr(base), expected, "--rotary-base takes no other.")
 
-    def _rotary_share(self, family: _Family) -> Any:
+    def _rotary_share(self, family: Family) -> Any:
         """Share of a head that is rotated."""
         both = self._in_one()
         usual = self.value.get("rotary_pct", both.get("partial_rotary_factor", family.rotary))
@@ -545,7 +415,7 @@ class _Config:
         _, scaling = self._rope()
         return str(scaling.get("rope_type", scaling.get("type", "default")))
 
-    def _flags(self, shape: ModelShape, family: _Family) -> tuple[str, ...]:
+    def _flags(self, shape: ModelShape, family: Family) -> tuple[str, ...]:
         base, scaling = self._rope()
         epsilon = next((self.value[key] for key in _EPSILONS if key in self.value), 1e-6)
         numbers = (base, epsilon, share := self._rotary_share(family))
@@ -554,6 +424,7 @@ class _Config:
             self.add("rope_theta, rms_norm_eps, partial_rotary_factor", found, "numbers", "Fix it.")
             return ()
         is_learned = shape.position_embedding == "learned"
+        of_experts, routing = self._flags_of(shape.experts)
         flags: dict[str, Any] = {
             "--num-layers": shape.num_layers,
             "--hidden-size": shape.hidden_size,
@@ -571,33 +442,28 @@ class _Config:
         if not is_learned and share != 1:
             flags["--rotary-percent"] = f"{share:g}"
         switches = [_SWITCHES[shape.activation]] if shape.activation in _SWITCHES else []
-        if shape.experts is not None:
-            of_experts, more = shape.experts.flags()
-            flags |= of_experts | self._balancing_flags()
-            switches += more
         switches += ["--disable-bias-linear"] * (not shape.linear_bias)
         if shape.num_query_groups != shape.num_attention_heads:
             switches.append("--group-query-attention")
             flags["--num-query-groups"] = shape.num_query_groups
         switches += ["--add-qkv-bias"] * shape.qkv_bias + ["--qk-layernorm"] * shape.qk_norm
-        if not shape.tied_embeddings:
-            switches.append("--untie-embeddings-and-output-weights")
+        switches += ["--untie-embeddings-and-output-weights"] * (not shape.tied_embeddings)
         if self._rope_kind() == "llama3":
             switches.append("--use-rope-scaling")
             flags["--rope-scaling-factor"] = scaling.get("factor", 8)
-        valued = (word for pair in flags.items() for word in map(str, pair))
-        return (*valued, *switches)
+        valued = (word for pair in (flags | of_experts).items() for word in map(str, pair))
+        return (*valued, *switches, *routing)
 
-    def _balancing_flags(self) -> dict[str, Any]:
-        """Of the loss that balances experts: Megatron adds one for each layer, transformers one of
-        all layers together."""
+    def _flags_of(self, experts: Experts | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """With values, and switches. Of the loss that balances experts Megatron adds one for each
+        layer, transformers one of all layers together."""
+        if experts is None:
+            return {}, ()
+        valued, switches = experts.flags()
         weight = self.value.get("router_aux_loss_coef")
-        if not weight:
-            return {}
-        if not _is_finite(weight):
+        if weight and not _is_finite(weight):
             self.add("router_aux_loss_coef", repr(weight)[:40], "a number", "Fix it.")
-            return {}
-        return {
-            "--moe-router-load-balancing-type": "aux_loss",
-            "--moe-aux-loss-coeff": f"{weight:g}",
-        }
+        elif weight:
+            kind, coefficient = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
+            return {**valued, kind: "aux_loss", coefficient: f"{weight:g}"}, switches
+        return {**valued}, switches

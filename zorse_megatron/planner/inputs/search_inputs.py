@@ -322,10 +322,7 @@ def make_inputs(
     Raises PlannerInputError with every problem: kinds of GPU without members for the type or that
     can be costed neither by the profile nor by published figures, and numbers out of range.
     """
-    space = space or SearchSpace()
-    if model.experts is not None:
-        space = replace(space, max_tensor_parallel=1, barring_tp=(NUM_EXPERTS_FLAG,))
-        space = replace(space, sample_block=computing.sample_block)
+    space = _space_for(model, computing, space or SearchSpace())
     known = profile or _EMPTY
     models = CostModels(
         cluster=cluster, model=model, profile=known, dtype=dtype, computing=computing
@@ -344,6 +341,14 @@ def make_inputs(
     if problems:
         raise PlannerInputError("cluster, model and profile do not make a plan", problems)
     return _joined(models, global_batch_size, memory_margin, space)
+
+
+def _space_for(model: ModelShape, computing: Computing, space: SearchSpace) -> SearchSpace:
+    """Of plans that train a model with experts as the command does."""
+    if model.experts is None:
+        return space
+    barring, block = (NUM_EXPERTS_FLAG,), computing.sample_block
+    return replace(space, max_tensor_parallel=1, barring_tp=barring, sample_block=block)
 
 
 def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchSpace) -> Inputs:
