@@ -33,6 +33,7 @@ from zorse_megatron.emulate.tiny_model import (
     lora_flags,
 )
 from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.lora import Lora
 from zorse_megatron.inputs.model import MODELS, USUAL
 from zorse_megatron.plan.plan import Group, Offload, Recompute, Schedule, TpShards
@@ -388,6 +389,30 @@ def test_adapters_take_what_the_simulator_says(lab, plan, tolerance):
     ]
     assert found.peak_bytes == pytest.approx(expected, rel=0.002)
     assert found.losses[-1] < found.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "tolerance"),
+    [
+        pytest.param(UNEVEN, 0.002, id="1f1b"),
+        pytest.param(changed(MINISTAGES, FULL, parameters=True), 0.02, id="in the host"),
+    ],
+)
+def test_experts_take_what_the_simulator_says(lab, plan, tolerance):
+    """The tiny model has none, but all that is emulated is of layers with them."""
+    experts = Experts(num_experts=8, per_token=2, ffn_hidden_size=MODEL.ffn_hidden_size // 8)
+    model = dataclasses.replace(MODEL, experts=experts, linear_bias=False)
+    inputs = make_inputs(
+        load_cluster(CLUSTER), model, None, global_batch_size=BATCH, dtype="float16"
+    )
+    found = run(lab, System(name="plan", gpus=GPUS, plan=plan), inputs)
+    comm, kinds = _OnGpus(inputs.comm), [inputs.kinds[gpu] for gpu in GPUS]
+    predicted = simulate(plan, dataclasses.replace(inputs.costs, comm=comm, kinds=kinds))
+    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
+    expected = [
+        rank.total.num_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
+    ]
+    assert found.peak_bytes == pytest.approx(expected, rel=0.002)
 
 
 @pytest.mark.parametrize(
