@@ -100,6 +100,7 @@ class Ranks:
             "breadth-first",
             "bf16",
             "moved",
+            "experts",
         )
         self.three = {name: dict.fromkeys(range(1, 4), (5.0, 1.0)) for name in small}
         self.answers = usual | (answers or {})
