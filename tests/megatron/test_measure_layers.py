@@ -86,11 +86,12 @@ def test_a_layer_keeps_the_closed_form(found: tuple[ModelShape, dict[str, Any]])
 @pytest.mark.parametrize(
     ("more", "beside"),
     [
-        (("--swiglu",), 0),
-        ((), 0),
-        (("--swiglu", "--moe-router-pre-softmax", *SHARED), 0),
-        # Tokens of each expert, and the loss.
-        (("--swiglu", "--moe-aux-loss-coeff", "0.01"), 8 * 8 + 4),
+        # Tokens of each expert.
+        (("--swiglu",), 8 * 8),
+        ((), 8 * 8),
+        (("--swiglu", "--moe-router-pre-softmax", *SHARED), 8 * 8),
+        # Of each sample, too, and the loss.
+        (("--swiglu", "--moe-aux-loss-coeff", "0.01"), 8 * 8 + 2 * 8 * 8 + 4),
     ],
     ids=["swiglu", "gelu", "shared", "auxiliary loss"],
 )

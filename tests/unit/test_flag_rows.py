@@ -266,6 +266,13 @@ EXAMPLES = {
         ({}, "--num-experts 4", "--num-experts"),
     ],
     "plan_has_tp_groups_of_experts": [(TP_GROUPS, f"{QUIET} {EXPERTS}", "--num-experts")],
+    "planned_layers_all_have_experts": [
+        (
+            {"model": MODEL | {"num_experts": 4}},
+            f"{EXPERTS} --moe-layer-freq [0]*8",
+            "--moe-layer-freq",
+        )
+    ],
     "micro_batches_are_no_blocks": [
         ({}, f"{EXPERTS} --moe-aux-loss-coeff 0.1 --micro-batch-size 4", "--moe-aux-loss-coeff")
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron.adapter import cpu_mode
-from zorse_megatron.adapter.patches import without_plan
+from zorse_megatron.adapter.patches import under_plan, without_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.start_checks import checked_gpu_flags
 from zorse_megatron.flags.installed_software import with_cpu_flags
@@ -44,10 +44,17 @@ def run_until_built(
 def _use_what_is_built(
     use: Callable[[Any, Any], None], stock: Callable[..., Any]
 ) -> Callable[..., Any]:
+    from megatron.training import get_args
+
+    from zorse_megatron.adapter.model.expert_layers import with_plan_layers
+
     @functools.wraps(stock)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        (model,), optimizer, _scheduler = stock(*args, **kwargs)
-        use(model, optimizer)
+        # Layers of experts are those of a plan; micro-batches of any size are measured.
+        hooks = {under_plan.EXPERTS_SPEC: functools.partial(with_plan_layers, 1)}
+        with REGISTRY.applied({} if get_args().num_experts is None else hooks):
+            (model,), optimizer, _scheduler = stock(*args, **kwargs)
+            use(model, optimizer)
         raise Built
 
     return setup_model_and_optimizer

@@ -4,11 +4,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
@@ -18,7 +20,9 @@ from zorse_megatron.adapter.compute_dtype import boundary_dtype
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.model_memory import LayerActivations
+from zorse_megatron.flags.model_in_flags import auxiliary_losses
 from zorse_megatron.gpus.gpu import FLASH_FROM, Attention
+from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_budget import (
@@ -287,7 +291,7 @@ def _saved_sizes(at: RankPlan, chunk: int, model: Any) -> list[int]:
     if not layers:
         return []
     config = layers[0].config
-    layer = _layer(config, at.sequence_length, boundary_dtype(config).itemsize)
+    forms = [_layer(config, at.sequence_length, each) for each in layers]
     split = {
         "tensor_parallel": config.tensor_model_parallel_size,
         "sequence_parallel": config.sequence_parallel,
@@ -295,8 +299,9 @@ def _saved_sizes(at: RankPlan, chunk: int, model: Any) -> list[int]:
     again = num_recomputed(config, len(layers))
     is_selective = config.recompute_granularity == "selective"
     rest: RecomputeMode = "selective" if is_selective else "none"
-    boundary = layer.tensor_bytes("full", **split)
-    sizes = [*again * boundary, *(len(layers) - again) * layer.tensor_bytes(rest, **split)]
+    boundary = forms[0].tensor_bytes("full", **split)
+    kept = (each for form in forms[again:] for each in form.tensor_bytes(rest, **split))
+    sizes = [*again * boundary, *kept]
     if chunk == 0 and config.hidden_dropout:  # the embedding's
         sizes += boundary
     if chunk == at.num_chunks - 1:
@@ -318,15 +323,19 @@ def num_recomputed(config: Any, num_layers: int) -> int:
     return min(num_layers, config.recompute_num_layers)
 
 
-def _layer(config: Any, seq_length: int, element_bytes: int) -> LayerActivations:
+def _layer(config: Any, seq_length: int, layer: Any) -> LayerActivations:
+    element_bytes = boundary_dtype(config).itemsize
+    experts = _experts(config) if isinstance(layer.mlp, MoELayer) else None
     return LayerActivations(
-        model=_shape(config, seq_length),
+        model=replace(_shape(config, seq_length), experts=experts),
         element_bytes=element_bytes,
         attention=_attention(config, element_bytes),
         hidden_dropout=bool(config.hidden_dropout),
         attention_dropout=bool(config.attention_dropout),
         softmax_in_fp32=bool(config.attention_softmax_in_fp32),
         modules=tuple(config.recompute_modules or ("core_attn",)),
+        auxiliary=any(auxiliary_losses(get_args()).values()),
+        router_bytes={"fp32": 4, "fp64": 8}.get(config.moe_router_dtype or "", 0),
     )
 
 
@@ -344,6 +353,17 @@ def _shape(config: Any, seq_length: int) -> ModelShape:
         vocab_size=1,
         seq_length=seq_length,
         activation="swiglu" if config.gated_linear_unit else "relu" if is_relu else "gelu",
+    )
+
+
+def _experts(config: Any) -> Experts:
+    return Experts(
+        num_experts=config.num_moe_experts,
+        per_token=config.moe_router_topk,
+        ffn_hidden_size=config.moe_ffn_hidden_size,
+        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
+        has_shared_gate=bool(config.moe_shared_expert_gate),
+        scores_all=bool(config.moe_router_pre_softmax),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from zorse_megatron.costs import expert_traffic
 from zorse_megatron.costs.interface import PassTimes, Provenance, RecomputeMode, off_by
 from zorse_megatron.costs.own_speeds import kinds_at_any_speed
-from zorse_megatron.gpus.gpu import Attention, Dtype, GpuKind
+from zorse_megatron.gpus.gpu import PRODUCTS_IN_TRITON_FROM, Attention, Dtype, GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.model import USUAL, Computing, ModelShape
 
@@ -213,7 +213,7 @@ class AnalyticCompute:
         forward_bytes = there.elementwise_passes * moved + there.bytes_per_parameter * weights
         backward_bytes = back.elementwise_passes * moved + back.bytes_per_parameter * weights
         adapters = self._adapters(micro_batch_size)
-        experts = self._experts(micro_batch_size)
+        experts = self._experts(kind, micro_batch_size)
         for more in (self._beyond_usual(micro_batch_size), adapters, experts):
             flops += more.flops
             forward_bytes += more.forward_bytes
@@ -349,15 +349,18 @@ class AnalyticCompute:
             narrow_gradients=self.computing.narrow_gradients,
         )
 
-    def _experts(self, micro_batch_size: float) -> "_Added":
+    def _experts(self, kind: str, micro_batch_size: float) -> "_Added":
         """What experts add to the operations of those that tokens pass."""
+        capability = self._gpu(kind).capability
+        are_together = capability is None or capability >= PRODUCTS_IN_TRITON_FROM
+        number = self.model.experts.num_experts if self.model.experts else 0
         traffic = self._traffic(micro_batch_size)
         forward = traffic.weight_bytes + traffic.row_bytes
         return _Added(
             flops=0.0,
             forward_bytes=forward,
             backward_bytes=forward + traffic.gradient_bytes,
-            number=self.model.experts.num_experts if self.model.experts else 0,
+            number=min(1, number) if are_together else number,
         )
 
     def _shares(self, kind: str) -> tuple[Shares, bool]:

@@ -9,7 +9,7 @@ layers. The two are added, as everywhere in these costs: a product's tiles canno
 that they wait for first, and gradients are added up by kernels of their own. At most that is twice
 the maximum of the two, where both are equal.
 
-Megatron's alltoall dispatcher without fused kernels, and one expert after the other.
+Rows are sorted, and experts computed, as a plan's layers do (`adapter.model.expert_layers`).
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from zorse_megatron.inputs.model import ModelShape
 
 _FLOAT32_BYTES = 4
-# Forward, each row of a token and an expert is gathered, sorted by expert, joined with those of
-# other experts, sorted back and added to its token: a read and a write each. Backward the same from
-# the other end.
-_ROW_PASSES = 10
+# Forward, the row of each token and expert is sorted by expert, and sorted back, a read and a write
+# each, and added to its token: a read, and at most a write. Backward the same from the other end.
+_ROW_PASSES = 6
 # Of each expert for each token: its score and whether it is chosen are written, read, scattered and
 # transposed, and its place is sorted with a position of 8 bytes: 2 x (4 x 4 + 2 x 8).
 _SCORE_BYTES = 64
-# A loop over experts launches two products and an activation forward; backward the activation, and
-# of each matrix the gradients of its input and of its weight, and the sum with those of before.
+# Of each expert where they are a loop (`PRODUCTS_IN_TRITON_FROM`), else of all: two products and an
+# activation forward; backward the activation, and of each matrix the gradients of its input and of
+# its weight, and the sum with those of before.
 LEAST_FORWARD_S, LEAST_BACKWARD_S = 15e-6, 35e-6
 
 

@@ -99,17 +99,17 @@ class LayerActivations:
                 yield self._whole(f"inside the adapter of {target}", self.lora.rank)
 
     def _routed(self, experts: Experts) -> Iterator[Saved]:
-        """What routers keep, and the rows of experts: as Megatron's alltoall dispatcher without
-        fused kernels, and one expert after the other (`tests/megatron/test_measure_layers.py`)."""
+        """What routers keep, and the rows of experts, in a plan's layers
+        (`tests/megatron/test_measure_layers.py`)."""
         hidden, chosen, all_of_them = self.model.hidden_size, experts.per_token, experts.num_experts
         scored = all_of_them if experts.scores_all else chosen
         yield self._whole("rows of the experts", chosen * hidden)
         for name, width, element_bytes in (
             ("scores", scored, _FLOAT32_BYTES),
             ("chosen experts", chosen, _INDEX_BYTES),
-            ("rows sorted by expert", all_of_them, _INDEX_BYTES),
-            ("tokens of the rows", chosen, _INDEX_BYTES),
+            ("chosen experts in order, and places of their rows", 3 * chosen, _INDEX_BYTES),
             ("scores of the rows", chosen, self.router_bytes or self.element_bytes),
+            ("scores of all experts", all_of_them, self.router_bytes or self.element_bytes),
             ("scores in the auxiliary loss", all_of_them * self.auxiliary, _FLOAT32_BYTES),
         ):
             yield self._tensor(name, width, element_bytes, is_split=False)

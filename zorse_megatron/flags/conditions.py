@@ -12,6 +12,7 @@ from typing import Any
 
 from zorse_megatron.flags.model_in_flags import (
     RECOMPUTED_MODULES,
+    auxiliary_losses,
     compute_dtypes,
     is_mixed,
     job_dtype,
@@ -395,8 +396,18 @@ def model_is_another(case: Case, plan: Plan, name: str) -> Filled:
     if name == "num_query_groups" and not case.value("group_query_attention"):
         # Stock's default stands for nothing then: each head has a group of its own.
         own = case.value("num_attention_heads")
+    if name == "num_experts" and plan.model.ffn_hidden_size is not None:
+        planned, own = planned or "no experts", own or "no such flag"
+        if {planned, own} == {"no experts", "no such flag"}:
+            return
     if None not in (planned, own) and planned != own:
         yield {"own": own, "planned": planned, "field": field}
+
+
+def planned_layers_all_have_experts(case: Case, plan: Plan, name: str) -> Filled:
+    """So no layer of the command's may be without."""
+    if plan.model.num_experts is not None and case.value(name) not in (None, 1, "1"):
+        yield {}
 
 
 def embeddings_are_tied_otherwise(case: Case, plan: Plan, name: str) -> Filled:
@@ -421,12 +432,8 @@ def plan_has_tp_groups_of_experts(case: Case, plan: Plan, name: str) -> Filled:
 
 def micro_batches_are_no_blocks(case: Case, plan: Plan, name: str) -> Filled:
     """Of which the loss of a micro-batch could be taken as in the command's."""
-    kinds, coefficients = case.value("moe_router_load_balancing_type"), case.value(name)
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-    has_loss = any(k == "aux_loss" and c for k, c in zip(kinds, coefficients, strict=False))
     own = case.integer("micro_batch_size") or 1
-    if not case.value("num_experts") or not has_loss:
+    if not auxiliary_losses(case.args).get("aux_loss"):
         return
     for number, group in enumerate(plan.groups):
         sizes = {r.micro_batch_size for r in group.replicas if r.num_microbatches}
@@ -556,6 +563,7 @@ OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
         adapters_are_others,
         adapters_leave_no_weight_gradients,
         plan_has_tp_groups,
+        planned_layers_all_have_experts,
         plan_has_tp_groups_of_experts,
         micro_batches_are_no_blocks,
         tp_groups_split_sequences,

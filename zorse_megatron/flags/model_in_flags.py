@@ -326,13 +326,13 @@ def computing_from_flags(args: Namespace) -> Computing:
         recompute=_recompute(args),
         modules=_modules(args),
         sample_block=_sample_block(args),
-        has_auxiliary_loss=any(_auxiliary_losses(args).values()),
+        has_auxiliary_loss=any(auxiliary_losses(args).values()),
         router_bytes={"fp32": 4, "fp64": 8}.get(getattr(args, "moe_router_dtype", None) or "", 0),
         lora=getattr(args, "zorse_lora", None),
     )
 
 
-def _auxiliary_losses(args: Namespace) -> dict[str, float]:
+def auxiliary_losses(args: Namespace) -> dict[str, float]:
     """Kind -> its weight, of losses that balance experts; none in models without them."""
     if not getattr(args, "num_experts", None):
         return {}
@@ -344,7 +344,7 @@ def _auxiliary_losses(args: Namespace) -> dict[str, float]:
 
 def _sample_block(args: Namespace) -> int:
     """Stock takes this loss over the samples of a micro-batch; the others by sample or by step."""
-    return (args.micro_batch_size or 1) if _auxiliary_losses(args).get("aux_loss") else 1
+    return (args.micro_batch_size or 1) if auxiliary_losses(args).get("aux_loss") else 1
 
 
 def _attention(args: Namespace, *, is_local: bool) -> Attention | None:

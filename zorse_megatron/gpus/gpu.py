@@ -18,8 +18,10 @@ FLASH_FROM: Capability = (8, 0)
 
 TRITON_FROM: Capability = (7, 0)
 """Triton's kernels without products of matrices: torch's own compiler takes Triton from here on
-(`torch._dynamo.device_interface`). Triton's README names 8.0, as its products use tensor cores from
-there on only (triton-lang/triton#5066)."""
+(`torch._dynamo.device_interface`)."""
+PRODUCTS_IN_TRITON_FROM: Capability = (8, 0)
+"""Before, it multiplies fp16 in fp32, an eighth as fast as V100 and T4 can: their tensor cores have
+no instructions in Triton, whose README names 8.0 (triton-lang/triton#5066)."""
 
 
 def spell(capability: Capability) -> str:

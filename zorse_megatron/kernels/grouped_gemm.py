@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.gpus.gpu import Capability
+from zorse_megatron.gpus.gpu import PRODUCTS_IN_TRITON_FROM
 from zorse_megatron.kernels import dispatch
 from zorse_megatron.kernels.dispatch import FLOATS, Kernel, Problems
-
-TENSOR_CORES_FROM: Capability = (8, 0)
-"""In Triton: before, it multiplies fp16 in fp32, an eighth as fast as V100 and T4 can."""
 
 _MOST_ELEMENTS = 2**31
 """Of one weight: places within it have 32 bits."""
@@ -150,7 +147,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _pick(name: str, device: torch.device, in_torch: Kernel) -> Kernel:
     if dispatch.why_not_triton(device) is not None:
         return in_torch
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < TENSOR_CORES_FROM:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < PRODUCTS_IN_TRITON_FROM:
         return in_torch
     from zorse_megatron.kernels.grouped_gemm_on_triton import KERNELS
 
