@@ -32,6 +32,7 @@ from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.fake_tp_costs import SplitCompute
 from zorse_megatron.costs.interface import JobCosts, TpRankCosts, TpShard
 from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
+from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.inputs.model import USUAL, ModelShape
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule
@@ -75,6 +76,19 @@ PLANS = {
 LORA = parse_lora("rank=8,alpha=16,targets=q,k,v,o,up,down", [])
 ADAPTERS = replace(MEMORY, computing=replace(USUAL, lora=LORA))
 WITH_ADAPTERS = ("1f1b", "interleaved", "in the host")
+EXPERTS = replace(
+    MEMORY,
+    model=replace(
+        MODEL,
+        linear_bias=False,
+        experts=Experts(num_experts=4, per_token=2, ffn_hidden_size=2 * HIDDEN),
+    ),
+)
+OF_EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", str(2 * HIDDEN)),
+    *("--disable-bias-linear", "--moe-router-load-balancing-type", "none"),
+)
+WITH_EXPERTS = ("1f1b", "interleaved", "in the host")
 
 
 def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
@@ -89,13 +103,18 @@ def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
 
 @pytest.mark.parametrize(
     ("name", "memory"),
-    [*((name, MEMORY) for name in PLANS), *((name, ADAPTERS) for name in WITH_ADAPTERS)],
+    [
+        *((name, MEMORY) for name in PLANS),
+        *((name, ADAPTERS) for name in WITH_ADAPTERS),
+        *((name, EXPERTS) for name in WITH_EXPERTS),
+    ],
 )
 def test_peaks_are_those_of_the_simulator(
     name: str, memory: TransformerMemory, corpus: Path, tmp_path: Path
 ) -> None:
-    plan, lora = PLANS[name], () if memory is MEMORY else ("--zorse-lora", str(LORA))
-    run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path), *lora).check()
+    plan, more = PLANS[name], OF_EXPERTS if memory is EXPERTS else ()
+    lora = ("--zorse-lora", str(LORA)) if memory is ADAPTERS else ()
+    run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path), *more, *lora).check()
     predicted = simulate(
         plan,
         JobCosts(
