@@ -7,7 +7,8 @@ import pytest
 
 from tests.megatron.launch import run_ranks
 from zorse_megatron.costs.model_memory import LayerActivations
-from zorse_megatron.flags.model_in_flags import shape_from_flags
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.model_in_flags import computing_from_flags, shape_from_flags
 from zorse_megatron.flags.table import WITHOUT_DROPOUT
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.measure.tasks import single_layer_flags
@@ -26,6 +27,13 @@ LLAMA = (
     *("--untie-embeddings-and-output-weights", "--group-query-attention"),
     *("--num-query-groups", "4"),
 )
+
+EXPERTS = (
+    *(*BASE, "--ffn-hidden-size", "320", "--disable-bias-linear", "--num-experts", "8"),
+    *("--moe-router-topk", "3", "--moe-ffn-hidden-size", "96"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+)
+SHARED = ("--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate")
 
 
 def measured(flags: tuple[str, ...]) -> tuple[ModelShape, dict[str, Any]]:
@@ -73,6 +81,33 @@ def test_a_layer_keeps_the_closed_form(found: tuple[ModelShape, dict[str, Any]])
     boundary = SEQUENCE * shape.hidden_size * 4
     expected = form.bytes_per_sample("none") - boundary + statistics
     assert facts["saved_bytes"] == SIZE * expected + SEQUENCE**2
+
+
+@pytest.mark.parametrize(
+    ("more", "beside"),
+    [
+        (("--swiglu",), 0),
+        ((), 0),
+        (("--swiglu", "--moe-router-pre-softmax", *SHARED), 0),
+        # Tokens of each expert, and the loss.
+        (("--swiglu", "--moe-aux-loss-coeff", "0.01"), 8 * 8 + 4),
+    ],
+    ids=["swiglu", "gelu", "shared", "auxiliary loss"],
+)
+def test_experts(more: tuple[str, ...], beside: int) -> None:
+    """To the parameter, and what autograd saves to the byte: with what the test above adds."""
+    flags = (*EXPERTS, *more)
+    shape, facts = measured(flags)
+    assert facts["parameters"]["layer"] == shape.layer_parameters()
+    computing = computing_from_flags(read_command(flags).args)
+    form = LayerActivations(
+        model=shape,
+        element_bytes=4,
+        attention="unfused",
+        auxiliary=computing.has_auxiliary_loss,
+    )
+    expected = form.bytes_per_sample("none") + 2 * 2 * 4 * SEQUENCE
+    assert facts["counted_bytes"] == SIZE * expected + SEQUENCE**2 + beside
 
 
 def test_weight_gradients_are_a_part_of_a_layer_s_backward(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.cli_samples import runner_in
 from zorse_megatron.cli.workload import named_model
+from zorse_megatron.errors import ModelError
 from zorse_megatron.flags.model_in_flags import shape_from_flags
 from zorse_megatron.inputs.hugging_face import _FAMILIES, parse_config
 from zorse_megatron.inputs.model import MODELS
@@ -131,6 +132,59 @@ GEMMA_2_2B = GEMMA_2B | {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+OLMOE = LLAMA_3_8B | {
+    "model_type": "olmoe",
+    "clip_qkv": None,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "router_aux_loss_coef": 0.01,
+    "vocab_size": 50304,
+}
+QWEN_3_30B_A3B = LLAMA_3_8B | {
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "router_aux_loss_coef": 0.001,
+    "vocab_size": 151936,
+}
+QWEN_1_5_MOE = LLAMA_3_8B | {
+    "model_type": "qwen2_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "shared_expert_intermediate_size": 5632,
+    "vocab_size": 151936,
+}
+MIXTRAL = LLAMA_3_8B | {
+    "model_type": "mixtral",
+    "max_position_embeddings": 32768,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "router_aux_loss_coef": 0.02,
+    "vocab_size": 32000,
+}
 FALCON_7B = {
     "alibi": False,
     "bias": False,
@@ -208,10 +262,15 @@ COUNTS = {
     "OPT 125M": (OPT_125M, 125_239_296),
     "Pythia 160M": (PYTHIA_160M, 162_322_944),
     "StarCoder2 3B": (STARCODER_2_3B, 3_030_371_328),
+    "OLMoE 1B-7B": (OLMOE, 6_919_161_856),
+    "Qwen3 30B-A3B": (QWEN_3_30B_A3B, 30_532_122_624),
+    "Qwen1.5-MoE A2.7B": (QWEN_1_5_MOE, 14_315_784_192),
+    "Mixtral 8x7B": (MIXTRAL, 46_702_792_704),
 }
 BUILT_BY_MEGATRON = [
     *("Llama 3 8B", "Llama 3.2 1B", "Qwen2.5 7B", "Qwen3 0.6B", "Mistral Nemo"),
     *("GPT-2", "Phi-3 mini", "StarCoder2 3B"),
+    *("Qwen3 30B-A3B", "Qwen1.5-MoE A2.7B", "Mixtral 8x7B"),
 ]
 
 
@@ -261,6 +320,38 @@ def test_what_training_refuses_is_one_line(name, lacks):
     assert not model.flags
     (line,) = [note for note in model.notes if note.startswith("planning only: training refuses ")]
     assert all(each in line for each in lacks)
+
+
+def test_scores_are_normalized_as_transformers_does_it():
+    """Over the chosen experts by default; over all of them, so that they add up to less than 1."""
+    assert "--moe-router-pre-softmax" not in parsed(QWEN_3_30B_A3B).flags
+    assert "--moe-router-pre-softmax" not in parsed(MIXTRAL).flags
+    assert "--moe-router-pre-softmax" in parsed(QWEN_1_5_MOE).flags
+    assert "--moe-router-pre-softmax" in parsed(QWEN_3_30B_A3B | {"norm_topk_prob": False}).flags
+    flags = parsed(MIXTRAL).flags
+    assert flags[flags.index("--moe-aux-loss-coeff") + 1] == "0.02"
+    assert "--moe-aux-loss-coeff" not in parsed(QWEN_1_5_MOE).flags
+    jitter = parsed(MIXTRAL | {"router_jitter_noise": 0.1})
+    assert not jitter.flags and "jitter" in jitter.notes[0]
+    assert "over all heads" in parsed(OLMOE).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "found"),
+    [
+        (QWEN_3_30B_A3B | {"decoder_sparse_step": 2}, "decoder_sparse_step", "2"),
+        (QWEN_3_30B_A3B | {"mlp_only_layers": [0]}, "mlp_only_layers", "[0]"),
+        (QWEN_3_30B_A3B | {"num_experts_per_tok": 200}, "--moe-router-topk", "200 of 128"),
+        (MIXTRAL | {"num_local_experts": 0}, "num_local_experts", "0"),
+        (MIXTRAL | {"model_type": "gpt_oss"}, "model_type", "attention sinks"),
+        (MIXTRAL | {"model_type": "deepseek_v2"}, "model_type", "latent attention"),
+        (LLAMA_3_8B | {"num_local_experts": 8}, "model_type", "experts (num_local_experts)"),
+    ],
+)
+def test_experts_that_are_refused(config, where, found):
+    with pytest.raises(ModelError) as refused:
+        parsed(config)
+    assert any(where in each.where and found in each.found for each in refused.value.problems)
 
 
 def test_other_layers_are_counted_on_every_rank_of_a_tp_group():

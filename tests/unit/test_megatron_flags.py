@@ -1,6 +1,7 @@
 """A training command: its words, flags, model, and what a CPU adds."""
 
 import argparse
+import dataclasses
 import doctest
 import importlib.util
 import re
@@ -23,8 +24,9 @@ from zorse_megatron.flags.command import (
     split_rest,
 )
 from zorse_megatron.flags.installed_software import with_cpu_flags
-from zorse_megatron.flags.model_in_flags import dtype_from_flags, shape_from_flags
+from zorse_megatron.flags.model_in_flags import dtype_from_flags, flags_of_shape, shape_from_flags
 from zorse_megatron.flags.table import flags
+from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.model import MODELS, ModelShape
 from zorse_megatron.launch.pretrain_command import split_command
 
@@ -82,6 +84,48 @@ def test_other_flags():
     assert (found.kv_channels, found.num_query_groups, found.vocab_size) == (32, 2, 1000)
     assert (found.activation, found.position_embedding) == ("squared_relu", "rope")
     assert (found.linear_bias, found.qkv_bias, found.qk_norm) == (False, True, True)
+
+
+EXPERTS = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 96 --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    ("more", "experts"),
+    [
+        ("", Experts(num_experts=8, per_token=3, ffn_hidden_size=96)),
+        (
+            "--moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate "
+            "--moe-router-pre-softmax --moe-layer-freq [1]*2",
+            Experts(
+                num_experts=8,
+                per_token=3,
+                ffn_hidden_size=96,
+                shared_ffn_hidden_size=40,
+                has_shared_gate=True,
+                scores_all=True,
+            ),
+        ),
+    ],
+)
+def test_experts(more, experts):
+    words = [word for pair in FLAGS.items() for word in pair]
+    found = shape_from_flags([*words, *shlex.split(EXPERTS), *shlex.split(more)])
+    assert found.experts == experts
+    again = dataclasses.replace(found, name="again", max_positions=32)
+    assert vars(shape_from_flags(flags_of_shape(again))) == {**vars(again), "name": found.name}
+
+
+def test_experts_have_megatrons_defaults():
+    words = [word for pair in FLAGS.items() for word in pair]
+    usual = shape_from_flags([*words, "--num-experts", "4"])
+    assert usual.experts == Experts(num_experts=4, per_token=2, ffn_hidden_size=256)
+    assert shape_from_flags([*words, "--num-experts", "0"]).experts is None
+
+
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b"])
+def test_flags_of_models_with_experts(name):
+    again = shape_from_flags(flags_of_shape(MODELS[name]))
+    assert vars(again) == {**vars(MODELS[name]), "name": "megatron flags"}
 
 
 def test_the_last_of_equal_flags_counts():
@@ -152,7 +196,32 @@ FLAG_CASES = {
         '"relative"',
         "one of learned_absolute, rope",
     ),
-    "experts": ("--num-experts 8", "--num-experts", "the flag", "a model without it"),
+    "dense layers, too": (
+        "--num-experts 8 --moe-layer-freq ([0]+[1]*3)",
+        "--moe-layer-freq",
+        "([0]+[1]*3)",
+        "1, or as many ones",
+    ),
+    "every second layer": ("--num-experts 8 --moe-layer-freq 2", "--moe-layer-freq", "2", "1, or"),
+    "too many of them": (
+        "--num-experts 2 --moe-router-topk 3",
+        "--moe-router-topk",
+        "3 of 2",
+        "as",
+    ),
+    "one of them": ("--num-experts 2 --moe-router-topk 1", "--moe-router-topk", "1 expert", "all"),
+    "a gate of nothing": (
+        "--num-experts 2 --moe-shared-expert-gate",
+        "--moe-shared-expert-gate",
+        "not there",
+        "it beside",
+    ),
+    "shared experts with biases": (
+        "--num-experts 2 --moe-shared-expert-intermediate-size 64",
+        "--moe-shared-expert-intermediate-size",
+        "biases",
+        "one without",
+    ),
     "latent attention": (
         "--multi-latent-attention",
         "--multi-latent-attention",
@@ -178,11 +247,11 @@ def test_flags(case):
 
 
 def test_all_flag_problems_at_once():
-    found = flag_problems("--num-experts", "8", without=("--num-layers", "--vocab-size"))
+    found = flag_problems("--mtp-num-layers", "1", without=("--num-layers", "--vocab-size"))
     assert [problem.where for problem in found] == [
         "--num-layers",
         "--vocab-size",
-        "--num-experts",
+        "--mtp-num-layers",
     ]
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.measured import MEASURED, needs_measured
 from zorse_megatron.inputs import model
 from zorse_megatron.inputs import model as model_module
+from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.model import MODELS, ModelShape, canonical_model, padded_vocab_size
 
 
@@ -67,7 +68,10 @@ def test_tensor_parallel_by_hand():
     assert shape().embedding_parameters(2) == 16 * 8
 
 
-@given(st.sampled_from(sorted(MODELS)), st.sampled_from([1, 2, 4, 8]))
+@given(
+    st.sampled_from([name for name in sorted(MODELS) if MODELS[name].experts is None]),
+    st.sampled_from([1, 2, 4, 8]),
+)
 def test_split_layers_add_up(name, ranks):
     model = MODELS[name]
     own = model.layer_parameters(ranks)
@@ -75,8 +79,34 @@ def test_split_layers_add_up(name, ranks):
     assert ranks * (own - model.layer_matrix_parameters(ranks)) < 0.01 * model.layer_parameters()
 
 
+# As above without the feed-forward block: 320 and two norms of 8 with RMSNorm and no biases.
+# A router has 8 x 5, an expert 8 x 6 twice or, with a gate, three times, and biases of 6 and 8.
+@pytest.mark.parametrize(
+    ("changes", "experts", "layer"),
+    [
+        ({"linear_bias": False}, {}, 288 + 32 + 40 + 5 * 96),
+        ({}, {}, 288 + 32 + 24 + 8 + (40 + 5) + 5 * (96 + 14)),
+        ({"activation": "swiglu"}, {}, 288 + 32 + 24 + 8 + (40 + 5) + 5 * (144 + 20)),
+        (
+            {"linear_bias": False, "activation": "swiglu"},
+            {"shared_ffn_hidden_size": 7, "has_shared_gate": True},
+            288 + 32 + 40 + 5 * 144 + 3 * 56 + 8,
+        ),
+    ],
+)
+def test_experts_by_hand(changes, experts, layer):
+    of_layer = Experts(num_experts=5, per_token=2, ffn_hidden_size=6, **experts)
+    model = shape(experts=of_layer, **changes)
+    assert model.layer_parameters() == layer
+    # What a token passes: matrices alone, of two experts and the shared one.
+    own = 3 if changes.get("activation") else 2
+    active = 288 + 40 + 8 * of_layer.has_shared_gate + own * 8 * of_layer.active_width
+    assert model.layer_matrix_parameters() == active
+
+
 # Published: Llama 6.7B, 13.0B, 32.5B, 65.2B (arXiv 2302.13971); Llama 3 8.03B, 70.6B (model
-# cards); GPT-3 2.7B and 6.7B (arXiv 2005.14165, table 2.1).
+# cards); OLMoE, Qwen3, Mixtral (weights of the model cards); GPT-3 2.7B and 6.7B (arXiv 2005.14165,
+# table 2.1).
 @pytest.mark.parametrize(
     ("name", "billions", "tolerance"),
     [
@@ -86,6 +116,9 @@ def test_split_layers_add_up(name, ranks):
         ("llama-65b", 65.286, 1e-3),
         ("llama3-8b", 8.030, 1e-3),
         ("llama3-70b", 70.554, 1e-3),
+        ("olmoe-1b-7b", 6.919, 1e-4),
+        ("qwen3-30b-a3b", 30.532, 1e-4),
+        ("mixtral-8x7b", 46.703, 1e-4),
         ("gpt-2.7b", 2.65, 0.06),
         ("gpt-6.7b", 6.66, 0.04),
     ],

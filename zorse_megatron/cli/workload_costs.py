@@ -16,6 +16,7 @@ from zorse_megatron.flags.command import last_values
 from zorse_megatron.gpus.gpu import DTYPE_OF, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.experts import no_tp_with_experts
 from zorse_megatron.inputs.model import ModelShape, fingerprint_of
 from zorse_megatron.inputs.profile import Profile, joined, load_profile
 from zorse_megatron.plan.plan import ModelFingerprint, Plan
@@ -211,6 +212,9 @@ def workload_problems(plan: Plan, workload: Workload, source: str = "plan") -> I
     yield from fingerprint_problems(
         plan, fingerprint_of(workload.model, workload.computing), source
     )
+    widest = max(len(each.ranks) for group in plan.groups for each in group.replicas)
+    if workload.model.experts is not None and widest > 1:
+        yield no_tp_with_experts(f"{source}: ranks of a replica", str(widest))
     batch = workload.global_batch_size
     if batch is not None and batch != plan.global_batch_size:
         yield Problem(
@@ -222,9 +226,15 @@ def workload_problems(plan: Plan, workload: Workload, source: str = "plan") -> I
 
 
 def fingerprint_problems(plan: Plan, model: ModelFingerprint, source: str) -> Iterator[Problem]:
-    """Yield every field of the plan's model that another model has otherwise."""
+    """Yield every field of the plan's model that another model has otherwise.
+
+    A plan that says how wide feed-forward blocks are says of experts all that there is.
+    """
+    knows_experts = plan.model.ffn_hidden_size is not None or plan.model.num_experts is not None
     for field in dataclasses.fields(ModelFingerprint):
         planned, other = getattr(plan.model, field.name), getattr(model, field.name)
+        if field.name == "num_experts" and knows_experts:
+            planned, other = planned or 0, other or 0
         if planned is not None and other is not None and planned != other:
             yield Problem(
                 where=f"{source}: model.{field.name}",

@@ -7,6 +7,7 @@ in a layer the two are different kernels that run one after the other.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from zorse_megatron.costs import expert_traffic
 from zorse_megatron.costs.interface import PassTimes, Provenance, RecomputeMode, off_by
 from zorse_megatron.costs.own_speeds import kinds_at_any_speed
 from zorse_megatron.gpus.gpu import Attention, Dtype, GpuKind
@@ -187,11 +188,15 @@ class AnalyticCompute:
         efficiency = (
             "calibrated on this GPU" if is_fitted else "typical of GPUs, never measured here"
         )
+        has_experts = self.model.experts is not None
+        efficiency += ", of layers without experts" * has_experts
         return Provenance(
             basis="analytic",
             detail=f"data-sheet peak x efficiency {efficiency} ({source})",
             off_by=off_by(
-                "analytic", sixteen_bit=is_sixteen_bit(self.dtype), is_calibrated=is_fitted
+                "analytic",
+                sixteen_bit=is_sixteen_bit(self.dtype),
+                is_calibrated=is_fitted and not has_experts,
             ),
             is_calibrated=is_fitted,
         )
@@ -204,22 +209,27 @@ class AnalyticCompute:
         peak, bandwidth = self._peak(kind), self._gpu(kind).memory_bytes_per_s
         shares, _ = self._shares(kind)
         there, back = traffic_of(self.dtype)
-        weights = model.layer_parameters(ranks)
+        weights = model.layer_parameters(ranks) - model.expert_parameters
         forward_bytes = there.elementwise_passes * moved + there.bytes_per_parameter * weights
         backward_bytes = back.elementwise_passes * moved + back.bytes_per_parameter * weights
         adapters = self._adapters(micro_batch_size)
-        for more in (self._beyond_usual(micro_batch_size), adapters):
+        experts = self._experts(micro_batch_size)
+        for more in (self._beyond_usual(micro_batch_size), adapters, experts):
             flops += more.flops
             forward_bytes += more.forward_bytes
             backward_bytes += more.backward_bytes
         back_flops = 2 * flops - adapters.spared_flops
         return PassTimes(
             forward_s=max(
-                _LEAST_FORWARD_S + adapters.number * _LEAST_ADAPTER_FORWARD_S,
+                _LEAST_FORWARD_S
+                + adapters.number * _LEAST_ADAPTER_FORWARD_S
+                + experts.number * expert_traffic.LEAST_FORWARD_S,
                 flops / (peak * shares.forward) + forward_bytes / bandwidth,
             ),
             backward_s=max(
-                _LEAST_BACKWARD_S + adapters.number * _LEAST_ADAPTER_BACKWARD_S,
+                _LEAST_BACKWARD_S
+                + adapters.number * _LEAST_ADAPTER_BACKWARD_S
+                + experts.number * expert_traffic.LEAST_BACKWARD_S,
                 back_flops / (peak * shares.backward) + backward_bytes / bandwidth,
             ),
         )
@@ -261,7 +271,8 @@ class AnalyticCompute:
         return forward_s * (1.0 if mode == "full" else selective_share(self.model, self.computing))
 
     def weight_gradients_s(self, kind: str, micro_batch_size: float) -> float:
-        """What gradients of its matrices take of one layer's backward: their products' time.
+        """What gradients of its matrices take of one layer's backward: their products' time, and
+        of experts what adds them up.
 
         Nothing with adapters, whose few stay in the backward.
         """
@@ -270,7 +281,9 @@ class AnalyticCompute:
         shares, _ = self._shares(kind)
         flops = micro_batch_size * matrix_flops(self.model, self.tensor_parallel)
         backward_s = self.layer(kind, micro_batch_size).backward_s
-        return min(flops / (self._peak(kind) * shares.backward), backward_s / 2)
+        products_s = min(flops / (self._peak(kind) * shares.backward), backward_s / 2)
+        added_bytes = self._traffic(micro_batch_size).gradient_bytes
+        return products_s + added_bytes / self._gpu(kind).memory_bytes_per_s
 
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Adam on a shard: gradient, main parameter and moments in float32, read and written."""
@@ -299,7 +312,7 @@ class AnalyticCompute:
             backward_bytes=micro_batch_size * backward,
         )
 
-    def _adapters(self, micro_batch_size: float) -> "_Adapters":
+    def _adapters(self, micro_batch_size: float) -> "_Added":
         """What adapters add, and what weights spare that have no gradients.
 
         Forward an adapter reads its input, writes its result, and adds that to the matrix's;
@@ -309,7 +322,7 @@ class AnalyticCompute:
         """
         lora, model, ranks = self.computing.lora, self.model, self.tensor_parallel
         if lora is None:
-            return _Adapters(flops=0.0, forward_bytes=0.0, backward_bytes=0.0)
+            return _Added(flops=0.0, forward_bytes=0.0, backward_bytes=0.0)
         there, back = (each.bytes_per_parameter for each in traffic_of(self.dtype))
         parameters, weights = lora.layer_parameters(model, ranks), model.layer_parameters(ranks)
         tokens, forward, backward = micro_batch_size * model.seq_length, 0.0, 0.0
@@ -320,12 +333,31 @@ class AnalyticCompute:
             forward += inputs + 4 * outputs + copies
             backward += 5 * inputs + 2 * outputs + copies
         moved = tokens * element_bytes(self.dtype)
-        return _Adapters(
+        return _Added(
             flops=2.0 * tokens * parameters,
             forward_bytes=moved * forward + there * parameters,
             backward_bytes=moved * backward + back * parameters - (back - there) * weights,
             number=len(lora.sizes(model)),
             spared_flops=micro_batch_size * matrix_flops(model, ranks),
+        )
+
+    def _traffic(self, micro_batch_size: float) -> expert_traffic.ExpertTraffic:
+        return expert_traffic.expert_traffic(
+            self.model,
+            micro_batch_size,
+            element_bytes=element_bytes(self.dtype),
+            narrow_gradients=self.computing.narrow_gradients,
+        )
+
+    def _experts(self, micro_batch_size: float) -> "_Added":
+        """What experts add to the operations of those that tokens pass."""
+        traffic = self._traffic(micro_batch_size)
+        forward = traffic.weight_bytes + traffic.row_bytes
+        return _Added(
+            flops=0.0,
+            forward_bytes=forward,
+            backward_bytes=forward + traffic.gradient_bytes,
+            number=self.model.experts.num_experts if self.model.experts else 0,
         )
 
     def _shares(self, kind: str) -> tuple[Shares, bool]:
@@ -364,9 +396,9 @@ def selective_share(model: ModelShape, computing: Computing) -> float:
     total = layer_flops(model)
     if computing.attention == "unfused":
         total, attention = total + attention, 2 * attention
-    mlp = (
-        2.0 * model.seq_length * model.hidden_size * (model.ffn_input_width + model.ffn_hidden_size)
-    )
+    mlp = 2.0 * model.seq_length * model.hidden_size * (model.ffn_input_width + model.ffn_width)
+    if model.experts is not None:
+        mlp = 0.0  # Megatron's is that of dense layers
     shares = {"core_attn": attention, "mlp": mlp, "layernorm": 0.0}
     # Of a rank that holds none of the layer there is nothing to do again.
     return sum(shares[module] for module in computing.modules) / total if total else 0.0
@@ -382,10 +414,11 @@ class _Roofline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Adapters(_Roofline):
-    """What adapters change."""
+class _Added(_Roofline):
+    """What adapters change, or experts."""
 
     number: int = 0
+    """Of adapters or experts, each with kernels of its own."""
     spared_flops: float = 0.0
     """Of a backward."""
 
@@ -438,7 +471,7 @@ def elementwise_bytes(shape: ModelShape, element_bytes: int, tensor_parallel: in
     """
     whole = (2 * 2 + 2 * 3) * shape.hidden_size
     rotary = 2 * (shape.query_width + shape.key_value_width // 2)
-    activation = shape.ffn_input_width + shape.ffn_hidden_size
+    activation = shape.ffn_input_width + shape.ffn_width
     per_token = whole + (rotary + activation) / tensor_parallel
     return float(shape.seq_length * per_token * element_bytes)
 

@@ -14,6 +14,7 @@ from zorse_megatron.costs.analytic_compute import element_bytes as bytes_of_elem
 from zorse_megatron.costs.interface import ModelSection, RecomputeMode
 from zorse_megatron.gpus.gpu import Attention, Dtype
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.lora import Lora, Target
 from zorse_megatron.inputs.model import USUAL, Computing, ModelShape, Module
 from zorse_megatron.inputs.profile import Part, PartMemory, Profile
@@ -28,6 +29,7 @@ from zorse_megatron.inputs.profile import Part, PartMemory, Profile
 
 _MASK_BYTES = 1
 _FLOAT32_BYTES = 4
+_INDEX_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,10 @@ class LayerActivations:
     """What selective recomputation recomputes."""
     lora: Lora | None = None
     """The adapters, which keep inputs that frozen matrices do not; None: all is trained."""
+    auxiliary: bool = False
+    """Whether a loss balances experts."""
+    router_bytes: int = 0
+    """Of a score of an expert; 0: as all activations."""
 
     def saved(self) -> Iterator[Saved]:
         """Yield every tensor that one layer keeps for one sample."""
@@ -79,15 +85,38 @@ class LayerActivations:
         yield self._whole("input of the norm before the feed-forward block", hidden)
         if self._trains("gate", "up"):
             yield self._whole("input of the first matrix", hidden, "layernorm")
+        if model.experts is not None:
+            yield from self._routed(model.experts)
+        in_mlp: Module | None = None if model.experts else "mlp"  # Megatron's is a dense layer's
         if model.activation != "relu":  # its gradient follows from its output
-            yield self._split("input of the activation", model.ffn_input_width, "mlp")
+            yield self._split("input of the activation", model.ffn_input_width, in_mlp)
         if self._trains("down") or model.activation == "relu":
-            yield self._split("input of the second matrix", model.ffn_hidden_size, "mlp")
+            yield self._split("input of the second matrix", model.ffn_width, in_mlp)
         if self.hidden_dropout:
             yield self._mask("dropout mask after the feed-forward block", hidden)
         if self.lora is not None:
             for target in self.lora.sizes(model):
                 yield self._whole(f"inside the adapter of {target}", self.lora.rank)
+
+    def _routed(self, experts: Experts) -> Iterator[Saved]:
+        """What routers keep, and the rows of experts: as Megatron's alltoall dispatcher without
+        fused kernels, and one expert after the other (`tests/megatron/test_measure_layers.py`)."""
+        hidden, chosen, all_of_them = self.model.hidden_size, experts.per_token, experts.num_experts
+        scored = all_of_them if experts.scores_all else chosen
+        yield self._whole("rows of the experts", chosen * hidden)
+        for name, width, element_bytes in (
+            ("scores", scored, _FLOAT32_BYTES),
+            ("chosen experts", chosen, _INDEX_BYTES),
+            ("rows sorted by expert", all_of_them, _INDEX_BYTES),
+            ("tokens of the rows", chosen, _INDEX_BYTES),
+            ("scores of the rows", chosen, self.router_bytes or self.element_bytes),
+            ("scores in the auxiliary loss", all_of_them * self.auxiliary, _FLOAT32_BYTES),
+        ):
+            yield self._tensor(name, width, element_bytes, is_split=False)
+        if self.model.activation not in ("swiglu", "geglu"):  # fused with the scores
+            yield self._whole("activation of the rows", chosen * experts.ffn_hidden_size)
+        if experts.has_shared_gate:
+            yield self._whole("output of the shared expert, and its gate", hidden + 1)
 
     def _trains(self, *targets: Target) -> bool:
         """Whether gradients of weights need the input that these matrices share."""
@@ -175,18 +204,20 @@ class LayerActivations:
 def delayed_elements(
     model: ModelShape, *, tensor_parallel: int = 1, splits_inputs: bool = False
 ) -> int:
-    """Return what gradients of a layer's four matrices are computed from, for one sample.
+    """Return what gradients of a layer's matrices are computed from, for one sample.
 
-    That is the inputs of the matrices, and the gradients of their outputs. `splits_inputs`: with
+    That is the inputs of the matrices, and the gradients of their outputs; of experts those of each
+    that a token passes, while a router's own are not computed apart. `splits_inputs`: with
     sequence parallelism Megatron's own layers keep their part of the sequence of the inputs of the
     first matrix of each block; Transformer Engine's keep what they have gathered. The gradients of
     the outputs of the second are whole on every rank.
     """
     hidden = model.hidden_size
     ranks = tensor_parallel if splits_inputs else 1
-    split = model.query_width + model.ffn_hidden_size  # inputs of the second matrices
+    split = model.query_width + model.ffn_width  # inputs of the second matrices
     split += model.query_width + model.key_value_width + model.ffn_input_width
-    per_token = 2 * hidden + -(-2 * hidden // ranks) + -(-split // tensor_parallel)
+    blocks = (1 + model.ffn_blocks) * hidden  # attention is one, too
+    per_token = blocks + -(-blocks // ranks) + -(-split // tensor_parallel)
     return model.seq_length * per_token
 
 
@@ -352,6 +383,8 @@ class TransformerMemory(BytesByPrecision):
             softmax_in_fp32=self.computing.softmax_in_fp32,
             modules=self.computing.modules,
             lora=self.computing.lora,
+            auxiliary=self.computing.has_auxiliary_loss,
+            router_bytes=self.computing.router_bytes,
         )
 
     def delayed_bytes(self, micro_batch_size: int) -> int:
@@ -432,9 +465,10 @@ def _measured(
     found = []
     for entry in profile.memory:
         shape = profile.model_named(entry.model)
-        is_same = (shape.hidden_size, shape.ffn_hidden_size, entry.seq_length) == (
+        is_same = (shape.hidden_size, shape.ffn_hidden_size, shape.experts, entry.seq_length) == (
             model.hidden_size,
             model.ffn_hidden_size,
+            model.experts,
             model.seq_length,
         )
         if is_same and (entry.part, entry.tensor_parallel) == (part, tensor_parallel):

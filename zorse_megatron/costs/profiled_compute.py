@@ -113,7 +113,11 @@ def _candidates(profile: Profile, wanted: Wanted, kinds: Mapping[str, GpuKind]) 
             model = replace(models[times.model], seq_length=times.seq_length)
             if times.tensor_parallel not in (1, wanted.tensor_parallel):
                 continue  # it has the collectives of other TP groups in it
-            if times.part == "layer" or _same_ends(model, wanted, times):
+            # Experts are no multiple of a dense layer, nor of other experts.
+            is_like = model.experts == wanted.model.experts
+            if (times.part == "layer" and is_like) or (
+                times.part != "layer" and _same_ends(model, wanted, times)
+            ):
                 yield Series(times, model)
 
 
@@ -226,7 +230,7 @@ class ProfiledCompute:
     @cached_property
     def _halves(self) -> tuple[AnalyticCompute, AnalyticCompute]:
         """Of layers without an MLP, and without attention."""
-        attention = replace(self.model, ffn_hidden_size=0)
+        attention = replace(self.model, ffn_hidden_size=0, experts=None)
         mlp = replace(self.model, num_attention_heads=0, num_query_groups=0)
         return self._half(attention, in_attention=True), self._half(mlp, in_attention=False)
 

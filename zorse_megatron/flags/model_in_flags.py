@@ -4,6 +4,7 @@ Only flags that the shape depends on are read; all others are left to Megatron, 
 again. Names and defaults are those of megatron-core 0.19 (`megatron/training/arguments.py`).
 """
 
+import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from zorse_megatron.flags.command import last_values, read_command
 from zorse_megatron.flags.table import by_spelling
 from zorse_megatron.flags.tokenizers import NotReadable, tokens_of
 from zorse_megatron.gpus.gpu import Attention, ComputeDtype, Dtype
+from zorse_megatron.inputs.experts import NUM_EXPERTS_FLAG, Experts, no_tp_with_experts
 from zorse_megatron.inputs.model import (
     Activation,
     Computing,
@@ -30,6 +32,7 @@ from zorse_megatron.plan.plan import Plan
 
 _DIGITS = 9
 _USUAL_DIVISOR = 128  # Megatron's, of the rows of the embedding table
+_USUAL_TOP_K = 2  # Megatron's
 _POSITIONS: dict[str, PositionEmbedding] = {
     "learned_absolute": "learned",
     "rope": "rope",
@@ -38,9 +41,8 @@ _POSITIONS: dict[str, PositionEmbedding] = {
     "none": "none",
 }
 _NORMS = ("LayerNorm", "RMSNorm")
-# Models that are not a row of equal dense layers.
+# Models that are not a row of equal layers.
 _UNSUPPORTED = (
-    "--num-experts",
     "--multi-latent-attention",
     "--mtp-num-layers",
     "--heterogeneous-layers-config-path",
@@ -92,8 +94,12 @@ def shape_from_flags(arguments: Sequence[str], *, tensor_parallel: int = 1) -> M
     shape = _shape(flags, tensor_parallel)
     for flag in _UNSUPPORTED:
         if flags.has(flag):
-            remedy = "Only dense GPT models of equal layers can be planned; remove the flag."
+            remedy = "Only GPT models of equal layers can be planned; remove the flag."
             flags.add(flag, "the flag", "a model without it", remedy)
+    if shape.experts is not None and tensor_parallel > 1:
+        flags.problems.append(
+            no_tp_with_experts("--tensor-model-parallel-size", str(tensor_parallel))
+        )
     if not flags.problems:
         flags.problems += problems_of(shape, has_kv_channels=flags.has("--kv-channels"))
     if flags.problems:
@@ -107,7 +113,7 @@ def flags_of_shape(shape: ModelShape) -> tuple[str, ...]:
     if shape.activation not in activations:
         return ()
     positions = {"learned": "learned_absolute", "rope": "rope", "none": "none"}
-    valued = {
+    valued: dict[str, int | str] = {
         "--num-layers": shape.num_layers,
         "--hidden-size": shape.hidden_size,
         "--ffn-hidden-size": shape.ffn_hidden_size,
@@ -123,6 +129,10 @@ def flags_of_shape(shape: ModelShape) -> tuple[str, ...]:
     if shape.vocab_size % _USUAL_DIVISOR:
         valued["--make-vocab-size-divisible-by"] = 1
     switches = [*activations[shape.activation]]
+    if shape.experts is not None:
+        of_experts, more = shape.experts.flags()
+        valued |= of_experts
+        switches += more
     if shape.num_query_groups != shape.num_attention_heads:
         switches.append("--group-query-attention")
         valued["--num-query-groups"] = shape.num_query_groups
@@ -183,13 +193,12 @@ def _shape(flags: _Flags, tensor_parallel: int) -> ModelShape:
     has_groups = flags.has("--group-query-attention")
     is_learned = position == "learned"
     bias = not flags.has("--disable-bias-linear")
+    ffn = flags.integer("--ffn-hidden-size", default_ffn_hidden_size(hidden, activation))
     return ModelShape(
         name="megatron flags",
         num_layers=flags.integer("--num-layers"),
         hidden_size=hidden,
-        ffn_hidden_size=flags.integer(
-            "--ffn-hidden-size", default_ffn_hidden_size(hidden, activation)
-        ),
+        ffn_hidden_size=ffn,
         num_attention_heads=heads,
         num_query_groups=flags.integer("--num-query-groups", 1) if has_groups else heads,
         kv_channels=flags.integer("--kv-channels", max(1, hidden // heads)),
@@ -205,6 +214,29 @@ def _shape(flags: _Flags, tensor_parallel: int) -> ModelShape:
         linear_bias=bias,
         qkv_bias=flags.has("--add-qkv-bias") and not bias,
         qk_norm=flags.has("--qk-layernorm"),
+        experts=_experts(flags, ffn),
+    )
+
+
+def _experts(flags: _Flags, ffn_hidden_size: int) -> Experts | None:
+    """Those of all layers; as in Megatron, 0 of them are none."""
+    if not flags.has(NUM_EXPERTS_FLAG) or flags.values[NUM_EXPERTS_FLAG] == "0":
+        return None
+    shared, frequency = "--moe-shared-expert-intermediate-size", "--moe-layer-freq"
+    layers = flags.values.get(frequency, "1") or ""
+    kinds = re.findall(r"\d+", "".join(re.findall(r"\[[^]]*\]", layers)) or layers)
+    if set(kinds) != {"1"}:
+        expected = "1, or as many ones as there are layers: all of them with experts"
+        remedy = "Layers of two kinds train under a plan that is written by hand, but none is made."
+        flags.add(frequency, f'"{layers}"', expected, remedy)
+    is_softmax = flags.values.get("--moe-router-score-function", "softmax") == "softmax"
+    return Experts(
+        num_experts=flags.integer(NUM_EXPERTS_FLAG),
+        per_token=flags.integer("--moe-router-topk", _USUAL_TOP_K),
+        ffn_hidden_size=flags.integer("--moe-ffn-hidden-size", ffn_hidden_size),
+        shared_ffn_hidden_size=flags.integer(shared) if flags.has(shared) else 0,
+        has_shared_gate=flags.has("--moe-shared-expert-gate"),
+        scores_all=flags.has("--moe-router-pre-softmax") or not is_softmax,
     )
 
 
@@ -293,8 +325,26 @@ def computing_from_flags(args: Namespace) -> Computing:
         narrow_gradients=bool(is_narrow or (args.bf16 and args.grad_reduce_in_bf16)),
         recompute=_recompute(args),
         modules=_modules(args),
+        sample_block=_sample_block(args),
+        has_auxiliary_loss=any(_auxiliary_losses(args).values()),
+        router_bytes={"fp32": 4, "fp64": 8}.get(getattr(args, "moe_router_dtype", None) or "", 0),
         lora=getattr(args, "zorse_lora", None),
     )
+
+
+def _auxiliary_losses(args: Namespace) -> dict[str, float]:
+    """Kind -> its weight, of losses that balance experts; none in models without them."""
+    if not getattr(args, "num_experts", None):
+        return {}
+    kinds, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    kinds, weights = (each if isinstance(each, list) else [each] for each in (kinds, weights))
+    pairs = zip(kinds, weights, strict=False)  # Megatron says it where their numbers differ
+    return {kind: weight for kind, weight in pairs if kind.endswith("aux_loss")}
+
+
+def _sample_block(args: Namespace) -> int:
+    """Stock takes this loss over the samples of a micro-batch; the others by sample or by step."""
+    return (args.micro_batch_size or 1) if _auxiliary_losses(args).get("aux_loss") else 1
 
 
 def _attention(args: Namespace, *, is_local: bool) -> Attention | None:

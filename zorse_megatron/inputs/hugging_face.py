@@ -1,9 +1,9 @@
 """Reading a model from a `config.json` of Hugging Face's transformers.
 
-Any dense decoder whose shape is that of Megatron's GPT layers, or nearly: `_FAMILIES` says what its
+Any decoder whose shape is that of Megatron's GPT layers, or nearly: `_FAMILIES` says what its
 `model_type` implies. Keys and defaults are those of transformers' configuration classes. What
 Megatron's flags cannot build of it is planned as if they could, and said. Whatever is no row of
-equal dense layers (experts, latent attention, images) is refused by its key.
+equal layers (latent attention, images, experts in some layers only) is refused by its key.
 """
 
 import math
@@ -15,6 +15,7 @@ from typing import Any, Literal
 from zorse_megatron.errors import ModelError, Problem
 from zorse_megatron.files.json_text import read_json
 from zorse_megatron.files.strict import FileKind
+from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.model import (
     Activation,
     ModelShape,
@@ -38,6 +39,10 @@ _KEYS = {
     "head": ("head_dim",),
     "vocabulary": ("vocab_size",),
     "positions": ("max_position_embeddings", "n_positions", "seq_length"),
+    "experts": ("num_experts", "num_local_experts"),
+    "per token": ("num_experts_per_tok",),
+    "expert": ("moe_intermediate_size",),
+    "shared expert": ("shared_expert_intermediate_size",),
 }
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python")
 _PLAIN: Mapping[str, Activation] = {
@@ -82,6 +87,12 @@ class _Family:
     """Says whether attention and feed-forward run side by side."""
     is_parallel: bool = False
     """Where the file does not say."""
+    experts: Experts | None = None
+    """Those of each layer where the file does not say; None: it has none."""
+    has_wide_experts: bool = False
+    """Whether the width of an expert has the key of dense blocks, and not one of its own."""
+    norms_all_heads: bool = False
+    """Whether query and key are normalized over all heads together."""
     has_head_bias: bool = False
     has_embedding_norm: bool = False
     lacks: tuple[str, ...] = ()
@@ -99,6 +110,25 @@ _FAMILIES = {
     "phi3": _Family(),
     "qwen2": _Family(biases="qkv"),
     "qwen3": _Family(qk_norm=True, head_dim=128),
+    "mixtral": _Family(
+        experts=Experts(num_experts=8, per_token=2, ffn_hidden_size=14336), has_wide_experts=True
+    ),
+    "qwen2_moe": _Family(
+        biases="qkv",
+        experts=Experts(
+            num_experts=60, per_token=4, ffn_hidden_size=1408, shared_ffn_hidden_size=5632,
+            has_shared_gate=True, scores_all=True,
+        ),
+    ),
+    "qwen3_moe": _Family(
+        qk_norm=True,
+        experts=Experts(num_experts=128, per_token=8, ffn_hidden_size=768, scores_all=True),
+    ),
+    "olmoe": _Family(
+        qk_norm=True, norms_all_heads=True, has_wide_experts=True,
+        experts=Experts(num_experts=64, per_token=8, ffn_hidden_size=2048, scores_all=True),
+        lacks=("norms of queries and keys over all heads",),
+    ),
     "smollm3": _Family(tied=True, lacks=("layers without positions",)),
     "granite": _Family(lacks=("multipliers of its own",)),
     "gemma": _Family(
@@ -148,16 +178,13 @@ _FAMILIES = {
         tied=True, norms=1, is_parallel=True, lacks=("norms without biases", "scaled logits")
     ),
 }  # fmt: skip
-# Other types that people have -> what their layers have that no dense GPT layers have.
+# Other types that people have -> what their layers have that no GPT layers have.
 _REFUSED = {
     "gemma3": "images",
-    "mixtral": "experts",
-    "qwen2_moe": "experts",
-    "qwen3_moe": "experts",
-    "deepseek_v2": "experts and latent attention",
-    "deepseek_v3": "experts and latent attention",
-    "llama4": "experts and images",
-    "gpt_oss": "experts",
+    "deepseek_v2": "latent attention",
+    "deepseek_v3": "latent attention",
+    "llama4": "layers of several kinds and images",
+    "gpt_oss": "attention sinks, windows in some layers and biases of experts",
     "mllama": "images",
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
@@ -281,15 +308,15 @@ class _Config:
         lacks = _REFUSED.get(kind) if isinstance(kind, str) else None
         if "text_config" in self.value and lacks is None:
             lacks = "more than text"
-        if experts:
-            lacks = lacks or f"experts ({experts[0]})"
         known = _FAMILIES.get(kind) if isinstance(kind, str) else None
+        if experts and not (known and known.experts):
+            lacks = lacks or f"experts ({experts[0]})"
         if known is not None and lacks is None:
             return known
         self.add(
             "model_type",
             "no such key" if kind is None else f"{kind!r}" + (f", which has {lacks}" * bool(lacks)),
-            f"a dense model of {', '.join(_FAMILIES)}",
+            f"a model of {', '.join(_FAMILIES)}",
             "Describe a model of another kind with Megatron's flags.",
         )
         return None
@@ -327,6 +354,7 @@ class _Config:
             "qkv_bias": not mlp and (attention or family.biases == "qkv"),
             "qk_norm": family.qk_norm,
         }
+        fields["experts"] = self._experts(family, fields["ffn_hidden_size"])
         self._refuse_uncounted(hidden)
         shape = ModelShape(**fields)
         has_some = attention != mlp
@@ -336,17 +364,51 @@ class _Config:
             *[_PARALLEL] * is_parallel,
             *["ALiBi"] * has_alibi,
             *["a bias of the output layer"] * family.has_head_bias,
+            *["clipped queries, keys and values"] * bool(self.value.get("clip_qkv")),
+            *["jitter of the routers' inputs"] * bool(self.value.get("router_jitter_noise")),
             *["GELU with a gate"] * (shape.activation == "geglu"),
             *["ReLU"] * (shape.activation == "relu"),
         ]
         more = {
             "more_in_layer": (norms - 2) * shape.norm_parameters
+            + self._norms_beyond_heads(shape) * family.norms_all_heads
             + hidden * (attention and has_some)
             + (shape.ffn_input_width + hidden) * (mlp and has_some),
             "more_in_embedding": shape.norm_parameters * family.has_embedding_norm,
             "more_in_head": shape.vocab_size * family.has_head_bias,
         }
         return (OtherShape(**(fields | more)) if any(more.values()) else shape), lacks
+
+    def _experts(self, family: _Family, ffn_hidden_size: int) -> Experts | None:
+        """Those of all layers."""
+        usual = family.experts
+        if usual is None:
+            return None
+        step, without = self.value.get("decoder_sparse_step", 1), self.value.get("mlp_only_layers")
+        for key, value, expected in (
+            ("decoder_sparse_step", repr(step)[:40], "1"),
+            ("mlp_only_layers", repr(without or [])[:40], "[]"),
+        ):
+            if value != expected:
+                remedy = "Layers of two kinds train under a plan written by hand; none is made."
+                self.add(key, value, f"{expected}: experts in every layer", remedy)
+        shared = usual.shared_ffn_hidden_size
+        width = usual.ffn_hidden_size
+        return Experts(
+            num_experts=self.size("experts", usual.num_experts),
+            per_token=self.size("per token", usual.per_token),
+            ffn_hidden_size=ffn_hidden_size
+            if family.has_wide_experts
+            else self.size("expert", width),
+            shared_ffn_hidden_size=self.size("shared expert", shared) if shared else 0,
+            has_shared_gate=usual.has_shared_gate,
+            scores_all=not self.flag("norm_topk_prob", not usual.scores_all),
+        )
+
+    @staticmethod
+    def _norms_beyond_heads(shape: ModelShape) -> int:
+        """Parameters of norms over all heads beyond those of norms over one."""
+        return shape.query_width + shape.key_value_width // 2 - 2 * shape.kv_channels
 
     def size(self, what: str, default: int | None = None, *, largest: int = _LARGEST) -> int:
         """Return a positive integer; without one the problem is noted and 1 returned."""
@@ -509,6 +571,10 @@ class _Config:
         if not is_learned and share != 1:
             flags["--rotary-percent"] = f"{share:g}"
         switches = [_SWITCHES[shape.activation]] if shape.activation in _SWITCHES else []
+        if shape.experts is not None:
+            of_experts, more = shape.experts.flags()
+            flags |= of_experts | self._balancing_flags()
+            switches += more
         switches += ["--disable-bias-linear"] * (not shape.linear_bias)
         if shape.num_query_groups != shape.num_attention_heads:
             switches.append("--group-query-attention")
@@ -521,3 +587,17 @@ class _Config:
             flags["--rope-scaling-factor"] = scaling.get("factor", 8)
         valued = (word for pair in flags.items() for word in map(str, pair))
         return (*valued, *switches)
+
+    def _balancing_flags(self) -> dict[str, Any]:
+        """Of the loss that balances experts: Megatron adds one for each layer, transformers one of
+        all layers together."""
+        weight = self.value.get("router_aux_loss_coef")
+        if not weight:
+            return {}
+        if not _is_finite(weight):
+            self.add("router_aux_loss_coef", repr(weight)[:40], "a number", "Fix it.")
+            return {}
+        return {
+            "--moe-router-load-balancing-type": "aux_loss",
+            "--moe-aux-loss-coeff": f"{weight:g}",
+        }

@@ -151,6 +151,13 @@ def parse_lora(text: str | None, problems: list[Problem], *, where: str = LORA_F
 def misfits(lora: Lora, shape: "ModelShape", *, where: str = LORA_FLAG) -> Iterator[Problem]:
     """Yield what the model of a command has not."""
     known = target_sizes(shape)
+    if shape.experts is not None:
+        yield Problem(
+            where=where,
+            found=f"{lora}, and {shape.experts.num_experts} experts in each layer",
+            expected="a model without experts",
+            remedy="Train all weights: experts have no adapters here.",
+        )
     for name in lora.targets:
         if name not in known:
             yield Problem(

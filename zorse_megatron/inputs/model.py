@@ -2,7 +2,8 @@
 
 Counts are those of Megatron-Core's GPT: fused QKV and (gated) feed-forward layers, norms before
 attention, before the feed-forward block and at the end. `tensor_parallel` ranks split the matrices
-and the biases that follow their columns; norms and the other biases are on every rank.
+and the biases that follow their columns; norms and the other biases are on every rank. Where layers
+have experts (`inputs.experts`), these are in place of the feed-forward block.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import Literal
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.gpus.gpu import Attention
+from zorse_megatron.inputs.experts import Experts, experts_problems
 from zorse_megatron.inputs.lora import Lora
 from zorse_megatron.plan.plan import ModelFingerprint
 
@@ -22,7 +24,7 @@ PositionEmbedding = Literal["learned", "rope", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense decoder, as far as time and memory depend on it."""
+    """A decoder of equal layers, as far as time and memory depend on it."""
 
     name: str
     num_layers: int
@@ -48,6 +50,8 @@ class ModelShape:
     """With linear_bias off: biases of query, key and value still."""
     qk_norm: bool = False
     """Norms of query and key heads."""
+    experts: Experts | None = None
+    """Those of each layer; None: every layer has one feed-forward block."""
 
     @property
     def is_gated(self) -> bool:
@@ -65,35 +69,71 @@ class ModelShape:
         return 2 * self.num_query_groups * self.kv_channels
 
     @property
+    def ffn_width(self) -> int:
+        """Input elements of the second feed-forward matrices that a token passes."""
+        return self.experts.active_width if self.experts else self.ffn_hidden_size
+
+    @property
     def ffn_input_width(self) -> int:
-        """Output elements of the first feed-forward matrix for a token."""
-        return self.ffn_hidden_size * (2 if self.is_gated else 1)
+        """Output elements of the first feed-forward matrices that a token passes."""
+        return self.ffn_width * (2 if self.is_gated else 1)
+
+    @property
+    def ffn_blocks(self) -> int:
+        """Feed-forward blocks that a token passes in a layer."""
+        return self.experts.blocks_per_token if self.experts else 1
 
     def layer_matrix_parameters(self, tensor_parallel: int = 1) -> int:
-        """Parameters of the matrices of one layer on each rank: what costs time per token."""
-        attention = self.hidden_size * (2 * self.query_width + self.key_value_width)
-        feed_forward = self.hidden_size * (self.ffn_input_width + self.ffn_hidden_size)
-        return (attention + feed_forward) // tensor_parallel
+        """Parameters of the matrices of one layer on each rank that a token passes: what costs time
+        per token."""
+        feed_forward = self.hidden_size * (self.ffn_input_width + self.ffn_width)
+        return (self._attention_matrices + feed_forward) // tensor_parallel + self._router
 
     def layer_parameters(self, tensor_parallel: int = 1) -> int:
-        """Parameters of one transformer layer on each rank."""
-        split = whole = 0
+        """Parameters of one transformer layer on each rank, those of all its experts included."""
+        matrices, biases = self._attention_matrices, 0
+        whole = 2 * self.norm_parameters
         if self.linear_bias or self.qkv_bias:
-            split += self.query_width + self.key_value_width
+            biases += self.query_width + self.key_value_width
         if self.linear_bias:
-            split += self.ffn_input_width
-            whole += 2 * self.hidden_size  # after attention and after the feed-forward block
+            whole += self.hidden_size  # after attention
         if self.qk_norm:
             whole += 2 * self.kv_channels * self._norm_vectors
-        whole += 2 * self.norm_parameters
-        return self.layer_matrix_parameters(tensor_parallel) + split // tensor_parallel + whole
+        if self.experts is None:
+            matrices += self.hidden_size * (self.ffn_input_width + self.ffn_width)
+            biases += self.ffn_input_width * self.linear_bias
+            whole += self.hidden_size * self.linear_bias  # after the feed-forward block
+        else:
+            whole += self._router + self.experts.num_experts * self.linear_bias
+            whole += self.expert_parameters
+        return matrices // tensor_parallel + biases // tensor_parallel + whole
+
+    @property
+    def expert_parameters(self) -> int:
+        """Those of all experts of a layer, the shared one included; 0 without any."""
+        if self.experts is None:
+            return 0
+        first_matrices = 2 if self.is_gated else 1
+        matrices = self.hidden_size * self.experts.held_width * (first_matrices + 1)
+        biases = first_matrices * self.experts.ffn_hidden_size + self.hidden_size
+        return matrices + self.experts.num_experts * biases * self.linear_bias
+
+    @property
+    def _attention_matrices(self) -> int:
+        return self.hidden_size * (2 * self.query_width + self.key_value_width)
+
+    @property
+    def _router(self) -> int:
+        """Elements of its matrix."""
+        return self.experts.router_parameters(self.hidden_size) if self.experts else 0
 
     @property
     def attention_parameters(self) -> int:
         """Those of one layer that TP groups cut by KV groups."""
-        matrices = self.hidden_size * (2 * self.query_width + self.key_value_width)
         has_bias = self.linear_bias or self.qkv_bias
-        return matrices + (self.query_width + self.key_value_width if has_bias else 0)
+        return self._attention_matrices + (
+            self.query_width + self.key_value_width if has_bias else 0
+        )
 
     @property
     def mlp_parameters(self) -> int:
@@ -132,6 +172,7 @@ class ModelShape:
 
     def fingerprint(self) -> ModelFingerprint:
         """Return what a plan says about the model that it was made for."""
+        experts = self.experts
         return ModelFingerprint(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -141,6 +182,9 @@ class ModelShape:
             seq_length=self.seq_length,
             vocab_size=self.vocab_size,
             tied_embeddings=self.tied_embeddings,
+            num_experts=experts.num_experts if experts else None,
+            moe_router_topk=experts.per_token if experts else None,
+            moe_ffn_hidden_size=experts.ffn_hidden_size if experts else None,
         )
 
 
@@ -189,16 +233,20 @@ def problems_of(shape: ModelShape, *, has_kv_channels: bool = True) -> Iterator[
             expected="at least seq_length",
             remedy="Learned positions must reach to the end of a sample.",
         )
+    if shape.experts is not None:
+        yield from experts_problems(shape.experts, linear_bias=shape.linear_bias)
 
 
 # Well-known models, and those of published measurements.
 #
 # Llama 1: Touvron et al. 2023 (arXiv 2302.13971). Llama 3: Grattafiori et al. 2024 (arXiv
 # 2407.21783). llama-3b: OpenLLaMA. llama-1b: TinyLlama, with as many key heads as query heads, as
-# the authors of Zorse measured it. GPT-3: Brown et al. 2020 (arXiv 2005.14165). The `sailor-`
-# shapes are those that the authors of Sailor (SOSP 2025) measured: GPT-2's vocabulary, learned
-# positions, biases throughout; their Llama has plain heads, a tied table and a feed-forward width
-# of 4 x hidden.
+# the authors of Zorse measured it. olmoe-1b-7b: Muennighoff et al. 2024 (arXiv 2409.02060), with
+# norms of single query and key heads, as Megatron has them, where theirs are over all heads.
+# qwen3-30b-a3b: Yang et al. 2025 (arXiv 2505.09388). mixtral-8x7b: Jiang et al. 2024 (arXiv
+# 2401.04088). GPT-3: Brown et al. 2020 (arXiv 2005.14165). The `sailor-` shapes are those that the
+# authors of Sailor (SOSP 2025) measured: GPT-2's vocabulary, learned positions, biases throughout;
+# their Llama has plain heads, a tied table and a feed-forward width of 4 x hidden.
 
 
 _GPT2_VOCAB = 50304  # 50,257 padded to a multiple of 128
@@ -213,8 +261,11 @@ def _llama(
     ffn: int,
     heads: int,
     groups: int | None = None,
+    head: int | None = None,
     vocab: int = _LLAMA_VOCAB,
     seq: int = 2048,
+    experts: Experts | None = None,
+    qk_norm: bool = False,
 ) -> ModelShape:
     return ModelShape(
         name=name,
@@ -223,12 +274,14 @@ def _llama(
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
         num_query_groups=groups or heads,
-        kv_channels=hidden // heads,
+        kv_channels=head or hidden // heads,
         vocab_size=vocab,
         seq_length=seq,
         activation="swiglu",
         norm="rmsnorm",
         linear_bias=False,
+        qk_norm=qk_norm,
+        experts=experts,
     )
 
 
@@ -286,6 +339,40 @@ MODELS: dict[str, ModelShape] = {
             groups=8,
             vocab=128256,
             seq=8192,
+        ),
+        _llama(
+            "olmoe-1b-7b",
+            num_layers=16,
+            hidden=2048,
+            ffn=1024,
+            heads=16,
+            vocab=50304,
+            seq=4096,
+            experts=Experts(num_experts=64, per_token=8, ffn_hidden_size=1024, scores_all=True),
+            qk_norm=True,
+        ),
+        _llama(
+            "qwen3-30b-a3b",
+            num_layers=48,
+            hidden=2048,
+            ffn=6144,
+            heads=32,
+            groups=4,
+            head=128,
+            vocab=151936,
+            seq=4096,
+            experts=Experts(num_experts=128, per_token=8, ffn_hidden_size=768),
+            qk_norm=True,
+        ),
+        _llama(
+            "mixtral-8x7b",
+            num_layers=32,
+            hidden=4096,
+            ffn=14336,
+            heads=32,
+            groups=8,
+            seq=4096,
+            experts=Experts(num_experts=8, per_token=2, ffn_hidden_size=14336),
         ),
         _gpt("gpt-1.3b", num_layers=24, hidden=2048, heads=16),
         _gpt("gpt-2.7b", num_layers=32, hidden=2560, heads=32),
@@ -367,6 +454,13 @@ class Computing:
     recompute: JobRecompute | None = None
     modules: tuple[Module, ...] = ("core_attn",)
     """What selective recomputation recomputes."""
+    sample_block: int = 1
+    """Sizes of micro-batches are multiples of it: the auxiliary loss of experts is one of so many
+    samples."""
+    has_auxiliary_loss: bool = False
+    """Whether routers have a loss that balances their experts."""
+    router_bytes: int = 0
+    """Of a score of an expert, where the command says its type; 0: as all activations."""
     lora: Lora | None = None
     """The adapters, where these alone are trained; None: all weights are."""
 

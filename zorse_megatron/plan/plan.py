@@ -205,6 +205,12 @@ class ModelFingerprint:
     """Whether embedding and output layer share one table."""
     lora: str | None = None
     """The adapters that alone are trained, as --zorse-lora has them."""
+    num_experts: Positive | None = None
+    """Experts of each layer; absent beside a width of the feed-forward block: none."""
+    moe_router_topk: Positive | None = None
+    """Experts that a token passes."""
+    moe_ffn_hidden_size: Positive | None = None
+    """Width of one expert."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

@@ -113,14 +113,14 @@ class Builder:
                 zip(stage.device_group.gpu_classes, stage.sizes, strict=True)
             ):
                 times = {}
-                for size in range(1, most + 1):
+                for size in self.inputs.space.sizes_to(most):
                     sizes = (*stage.sizes[:index], size, *stage.sizes[index + 1 :])
                     passes = self.cost_model.passes(replace(stage, sizes=sizes), cost.settings)
                     times[size] = passes[index].both_s
                 classes.append(ReplicaClass(count=len(gpu_class.ranks), times_s=times))
             self._splits[key] = best_split(self.inputs.global_batch_size, classes)
         split = self._splits[key]
-        assert split is not None, "every replica may run micro-batches of one sample"
+        assert split is not None, "every replica may run micro-batches of one block"
         return split
 
     def missing_bytes(self, estimate: Estimate) -> tuple[int, ...]:

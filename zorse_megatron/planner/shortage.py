@@ -245,7 +245,7 @@ def _estimate(
     members = tuple(device_groups.of(group) for group in grouping)
     candidate = Candidate(
         device_groups=members,
-        levels=(1,) * len(members),
+        levels=(inputs.space.sample_block,) * len(members),
         schedule=schedule,
         num_chunks=min(chunks, inputs.num_layers),
     )

@@ -74,7 +74,7 @@ def _estimated_plans(
             members,
             key=lambda device_group: (-_bandwidth(inputs, device_group), device_group.ranks),
         )
-        for size in _SIZES:
+        for size in inputs.space.sizes(_SIZES):
             if inputs.global_batch_size % size:
                 continue
             layers = _proportional(inputs.num_layers, [_speed(estimator, t, size) for t in order])
@@ -396,7 +396,7 @@ def cephalo_plans(
     world = device_groups.of(tuple(range(inputs.world_size)))
     found: list[Estimate] = []
     for layers in _LAYERS_PER_CHUNK:
-        for level in _LEVELS:
+        for level in inputs.space.sizes(_LEVELS):
             candidate = Candidate(
                 device_groups=(world,),
                 levels=(min(level, inputs.global_batch_size),),

@@ -135,7 +135,7 @@ def even_grids(inputs: Inputs, tensor: int) -> Iterator[Grid]:
             split = even_stages(inputs.num_layers, stages * virtual)
             if split is None:
                 continue
-            for size, mode in itertools.product(_SIZES, _MODES):
+            for size, mode in itertools.product(inputs.space.sizes(_SIZES), _MODES):
                 may_take = in_rounds(inputs, stages, width, size) or virtual == 1
                 if mode in inputs.space.recompute and may_take and takes(inputs, width, size):
                     yield Grid(

@@ -259,7 +259,8 @@ class StockSearch:
         return found
 
     def _sizes(self, width: int, sizes: tuple[int, ...] = _SIZES) -> list[int]:
-        most = self.base.space.max_micro_batch_size or _SIZES[-1]
+        sizes = self.base.space.sizes(sizes)
+        most = self.base.space.max_micro_batch_size or self.base.space.sizes(_SIZES)[-1]
         return [size for size in sizes if size <= most and takes(self.base, width, size)]
 
     def _ways(

@@ -115,6 +115,6 @@ def best_sizes(inputs: Inputs, cost_model: StageCostModel, level: int) -> dict[M
         return sum(cost_model.layer_s(kind, size)) / size, size
 
     return {
-        each: min(cost(each[0], size) for size in range(1, level + 1))[1]
+        each: min(cost(each[0], size) for size in inputs.space.sizes_to(level))[1]
         for each in memory_classes_of(inputs)
     }

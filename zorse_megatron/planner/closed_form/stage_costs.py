@@ -97,9 +97,10 @@ class StageCostModel:
 
     def levels(self) -> tuple[int, ...]:
         """Caps on the micro-batch size that are tried."""
-        most = self.inputs.space.max_micro_batch_size or _SIZES[-1]
+        sizes = self.inputs.space.sizes(_SIZES)
+        most = self.inputs.space.max_micro_batch_size or sizes[-1]
         most = min(most, self.inputs.global_batch_size)
-        return tuple(size for size in _SIZES if size <= most)
+        return tuple(size for size in sizes if size <= most)
 
     def sizes(self, device_group: DeviceGroup, level: MicroBatchLevel) -> tuple[int, ...]:
         """Micro-batch size of each GPU class: as given, or that with the best rate up to the level.
@@ -111,7 +112,10 @@ class StageCostModel:
             return level
         key = (device_group.look, level)
         if key not in self._sizes:
-            slowest = max(self._sample_s(gpu_class, 1) for gpu_class in device_group.gpu_classes)
+            least = self.inputs.space.sample_block
+            slowest = least * max(
+                self._sample_s(gpu_class, least) for gpu_class in device_group.gpu_classes
+            )
             fastest = min(
                 self._sample_s(gpu_class, level) * level for gpu_class in device_group.gpu_classes
             )
@@ -122,9 +126,8 @@ class StageCostModel:
         return self._sizes[key]
 
     def _best_size(self, gpu_class: GpuClass, level: int, limit_s: float) -> int:
-        allowed = [
-            m for m in range(1, level + 1) if m == 1 or self._sample_s(gpu_class, m) * m <= limit_s
-        ]
+        least, *sizes = self.inputs.space.sizes_to(level)
+        allowed = [least, *(m for m in sizes if self._sample_s(gpu_class, m) * m <= limit_s)]
         return min(allowed, key=lambda m: (self._sample_s(gpu_class, m), m))
 
     def _sample_s(self, gpu_class: GpuClass, size: int) -> float:

@@ -21,6 +21,7 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import memory as spelled
 from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
+from zorse_megatron.inputs.experts import NUM_EXPERTS_FLAG, no_tp_with_experts
 from zorse_megatron.inputs.model import (
     USUAL,
     Computing,
@@ -54,6 +55,8 @@ class SearchSpace:
     """Whether activations may without recomputation of all layers; searched beside all else."""
     max_micro_batch_size: int | None = None
     """None: whatever fits."""
+    sample_block: int = 1
+    """Micro-batch sizes are multiples of it."""
     max_tensor_parallel: int | None = None
     """Most ranks of a tensor-parallel group; 1: no TP groups. None: as many as a node has."""
     barring_tp: tuple[str, ...] = ()
@@ -75,6 +78,14 @@ class SearchSpace:
     """Whether groups in several regions may sum and gather in two levels, where that is faster."""
     effort: str = "normal"
     """How far the fastest plans are changed step by step: normal, or high."""
+
+    def sizes(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        """Micro-batch sizes of so many blocks."""
+        return tuple(number * self.sample_block for number in blocks)
+
+    def sizes_to(self, most: int) -> range:
+        """All micro-batch sizes up to one."""
+        return range(self.sample_block, most + 1, self.sample_block)
 
 
 def space_problems(space: SearchSpace) -> Iterator[Problem]:
@@ -101,12 +112,29 @@ def space_problems(space: SearchSpace) -> Iterator[Problem]:
         )
 
 
+def experts_problems(profile: Profile, model: ModelShape) -> Iterator[Problem]:
+    """Yield why the model's layers with experts cannot be costed."""
+    experts = {each.name: each.experts for each in profile.models}
+    measured = {experts[times.model] for times in profile.times if times.part == "layer"}
+    if model.experts is not None and measured and model.experts not in measured:
+        yield Problem(
+            where="profile",
+            found=f"layer times of other models alone, and {model.experts.num_experts} experts "
+            f"in each layer of {model.name}",
+            expected="times of layers with the same experts, or no layer times",
+            remedy="Leave out that profile: times are then those of data sheets.",
+        )
+
+
 def request_problems(space: SearchSpace, cluster: Cluster, model: ModelShape) -> Iterator[Problem]:
     """Yield why TP groups cannot have as many ranks as the training command asks for."""
     requested, most = space.requested_tensor_parallel, space.max_tensor_parallel
     if requested == 1:
         return
     where, found = "--tensor-model-parallel-size", f"{requested}"
+    if model.experts is not None:
+        yield no_tp_with_experts(where, found)
+        return
     largest = max(len(node.gpu_kinds) for node in cluster.nodes)
     if requested > largest and not space.tp_across_nodes:
         yield Problem(
@@ -295,14 +323,19 @@ def make_inputs(
     can be costed neither by the profile nor by published figures, and numbers out of range.
     """
     space = space or SearchSpace()
+    if model.experts is not None:
+        space = replace(space, max_tensor_parallel=1, barring_tp=(NUM_EXPERTS_FLAG,))
+        space = replace(space, sample_block=computing.sample_block)
     known = profile or _EMPTY
     models = CostModels(
         cluster=cluster, model=model, profile=known, dtype=dtype, computing=computing
     )
     problems = [
         *_number_problems(global_batch_size, memory_margin),
+        *_block_problems(global_batch_size, space.sample_block),
         *space_problems(space),
         *request_problems(space, cluster, model),
+        *experts_problems(known, model),
         *communication_dtype_problems(
             space.grad_reduce_dtype, [each.dtype for each in models.computes.values()]
         ),
@@ -368,6 +401,17 @@ def _host_parts(cluster: Cluster) -> tuple[int | None, ...]:
         for node in cluster.nodes
         for _ in node.ranks
     )
+
+
+def _block_problems(global_batch_size: int, block: int) -> Iterator[Problem]:
+    if global_batch_size % block:
+        yield Problem(
+            where="--micro-batch-size",
+            found=f"{block}, over which experts are balanced, with a batch of {global_batch_size}",
+            expected="a divisor of the global batch size",
+            remedy="The auxiliary loss is one of so many samples under every plan. Correct one of "
+            "the two, or balance by --moe-router-load-balancing-type seq_aux_loss.",
+        )
 
 
 def _number_problems(global_batch_size: int, memory_margin: float) -> Iterator[Problem]:

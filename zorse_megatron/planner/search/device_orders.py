@@ -325,13 +325,15 @@ class DeviceOrderSearch:
 
     def _near(self, sizes: ClassSizes) -> Iterator[ClassSizes]:
         for each, size in sizes.items():
-            larger = [other for other in _SIZES if size < other <= self.most_size][:1]
-            smaller = [other for other in _SIZES if other < size][-1:]
+            known = self.inputs.space.sizes(_SIZES)
+            larger = [other for other in known if size < other <= self.most_size][:1]
+            smaller = [other for other in known if other < size][-1:]
             for other in smaller + larger:
                 yield {**sizes, each: other}
 
     def _level(self, level: int) -> ClassSizes:
-        level = min(level, self.most_size)
+        block = self.inputs.space.sample_block
+        level = min(level * block, self.most_size - self.most_size % block)
         found = best_sizes(self.inputs, self.estimator.cost_model, level)
         return dict.fromkeys(found, level) if self.nested else found
 

@@ -108,7 +108,8 @@ def shortened_by(inputs: Inputs) -> int:
     if samples <= _LONG or inputs.world_size > _MOST_GPUS:
         return 1
     least = -(-samples // _LONG)
-    divisors = (times for times in range(least, 4 * least) if samples % times == 0)
+    blocks = samples // inputs.space.sample_block
+    divisors = (times for times in range(least, 4 * least) if blocks % times == 0)
     return next(divisors, 1)
 
 

@@ -164,11 +164,12 @@ class PlanMoves:
 
     def _sizes(self, group: Sequence[Replica]) -> Iterator[Sequence[Replica]]:
         """Larger or smaller micro-batches on GPUs of one kind."""
-        most = self.inputs.space.max_micro_batch_size or max(LEVELS)
+        levels = self.inputs.space.sizes(LEVELS)
+        most = self.inputs.space.max_micro_batch_size or max(levels)
         for kind in dict.fromkeys(map(self._kind, group)):
             size = max(each.micro_batch_size for each in group if self._kind(each) == kind)
-            larger = min((each for each in LEVELS if each > size), default=size)
-            smaller = max((each for each in LEVELS if each < size), default=size)
+            larger = min((each for each in levels if each > size), default=size)
+            smaller = max((each for each in levels if each < size), default=size)
             for other in {min(larger, most), smaller} - {size}:
                 dealt = self._deal(
                     [
@@ -232,7 +233,10 @@ class PlanMoves:
             [
                 ReplicaClass(
                     count=keys.count((kind, most)),
-                    times_s={size: sum(self.layer_s(kind, size)) for size in range(1, most + 1)},
+                    times_s={
+                        size: sum(self.layer_s(kind, size))
+                        for size in self.inputs.space.sizes_to(most)
+                    },
                 )
                 for kind, most in classes
             ],

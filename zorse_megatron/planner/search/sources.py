@@ -313,10 +313,11 @@ class Sources:
         return orders(self.inputs, [self.device_groups.of(group) for group in proposal.grouping])[0]
 
     def levels(self, wanted: tuple[int, ...]) -> list[int]:
-        """Micro-batch levels, as far as they are allowed; 1 where none is."""
-        most = self.inputs.space.max_micro_batch_size or wanted[-1]
-        most = min(most, self.inputs.global_batch_size)
-        return [level for level in wanted if level <= most] or [1]
+        """Micro-batch levels of so many blocks, as far as they are allowed; one where none is."""
+        space = self.inputs.space
+        wanted = space.sizes(wanted)
+        most = min(space.max_micro_batch_size or wanted[-1], self.inputs.global_batch_size)
+        return [level for level in wanted if level <= most] or [space.sample_block]
 
     @staticmethod
     def candidate(

@@ -1,0 +1,337 @@
+"""What experts cost: times with an intercept, memory, and plans; against sums by hand."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli_samples import runner_in
+from tests.unit.made_plans import plan_of, replica
+from tests.unit.profile_samples import good as good_profile
+from zorse_megatron.cli.workload import Workload
+from zorse_megatron.cli.workload_costs import workload_problems
+from zorse_megatron.costs.analytic_compute import (
+    AnalyticCompute,
+    elementwise_bytes,
+    selective_share,
+    shares_of,
+    traffic_of,
+)
+from zorse_megatron.costs.model_memory import (
+    LayerActivations,
+    TransformerMemory,
+    delayed_elements,
+    precision_of,
+)
+from zorse_megatron.costs.profiled_compute import ProfiledCompute
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.model_in_flags import computing_from_flags
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
+from zorse_megatron.inputs.experts import Experts
+from zorse_megatron.inputs.lora import misfits, parse_lora
+from zorse_megatron.inputs.model import USUAL, Computing, ModelShape
+from zorse_megatron.inputs.profile import ProfiledModel, parse_profile
+from zorse_megatron.plan.plan_file import dump_plan
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.outcome import PlannerInputError
+from zorse_megatron.simulate.iteration import simulate
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+KIND, TOKENS, HIDDEN, WIDTH, NUMBER, CHOSEN = "A100-40", 512, 1024, 768, 16, 4
+EXPERTS = Experts(num_experts=NUMBER, per_token=CHOSEN, ffn_hidden_size=WIDTH)
+DENSE = ModelShape(
+    name="small",
+    num_layers=4,
+    hidden_size=HIDDEN,
+    ffn_hidden_size=4 * HIDDEN,
+    num_attention_heads=16,
+    num_query_groups=16,
+    kv_channels=64,
+    vocab_size=32000,
+    seq_length=TOKENS,
+    activation="swiglu",
+    norm="rmsnorm",
+    linear_bias=False,
+)
+MODEL = replace(DENSE, experts=EXPERTS)
+EXPERT = 3 * HIDDEN * WIDTH
+ATTENTION = 4 * HIDDEN * HIDDEN
+
+
+def cluster():
+    return parse_cluster(b"nodes:\n  - {name: a, gpus: [2 x A100-40, 2 x T4], nics: 100 Gb/s}\n")
+
+
+# Times.
+
+
+def seconds_by_hand(size, *, gradient_bytes=4, beside=0.0):
+    """Forward, backward and weight gradients of a micro-batch on the GPU above."""
+    gpu, shares = GPU_KINDS[KIND], shares_of([KIND], "bfloat16")[0]
+    peak, bandwidth = gpu.peak.of("bfloat16"), gpu.memory_bytes_per_s
+    tokens, held = size * TOKENS, NUMBER * EXPERT
+    matrices = 2 * tokens * (ATTENTION + NUMBER * HIDDEN + CHOSEN * EXPERT)
+    flops = matrices + 4 * size * TOKENS**2 / 2 * HIDDEN
+    there, back = traffic_of("bfloat16")
+    moved = size * elementwise_bytes(MODEL, 2)
+    others = ATTENTION + NUMBER * HIDDEN + 2 * HIDDEN
+    rows = tokens * (10 * CHOSEN * HIDDEN * 2 + 64 * NUMBER)
+    forward = there.elementwise_passes * moved + there.bytes_per_parameter * others
+    backward = back.elementwise_passes * moved + back.bytes_per_parameter * others
+    both_s = (2 * held + rows) / bandwidth
+    added_s = 2 * gradient_bytes * held / bandwidth
+    return (
+        flops / (peak * shares.forward) + forward / bandwidth + both_s,
+        2 * flops / (peak * shares.backward) + backward / bandwidth + both_s + added_s,
+        matrices / (peak * shares.backward) + added_s,
+    )
+
+
+@pytest.mark.parametrize(("narrow", "gradient_bytes"), [(False, 4), (True, 2)])
+def test_every_micro_batch_reads_all_experts_and_adds_to_all_gradients(narrow, gradient_bytes):
+    computing = replace(USUAL, narrow_gradients=narrow)
+    costs = AnalyticCompute(MODEL, dtype="bfloat16", computing=computing)
+    for size in (8, 32):
+        forward_s, backward_s, weights_s = seconds_by_hand(size, gradient_bytes=gradient_bytes)
+        times = costs.layer(KIND, size)
+        assert times.forward_s == pytest.approx(forward_s)
+        assert times.backward_s == pytest.approx(backward_s)
+        assert costs.weight_gradients_s(KIND, size) == pytest.approx(weights_s)
+        assert weights_s < backward_s
+
+
+def test_time_over_micro_batch_size_has_an_intercept_of_12_bytes_for_each_parameter():
+    costs = AnalyticCompute(MODEL, dtype="bfloat16")
+    dense = AnalyticCompute(DENSE, dtype="bfloat16")
+
+    def intercept_s(cost):
+        small, large = (sum(vars(cost.layer(KIND, size)).values()) for size in (8, 16))
+        return 2 * small - large
+
+    bandwidth = GPU_KINDS[KIND].memory_bytes_per_s
+    others = MODEL.layer_parameters() - NUMBER * EXPERT
+    both = sum(each.bytes_per_parameter for each in traffic_of("bfloat16"))
+    expected = (12 * NUMBER * EXPERT + both * others) / bandwidth
+    assert intercept_s(costs) == pytest.approx(expected)
+    assert intercept_s(dense) == pytest.approx(both * DENSE.layer_parameters() / bandwidth)
+
+
+def test_small_micro_batches_wait_for_their_launches():
+    tiny = replace(MODEL, seq_length=8, experts=replace(EXPERTS, ffn_hidden_size=8))
+    times = AnalyticCompute(tiny, dtype="bfloat16").layer(KIND, 1)
+    assert times.forward_s == pytest.approx(100e-6 + NUMBER * 15e-6)
+    assert times.backward_s == pytest.approx(200e-6 + NUMBER * 35e-6)
+
+
+def test_recomputing_an_mlp_is_for_dense_layers():
+    """Megatron's `mlp` of `--recompute-modules` leaves layers with experts alone."""
+    computing = Computing(attention="flash", modules=("core_attn", "mlp"))
+    alone = Computing(attention="flash")
+    assert selective_share(MODEL, computing) == selective_share(MODEL, alone)
+    assert selective_share(DENSE, computing) > selective_share(DENSE, alone)
+    form = LayerActivations(model=MODEL, element_bytes=2, modules=("core_attn", "mlp"))
+    kept = LayerActivations(model=MODEL, element_bytes=2).bytes_per_sample("selective")
+    assert form.bytes_per_sample("selective") == kept
+
+
+def test_nobody_has_measured_such_layers():
+    costs, dense = (AnalyticCompute(each, dtype="bfloat16") for each in (MODEL, DENSE))
+    assert costs.provenance(KIND).off_by > dense.provenance(KIND).off_by
+    assert "without experts" in costs.provenance(KIND).detail
+
+
+def profile_with(**model):
+    told = good_profile()
+    told["models"][0] |= model
+    return parse_profile(json.dumps(told).encode())
+
+
+def test_times_of_other_layers_are_not_used():
+    measured = profile_with()
+    known = measured.times[0]
+    dense = measured.model_named(known.model).shape()
+    model = replace(dense, experts=EXPERTS, seq_length=known.seq_length)
+    costs = ProfiledCompute(measured, model, dtype=known.dtype)
+    assert costs.layer(KIND, 1) == AnalyticCompute(model, dtype=known.dtype).layer(KIND, 1)
+    of_experts = {"num_experts": NUMBER, "per_token": CHOSEN, "ffn_hidden_size": WIDTH}
+    other = ProfiledCompute(profile_with(experts=of_experts), model, dtype=known.dtype)
+    assert other.provenance(known.gpu_kind).basis != "analytic"
+    assert ProfiledModel(**{**vars(model), "name": "m"}).shape().experts == EXPERTS
+
+
+# Memory. What a layer keeps is compared with autograd in tests/megatron/test_measure_layers.py.
+
+
+@pytest.mark.parametrize("router_bytes", [0, 4])
+def test_kept_rows_by_hand(router_bytes):
+    experts = replace(EXPERTS, shared_ffn_hidden_size=96, has_shared_gate=True, scores_all=True)
+    form = LayerActivations(
+        model=replace(DENSE, experts=experts),
+        element_bytes=2,
+        auxiliary=True,
+        router_bytes=router_bytes,
+    )
+    attention = 2 * (3 * HIDDEN + 3 * HIDDEN) + 4 * 16
+    rows = 2 * CHOSEN * (HIDDEN + 3 * WIDTH)
+    routing = 2 * NUMBER * 4 + NUMBER * 8 + 2 * CHOSEN * 8 + CHOSEN * (router_bytes or 2)
+    shared = 2 * (3 * 96 + HIDDEN + 1)
+    by_hand = attention + 2 * 2 * HIDDEN + rows + routing + shared
+    assert form.bytes_per_sample("none") == TOKENS * by_hand
+
+
+def test_delayed_weight_gradients_by_hand():
+    """Inputs and gradients of outputs: of attention, and of each expert that a token passes."""
+    attention = (HIDDEN + HIDDEN) + (3 * HIDDEN + HIDDEN)
+    experts = CHOSEN * (HIDDEN + WIDTH + 2 * WIDTH + HIDDEN)
+    assert delayed_elements(MODEL) == TOKENS * (attention + experts)
+
+
+def test_state_is_that_of_all_experts():
+    memory = TransformerMemory(model=MODEL, dtype="bfloat16", precision=precision_of("bfloat16"))
+    count = memory.layer_parameters()
+    assert count == ATTENTION + NUMBER * HIDDEN + NUMBER * EXPERT + 2 * HIDDEN
+    each = (memory.parameter_bytes, memory.gradient_bytes, memory.state_bytes)
+    assert sum(kind(count) for kind in each) == 18 * count
+
+
+# Flags.
+
+
+@pytest.mark.parametrize(
+    ("words", "block", "has_loss"),
+    [
+        ("--num-experts 8", 1, False),
+        ("--num-experts 8 --moe-aux-loss-coeff 0.01", 4, True),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type seq_aux_loss aux_loss "
+            "--moe-aux-loss-coeff 0.01 0.0",
+            1,
+            True,
+        ),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type seq_aux_loss aux_loss "
+            "--moe-aux-loss-coeff 0.01 0.01",
+            4,
+            True,
+        ),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+            1,
+            False,
+        ),
+        ("--moe-aux-loss-coeff 0.01", 1, False),
+    ],
+)
+def test_what_a_loss_is_balanced_over(words, block, has_loss):
+    args = read_command(["--micro-batch-size", "4", *shlex.split(words)]).args
+    computing = computing_from_flags(args)
+    assert (computing.sample_block, computing.has_auxiliary_loss) == (block, has_loss)
+
+
+# Plans.
+
+
+def inputs_of(model=MODEL, *, batch=24, profile=None, space=None, **computing):
+    return make_inputs(
+        cluster(),
+        model,
+        profile,
+        global_batch_size=batch,
+        dtype="float16",
+        space=space,
+        computing=Computing(attention="flash", **computing),
+    )
+
+
+def test_a_plan_names_the_experts_and_has_no_tp_groups():
+    inputs = inputs_of()
+    assert inputs.space.max_tensor_parallel == 1
+    outcome = find_plan(inputs)
+    model = outcome.plan.model
+    assert (model.num_experts, model.moe_router_topk) == (NUMBER, CHOSEN)
+    assert model.moe_ffn_hidden_size == WIDTH
+    assert all(len(each.ranks) == 1 for group in outcome.plan.groups for each in group.replicas)
+    assert simulate(outcome.plan, inputs.costs).iteration_s == pytest.approx(outcome.iteration_s)
+    # Nothing is said of them where there are none.
+    dense = find_plan(inputs_of(DENSE)).plan
+    assert "moe" not in dump_plan(dense) and "experts" not in dump_plan(dense)
+
+
+@pytest.mark.parametrize("strategy", ["zorse", "stock", "zorse-paper", "cephalo"])
+def test_micro_batches_are_multiples_of_the_block(strategy):
+    plan = find_plan(inputs_of(sample_block=3, has_auxiliary_loss=True), strategy=strategy).plan
+    sizes = {
+        each.micro_batch_size
+        for group in plan.groups
+        for each in group.replicas
+        if each.num_microbatches
+    }
+    assert sizes and not any(size % 3 for size in sizes)
+
+
+def test_what_cannot_be_planned_is_told_at_once():
+    with pytest.raises(PlannerInputError) as refused:
+        inputs_of(
+            batch=25,
+            profile=profile_with(),
+            space=SearchSpace(requested_tensor_parallel=2),
+            sample_block=4,
+        )
+    assert [each.where for each in refused.value.problems] == [
+        "--micro-batch-size",
+        "--tensor-model-parallel-size",
+        "profile",
+    ]
+
+
+def told(plan, model):
+    found = Workload(model=model, dtype=None, global_batch_size=None)
+    return [(each.where, each.found.split(",")[0]) for each in workload_problems(plan, found)]
+
+
+def test_plans_of_other_models_are_refused():
+    def plan_for(model):
+        made = plan_of((replica(0),), layers=4)
+        return replace(made, model=model.fingerprint())
+
+    assert not told(plan_for(MODEL), MODEL) and not told(plan_for(DENSE), DENSE)
+    assert told(plan_for(DENSE), MODEL) == [("plan: model.num_experts", "0")]
+    assert told(plan_for(MODEL), DENSE) == [("plan: model.num_experts", "16")]
+    other = replace(MODEL, experts=replace(EXPERTS, per_token=2, ffn_hidden_size=8))
+    assert told(plan_for(MODEL), other) == [
+        ("plan: model.moe_router_topk", "4"),
+        ("plan: model.moe_ffn_hidden_size", "768"),
+    ]
+    # A plan that says nothing of its model is for any.
+    assert not told(plan_of((replica(0),), layers=4), MODEL)
+
+
+def test_a_hand_written_plan_has_no_tp_groups():
+    assert told(plan_of((replica(0, 1),), layers=4), MODEL) == [
+        ("plan: ranks of a replica", "2 ranks of a tensor-parallel group")
+    ]
+
+
+def test_experts_have_no_adapters():
+    lora = parse_lora("rank=8,alpha=16,targets=q,v", [])
+    (problem,) = misfits(lora, MODEL)
+    assert "16 experts" in problem.found and not list(misfits(lora, DENSE))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_effort")
+@pytest.mark.parametrize(
+    ("name", "where"), [("olmoe-1b-7b", "mini-b.yaml"), ("qwen3-30b-a3b", "mini-a.yaml")]
+)
+def test_known_models_on_example_clusters(name, where, tmp_path, monkeypatch):
+    run = runner_in(tmp_path, monkeypatch)
+    given = ("--cluster", str(EXAMPLES / where), "--model", name)
+    made = run("plan", *given, "--global-batch-size", "32", "--use-all", "--out", "p.json")
+    assert made.exit_code == 0, made.output
+    assert "--num-experts" in made.stdout and "--moe-ffn-hidden-size" in made.stdout
+    assert run("explain", "p.json", *given).exit_code == 0
+    assert "num_experts" in run("explain", "p.json", *given[:3], "llama-7b").output
