@@ -33,6 +33,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": None}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 6, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 56},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            **{"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 48, "norm_topk_prob": True},
+        },
+    ),
 }
 
 
