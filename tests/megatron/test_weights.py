@@ -78,7 +78,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def _assert_same_model(folder: Path, other: Path) -> None:
+def assert_same_model(folder: Path, other: Path) -> None:
     """Every tensor to the bit, and the files that say what they are."""
     found, expected = _tensors(folder), _tensors(other)
     assert found.keys() == expected.keys()
@@ -114,10 +114,10 @@ def test_logits_are_those_of_transformers(
         tmp_path / "checkpoint", again, source=models / name, dtype=None, shard_bytes=200_000
     )
     assert len(list(again.glob("*.safetensors"))) > 1
-    _assert_same_model(again, models / name)
+    assert_same_model(again, models / name)
 
 
-def _trained(
+def train_and_export(
     server: MegatronServer, folder: Path, source: Path, plan: Plan | None
 ) -> tuple[float, Path]:
     """Return the loss of the first iteration and a model exported from what it saved."""
@@ -151,12 +151,12 @@ def test_plans_start_from_the_weights(
 ) -> None:
     """The loss is stock's under each plan, and what it saves is exported as it was imported."""
     source = models / name
-    expected, exported = _trained(megatron_server, tmp_path / "stock", source, None)
-    _assert_same_model(exported, source)
+    expected, exported = train_and_export(megatron_server, tmp_path / "stock", source, None)
+    assert_same_model(exported, source)
     for title, plan in PLANS.items():
-        loss, exported = _trained(megatron_server, tmp_path / title, source, plan)
+        loss, exported = train_and_export(megatron_server, tmp_path / title, source, plan)
         assert loss == pytest.approx(expected, rel=MOST["loss"]), title
-        _assert_same_model(exported, source)
+        assert_same_model(exported, source)
 
 
 def test_the_commands_of_the_page(
@@ -224,8 +224,8 @@ def test_exported_types(models: Path, tmp_path: Path) -> None:
     for name, tensor in _tensors(tmp_path / "bf16").items():
         assert torch.equal(tensor, original[name].bfloat16())
     assert json.loads((tmp_path / "bf16/config.json").read_text())["dtype"] == "bfloat16"
-    large = _copied(source, tmp_path / "large")
-    _rewrite(large, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
+    large = copied(source, tmp_path / "large")
+    rewrite(large, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
     import_model(large, tmp_path / "large-checkpoint")
     with pytest.raises(OutputError, match="100000") as caught:
         export_model(
@@ -237,11 +237,11 @@ def test_exported_types(models: Path, tmp_path: Path) -> None:
 
 def test_files_of_other_names_and_a_type_that_is_not_named(models: Path, tmp_path: Path) -> None:
     """An index may name any file; without a dtype in config.json, weights go out as they came."""
-    source = _copied(models / "llama", tmp_path / "model")
+    source = copied(models / "llama", tmp_path / "model")
     (source / "model.safetensors").rename(source / "weights.safetensors")
     index = {"weight_map": dict.fromkeys(_tensors(source), "weights.safetensors")}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    _configured(source, dtype=None)
+    configured(source, dtype=None)
     checkpoint = tmp_path / "checkpoint"
     import_model(source, checkpoint)
     export_model(checkpoint, tmp_path / "out", source=source, dtype=None, shard_bytes=200_000)
@@ -255,7 +255,7 @@ def test_files_of_other_names_and_a_type_that_is_not_named(models: Path, tmp_pat
 
 def test_what_is_to_be_copied_is_looked_at_first(models: Path, tmp_path: Path) -> None:
     import_model(models / "llama", tmp_path / "checkpoint")
-    source = _copied(models / "llama", tmp_path / "model")
+    source = copied(models / "llama", tmp_path / "model")
     (source / "tokenizer.model").symlink_to("../blobs/none")
     with pytest.raises(ModelError, match=r"tokenizer\.model"):
         export_model(
@@ -280,7 +280,7 @@ def test_an_index_that_has_elements_twice_is_refused(models: Path, tmp_path: Pat
         )  # fmt: skip
 
 
-def _copied(source: Path, folder: Path) -> Path:
+def copied(source: Path, folder: Path) -> Path:
     """A copy of a model with all tensors in one file."""
     folder.mkdir()
     shutil.copyfile(source / "config.json", folder / "config.json")
@@ -288,13 +288,13 @@ def _copied(source: Path, folder: Path) -> Path:
     return folder
 
 
-def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = _tensors(folder)
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
 
-def _configured(folder: Path, **values: Any) -> None:
+def configured(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
@@ -335,32 +335,32 @@ NORM_KEY = "decoder.final_layernorm.weight"
 NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "a missing tensor and an unknown one": (
-        lambda folder: _rewrite(folder, lambda all_: all_.update({"other": all_.pop(QUERY)})),
+        lambda folder: rewrite(folder, lambda all_: all_.update({"other": all_.pop(QUERY)})),
         (f"no tensor {QUERY}", "1 tensors beside the model's: other"),
     ),
     "another shape": (
-        lambda folder: _rewrite(folder, lambda all_: all_.update({NORM: torch.ones(65)})),
+        lambda folder: rewrite(folder, lambda all_: all_.update({NORM: torch.ones(65)})),
         (f"{NORM}: (65,)", "(64,)"),
     ),
     "another dtype": (
-        lambda folder: _rewrite(folder, lambda all_: all_.update({NORM: torch.ones(64).half()})),
+        lambda folder: rewrite(folder, lambda all_: all_.update({NORM: torch.ones(64).half()})),
         (f"tensors in F16: {NORM}", "F32"),
     ),
     "another output layer though tied": (
-        lambda folder: _configured(folder, tie_word_embeddings=True),
+        lambda folder: configured(folder, tie_word_embeddings=True),
         ("lm_head.weight differs from model.embed_tokens.weight",),
     ),
     "several types, config.json naming none": (
         lambda folder: (
-            _rewrite(folder, lambda all_: all_.update({QUERY: all_[QUERY].half()})),
-            _configured(folder, dtype=None),
+            rewrite(folder, lambda all_: all_.update({QUERY: all_[QUERY].half()})),
+            configured(folder, dtype=None),
         ),
         ("tensors in F16 and F32",),
     ),
     "8 bits beside a tied table": (
         lambda folder: (
-            _configured(folder, tie_word_embeddings=True),
-            _rewrite(
+            configured(folder, tie_word_embeddings=True),
+            rewrite(
                 folder,
                 lambda all_: all_.update(
                     {"lm_head.weight": all_["lm_head.weight"].to(torch.float8_e4m3fn)}
@@ -369,20 +369,20 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ),
         ("lm_head.weight differs",),
     ),
-    "a type that nobody knows": (lambda folder: _configured(folder, dtype="int8"), ("'int8'",)),
+    "a type that nobody knows": (lambda folder: configured(folder, dtype="int8"), ("'int8'",)),
     "a base beyond floats": (
-        lambda folder: _configured(folder, rope_parameters={"rope_theta": 10**400}),
+        lambda folder: configured(folder, rope_parameters={"rope_theta": 10**400}),
         ("rope_theta",),
     ),
     "a scaling that is no object": (
-        lambda folder: _configured(folder, rope_scaling="yarn"), ("'yarn'",)
+        lambda folder: configured(folder, rope_scaling="yarn"), ("'yarn'",)
     ),
     "a factor that is no number": (
-        lambda folder: _configured(folder, rope_parameters=LLAMA3 | {"factor": "abc"}),
+        lambda folder: configured(folder, rope_parameters=LLAMA3 | {"factor": "abc"}),
         ("rope_scaling.factor", "'abc'"),
     ),
     "8 bits": (
-        lambda folder: _rewrite(
+        lambda folder: rewrite(
             folder, lambda all_: all_.update({NORM: torch.ones(64).to(torch.float8_e4m3fn)})
         ),
         (f"tensors in F8_E4M3: {NORM}",),
@@ -413,24 +413,24 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ],
         ("tokenizer.json: found a file that cannot be read, or a link", "tokenizer.model: found"),
     ),
-    "experts": (lambda folder: _configured(folder, model_type="mixtral"), ("experts",)),
+    "experts": (lambda folder: configured(folder, model_type="mixtral"), ("experts",)),
     "a type that is not converted": (
-        lambda folder: _configured(folder, model_type="phi3"), ("'phi3'",)
+        lambda folder: configured(folder, model_type="phi3"), ("'phi3'",)
     ),
     "quantized": (
-        lambda folder: _configured(folder, quantization_config={"quant_method": "gptq"}),
+        lambda folder: configured(folder, quantization_config={"quant_method": "gptq"}),
         ("quantization_config", "gptq"),
     ),
     "a quantization that is no object": (
-        lambda folder: _configured(folder, quantization_config="awq"),
+        lambda folder: configured(folder, quantization_config="awq"),
         ("quantization_config", "awq"),
     ),
     "another scaling": (
-        lambda folder: _configured(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+        lambda folder: configured(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
         ("yarn",),
     ),
     "other constants of llama3": (
-        lambda folder: _configured(folder, rope_parameters=LLAMA3 | {"high_freq_factor": 2.0}),
+        lambda folder: configured(folder, rope_parameters=LLAMA3 | {"high_freq_factor": 2.0}),
         ("high_freq_factor", "2.0"),
     ),
 }  # fmt: skip
@@ -441,7 +441,7 @@ def test_bad_models_are_refused_before_anything_is_written(
     case: str, models: Path, tmp_path: Path
 ) -> None:
     """With what is wrong, all of it."""
-    folder = _copied(models / "llama", tmp_path / "model")
+    folder = copied(models / "llama", tmp_path / "model")
     damage, said = BAD[case]
     damage(folder)
     with pytest.raises(ModelError) as caught:
@@ -487,8 +487,8 @@ def test_a_damaged_checkpoint_is_refused(name: str, models: Path, tmp_path: Path
 def test_weights_that_the_source_has_not_are_not_lost(models: Path, tmp_path: Path) -> None:
     """An output layer of a checkpoint whose source is tied."""
     import_model(models / "llama", tmp_path / "checkpoint")
-    source = _copied(models / "llama", tmp_path / "tied")
-    _configured(source, tie_word_embeddings=True)
+    source = copied(models / "llama", tmp_path / "tied")
+    configured(source, tie_word_embeddings=True)
     with pytest.raises(CheckpointError, match=r"output_layer\.weight"):
         export_model(
             tmp_path / "checkpoint", tmp_path / "out", source=source, dtype=None, shard_bytes=10**9
@@ -580,7 +580,7 @@ def _is_finished(folder: Path, source: Path) -> bool:
         json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    _assert_same_model(folder, source)
+    assert_same_model(folder, source)
     return True
 
 

@@ -250,7 +250,8 @@ def conversion_problems(
     config = _Config(value=value, source=source)
     if (kind := value.get("model_type")) not in CONVERTED:
         listed = ", ".join(CONVERTED)
-        config.add("model_type", repr(kind), listed, "The weights of no other type are converted.")
+        found = repr(kind) if model.flags else f"{kind!r} ({'; '.join(model.notes)})"
+        config.add("model_type", found, listed, "The weights of no other type are converted.")
     if quantization := value.get("quantization_config"):
         is_object = isinstance(quantization, Mapping)
         method = quantization.get("quant_method", "some") if is_object else quantization

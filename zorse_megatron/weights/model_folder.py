@@ -215,7 +215,7 @@ class ModelFiles:
         if unknown:
             yield self._problem(
                 f"{len(unknown)} tensors beside the model's: {', '.join(sorted(unknown)[:4])}",
-                "those of a model without adapters or quantization, and each expert's by itself",
+                "those of a published model: no adapters, no quantization, experts one by one",
                 "Convert it to plain weights first, with the tool that made it.",
             )
         yield from self._bad_tensors(description, wanted)
