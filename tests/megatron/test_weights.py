@@ -1,39 +1,32 @@
 """Weights of Hugging Face models in Megatron: the logits of transformers, and back to the bit."""
 
 import json
-import os
 import pickle
 import shlex
 import shutil
-import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from tests.megatron.launch import MegatronServer
-from tests.megatron.logits_entry import TOKENS
+from tests.megatron.logits_entry import OF_A_PLAN, TOKENS
 from tests.megatron.plans import LAYOUTS, chunked_plan, plan_of, replica, tp_replica
 from tests.megatron.small_models import LENGTH, LLAMA3, MODELS, VOCABULARY, made_models
 from tests.megatron.small_run import stock
 from tests.megatron.stock_log import iterations
 from tests.printed import run_zorse
 from tests.unit.test_docs import commands_in
-from zorse_megatron.cli.main import app
 from zorse_megatron.errors import CheckpointError, ModelError, OutputError
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.live.checkpoint_check import State, look_at
-from zorse_megatron.live.checkpoint_files import TRACKER, read_tracker
+from zorse_megatron.live.checkpoint_files import read_tracker
 from zorse_megatron.plan.plan import Plan, TpShards
 from zorse_megatron.plan.plan_file import save_plan
-from zorse_megatron.weights import convert
 from zorse_megatron.weights.base_digest import base_digest
 from zorse_megatron.weights.convert import export_model, import_model
 from zorse_megatron.weights.opened import iteration_folder, opened
@@ -98,17 +91,22 @@ def test_logits_are_those_of_transformers(
     assert latest is not None and look_at(latest).state is State.WHOLE
     tokens, expected = torch.load(models / f"{name}.pt")
     torch.save(tokens, tmp_path / "tokens.pt")
-    megatron_server.run_ranks(
-        _flags(done.flags, tmp_path / "checkpoint"),
-        1,
-        entry="tests.megatron.logits_entry",
-        timeout_s=60,
-        env={TOKENS: str(tmp_path / "tokens.pt"), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    ).check()
-    logits = torch.load(tmp_path / "tokens.logits")
-    torch.testing.assert_close(logits[..., :VOCABULARY], expected, rtol=0, atol=MOST["logits"])
-    # Rows that stand for no token are zero.
-    assert logits.shape[-1] > VOCABULARY and not logits[..., VOCABULARY:].any()
+    for of_a_plan in ("", "1") if "--num-experts" in done.flags else ("",):
+        megatron_server.run_ranks(
+            _flags(done.flags, tmp_path / "checkpoint"),
+            1,
+            entry="tests.megatron.logits_entry",
+            timeout_s=60,
+            env={
+                TOKENS: str(tmp_path / "tokens.pt"),
+                OF_A_PLAN: of_a_plan,
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            },
+        ).check()
+        logits = torch.load(tmp_path / "tokens.logits")
+        torch.testing.assert_close(logits[..., :VOCABULARY], expected, rtol=0, atol=MOST["logits"])
+        # Rows that stand for no token are zero.
+        assert logits.shape[-1] > VOCABULARY and not logits[..., VOCABULARY:].any()
     again = tmp_path / "again"
     export_model(
         tmp_path / "checkpoint", again, source=models / name, dtype=None, shard_bytes=200_000
@@ -493,112 +491,3 @@ def test_weights_that_the_source_has_not_are_not_lost(models: Path, tmp_path: Pa
         export_model(
             tmp_path / "checkpoint", tmp_path / "out", source=source, dtype=None, shard_bytes=10**9
         )
-
-
-def test_a_failed_write_is_told_in_one_line(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What torch wraps in a traceback; and nothing stays."""
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(convert.ModelFiles, "read", fail)
-    with pytest.raises(OutputError) as caught:
-        import_model(models / "llama", tmp_path / "full")
-    assert "No space left" in str(caught.value) and "Traceback" not in str(caught.value)
-    assert not (tmp_path / "full").exists()
-
-
-def test_a_stopped_import_leaves_nothing(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGTERM in the middle of the tensors, as of a scheduler."""
-    monkeypatch.setattr(convert.ModelFiles, "read", lambda *_: signal.raise_signal(signal.SIGTERM))
-    words = ["import-hf", str(models / "llama"), str(tmp_path / "stopped")]
-    assert CliRunner().invoke(app, words).exit_code == 128 + signal.SIGTERM
-    assert not (tmp_path / "stopped").exists()
-
-
-def _killed_at(step: int, folder: Path, run: Callable[[], Any]) -> bool:
-    """Fork, and kill the child before one of the steps that make, write or rename a file there.
-
-    Temporary files are written within a step.
-    """
-    left = step
-
-    def count(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal left
-        path = Path(str(args[0])) if event in ("open", "os.mkdir", "os.rename") else Path()
-        writes = event != "open" or (args[2] & os.O_ACCMODE and not path.name.startswith(".zorse-"))
-        if path.is_relative_to(folder) and writes:
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    child = os.fork()
-    if child == 0:
-        sys.addaudithook(count)
-        try:
-            run()
-        finally:
-            os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_sigkill_leaves_nothing_that_passes_for_whole(models: Path, tmp_path: Path) -> None:
-    """At any step: what is left is refused by those who load it, and by a second try."""
-    whole = tmp_path / "whole"
-    import_model(models / "llama", whole)
-
-    def import_to(folder: Path) -> None:
-        import_model(models / "llama", folder)
-
-    def export_to(folder: Path) -> None:
-        export_model(whole, folder, source=models / "llama", dtype=None, shard_bytes=400_000)
-
-    for run, last in ((import_to, TRACKER), (export_to, "config.json")):
-        step, refused = 0, 0
-        while _killed_at(step, folder := tmp_path / f"{last}-{step}", partial(run, folder)):
-            step += 1
-            assert not _is_finished(folder, models / "llama")
-            if folder.exists() and any(folder.iterdir()):
-                with pytest.raises(OutputError, match=f"was killed.*: rm -r {folder}"):
-                    run(folder)
-                refused += 1
-        assert _is_finished(folder, models / "llama") and refused > 4, last
-
-
-def _is_finished(folder: Path, source: Path) -> bool:
-    """Whether Megatron or transformers would load it; then it must be whole."""
-    latest = read_tracker(folder).names
-    if latest is not None:
-        assert look_at(latest).state is State.WHOLE
-        return True
-    try:
-        json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    assert_same_model(folder, source)
-    return True
-
-
-def test_what_cannot_be_written_leaves_nothing(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither where files are already, nor half a checkpoint."""
-    used = tmp_path / "used"
-    used.mkdir()
-    (used / "mine").touch()
-    with pytest.raises(OutputError, match="not empty"):
-        import_model(models / "llama", used)
-    assert [each.name for each in used.iterdir()] == ["mine"]
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(convert, "write_manifest", fail)
-    with pytest.raises(OutputError, match="No space left"):
-        import_model(models / "llama", tmp_path / "new/full")
-    assert not (tmp_path / "new").exists()
