@@ -26,6 +26,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# With experts, probabilities of the last that is chosen and the first that is not are at least
+# 2.6e-5 apart, for the tokens below: rounding, of 1e-7, chooses no others.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),

@@ -32,7 +32,7 @@ from zorse_megatron.weights.convert import export_model, import_model
 from zorse_megatron.weights.opened import iteration_folder, opened
 
 MOST = {"logits": 1e-5, "loss": 2e-6}
-"""The issue asks for 1e-4 of logits up to 2; seen: 8e-7."""
+"""The issue asks for 1e-4 of logits up to 2; seen: 2e-6."""
 UNEQUAL = TpShards(kv_groups=(2, 0), mlp_columns=(32, 96), vocabulary_rows=(192, 64))
 PLANS = {
     "unequal groups": LAYOUTS["3|2"],
