@@ -2,11 +2,14 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 TOKENS = "ZORSE_TEST_TOKENS"
 """A file with tokens of shape (samples, sequence), as torch saves them; `.logits` is put beside."""
+OF_A_PLAN = "ZORSE_TEST_LAYERS_OF_A_PLAN"
+"""If set, experts are in the layers that they have under a plan."""
 
 
 def main() -> None:
@@ -20,10 +23,15 @@ def main() -> None:
     from megatron.training import training
 
     from zorse_megatron.adapter import gpt_entry
+    from zorse_megatron.adapter.model.expert_layers import with_plan_layers
+    from zorse_megatron.adapter.model.experts import PlanRouter
+    from zorse_megatron.adapter.patches import under_plan
     from zorse_megatron.adapter.patches.registry import REGISTRY
     from zorse_megatron.adapter.start import stock_fixes
 
     def write_logits(forward_step: Any, model: Any, *_: Any, **__: Any) -> tuple[int, int]:
+        routers = [each for each in model[0].modules() if isinstance(each, PlanRouter)]
+        assert bool(routers) == bool(os.environ.get(OF_A_PLAN))
         path = Path(os.environ[TOKENS])
         tokens = torch.load(path)
         length = tokens.shape[1]
@@ -36,6 +44,8 @@ def main() -> None:
 
     training.train = write_logits
     REGISTRY.apply(stock_fixes())
+    if os.environ.get(OF_A_PLAN):
+        REGISTRY.apply({under_plan.EXPERTS_SPEC: partial(with_plan_layers, 1)})
     gpt_entry.main()
 
 

@@ -26,6 +26,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# With experts, probabilities of the last that is chosen and the first that is not are at least
+# 2.6e-5 apart, for the tokens below: rounding, of 1e-7, chooses no others.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
@@ -33,6 +35,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": None}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 6, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 56},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            **{"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 48, "norm_topk_prob": True},
+        },
+    ),
 }
 
 

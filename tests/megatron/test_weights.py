@@ -1,45 +1,38 @@
 """Weights of Hugging Face models in Megatron: the logits of transformers, and back to the bit."""
 
 import json
-import os
 import pickle
 import shlex
 import shutil
-import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from tests.megatron.launch import MegatronServer
-from tests.megatron.logits_entry import TOKENS
+from tests.megatron.logits_entry import OF_A_PLAN, TOKENS
 from tests.megatron.plans import LAYOUTS, chunked_plan, plan_of, replica, tp_replica
 from tests.megatron.small_models import LENGTH, LLAMA3, MODELS, VOCABULARY, made_models
 from tests.megatron.small_run import stock
 from tests.megatron.stock_log import iterations
 from tests.printed import run_zorse
 from tests.unit.test_docs import commands_in
-from zorse_megatron.cli.main import app
 from zorse_megatron.errors import CheckpointError, ModelError, OutputError
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.live.checkpoint_check import State, look_at
-from zorse_megatron.live.checkpoint_files import TRACKER, read_tracker
+from zorse_megatron.live.checkpoint_files import read_tracker
 from zorse_megatron.plan.plan import Plan, TpShards
 from zorse_megatron.plan.plan_file import save_plan
-from zorse_megatron.weights import convert
 from zorse_megatron.weights.base_digest import base_digest
 from zorse_megatron.weights.convert import export_model, import_model
 from zorse_megatron.weights.opened import iteration_folder, opened
 
 MOST = {"logits": 1e-5, "loss": 2e-6}
-"""The issue asks for 1e-4 of logits up to 2; seen: 8e-7."""
+"""The issue asks for 1e-4 of logits up to 2; seen: 2e-6."""
 UNEQUAL = TpShards(kv_groups=(2, 0), mlp_columns=(32, 96), vocabulary_rows=(192, 64))
 PLANS = {
     "unequal groups": LAYOUTS["3|2"],
@@ -78,7 +71,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def _assert_same_model(folder: Path, other: Path) -> None:
+def assert_same_model(folder: Path, other: Path) -> None:
     """Every tensor to the bit, and the files that say what they are."""
     found, expected = _tensors(folder), _tensors(other)
     assert found.keys() == expected.keys()
@@ -98,26 +91,31 @@ def test_logits_are_those_of_transformers(
     assert latest is not None and look_at(latest).state is State.WHOLE
     tokens, expected = torch.load(models / f"{name}.pt")
     torch.save(tokens, tmp_path / "tokens.pt")
-    megatron_server.run_ranks(
-        _flags(done.flags, tmp_path / "checkpoint"),
-        1,
-        entry="tests.megatron.logits_entry",
-        timeout_s=60,
-        env={TOKENS: str(tmp_path / "tokens.pt"), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    ).check()
-    logits = torch.load(tmp_path / "tokens.logits")
-    torch.testing.assert_close(logits[..., :VOCABULARY], expected, rtol=0, atol=MOST["logits"])
-    # Rows that stand for no token are zero.
-    assert logits.shape[-1] > VOCABULARY and not logits[..., VOCABULARY:].any()
+    for of_a_plan in ("", "1") if "--num-experts" in done.flags else ("",):
+        megatron_server.run_ranks(
+            _flags(done.flags, tmp_path / "checkpoint"),
+            1,
+            entry="tests.megatron.logits_entry",
+            timeout_s=60,
+            env={
+                TOKENS: str(tmp_path / "tokens.pt"),
+                OF_A_PLAN: of_a_plan,
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            },
+        ).check()
+        logits = torch.load(tmp_path / "tokens.logits")
+        torch.testing.assert_close(logits[..., :VOCABULARY], expected, rtol=0, atol=MOST["logits"])
+        # Rows that stand for no token are zero.
+        assert logits.shape[-1] > VOCABULARY and not logits[..., VOCABULARY:].any()
     again = tmp_path / "again"
     export_model(
         tmp_path / "checkpoint", again, source=models / name, dtype=None, shard_bytes=200_000
     )
     assert len(list(again.glob("*.safetensors"))) > 1
-    _assert_same_model(again, models / name)
+    assert_same_model(again, models / name)
 
 
-def _trained(
+def train_and_export(
     server: MegatronServer, folder: Path, source: Path, plan: Plan | None
 ) -> tuple[float, Path]:
     """Return the loss of the first iteration and a model exported from what it saved."""
@@ -151,12 +149,12 @@ def test_plans_start_from_the_weights(
 ) -> None:
     """The loss is stock's under each plan, and what it saves is exported as it was imported."""
     source = models / name
-    expected, exported = _trained(megatron_server, tmp_path / "stock", source, None)
-    _assert_same_model(exported, source)
+    expected, exported = train_and_export(megatron_server, tmp_path / "stock", source, None)
+    assert_same_model(exported, source)
     for title, plan in PLANS.items():
-        loss, exported = _trained(megatron_server, tmp_path / title, source, plan)
+        loss, exported = train_and_export(megatron_server, tmp_path / title, source, plan)
         assert loss == pytest.approx(expected, rel=MOST["loss"]), title
-        _assert_same_model(exported, source)
+        assert_same_model(exported, source)
 
 
 def test_the_commands_of_the_page(
@@ -224,8 +222,8 @@ def test_exported_types(models: Path, tmp_path: Path) -> None:
     for name, tensor in _tensors(tmp_path / "bf16").items():
         assert torch.equal(tensor, original[name].bfloat16())
     assert json.loads((tmp_path / "bf16/config.json").read_text())["dtype"] == "bfloat16"
-    large = _copied(source, tmp_path / "large")
-    _rewrite(large, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
+    large = copied(source, tmp_path / "large")
+    rewrite(large, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
     import_model(large, tmp_path / "large-checkpoint")
     with pytest.raises(OutputError, match="100000") as caught:
         export_model(
@@ -237,11 +235,11 @@ def test_exported_types(models: Path, tmp_path: Path) -> None:
 
 def test_files_of_other_names_and_a_type_that_is_not_named(models: Path, tmp_path: Path) -> None:
     """An index may name any file; without a dtype in config.json, weights go out as they came."""
-    source = _copied(models / "llama", tmp_path / "model")
+    source = copied(models / "llama", tmp_path / "model")
     (source / "model.safetensors").rename(source / "weights.safetensors")
     index = {"weight_map": dict.fromkeys(_tensors(source), "weights.safetensors")}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    _configured(source, dtype=None)
+    configured(source, dtype=None)
     checkpoint = tmp_path / "checkpoint"
     import_model(source, checkpoint)
     export_model(checkpoint, tmp_path / "out", source=source, dtype=None, shard_bytes=200_000)
@@ -255,7 +253,7 @@ def test_files_of_other_names_and_a_type_that_is_not_named(models: Path, tmp_pat
 
 def test_what_is_to_be_copied_is_looked_at_first(models: Path, tmp_path: Path) -> None:
     import_model(models / "llama", tmp_path / "checkpoint")
-    source = _copied(models / "llama", tmp_path / "model")
+    source = copied(models / "llama", tmp_path / "model")
     (source / "tokenizer.model").symlink_to("../blobs/none")
     with pytest.raises(ModelError, match=r"tokenizer\.model"):
         export_model(
@@ -280,7 +278,7 @@ def test_an_index_that_has_elements_twice_is_refused(models: Path, tmp_path: Pat
         )  # fmt: skip
 
 
-def _copied(source: Path, folder: Path) -> Path:
+def copied(source: Path, folder: Path) -> Path:
     """A copy of a model with all tensors in one file."""
     folder.mkdir()
     shutil.copyfile(source / "config.json", folder / "config.json")
@@ -288,13 +286,13 @@ def _copied(source: Path, folder: Path) -> Path:
     return folder
 
 
-def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = _tensors(folder)
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
 
-def _configured(folder: Path, **values: Any) -> None:
+def configured(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
@@ -335,32 +333,32 @@ NORM_KEY = "decoder.final_layernorm.weight"
 NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "a missing tensor and an unknown one": (
-        lambda folder: _rewrite(folder, lambda all_: all_.update({"other": all_.pop(QUERY)})),
+        lambda folder: rewrite(folder, lambda all_: all_.update({"other": all_.pop(QUERY)})),
         (f"no tensor {QUERY}", "1 tensors beside the model's: other"),
     ),
     "another shape": (
-        lambda folder: _rewrite(folder, lambda all_: all_.update({NORM: torch.ones(65)})),
+        lambda folder: rewrite(folder, lambda all_: all_.update({NORM: torch.ones(65)})),
         (f"{NORM}: (65,)", "(64,)"),
     ),
     "another dtype": (
-        lambda folder: _rewrite(folder, lambda all_: all_.update({NORM: torch.ones(64).half()})),
+        lambda folder: rewrite(folder, lambda all_: all_.update({NORM: torch.ones(64).half()})),
         (f"tensors in F16: {NORM}", "F32"),
     ),
     "another output layer though tied": (
-        lambda folder: _configured(folder, tie_word_embeddings=True),
+        lambda folder: configured(folder, tie_word_embeddings=True),
         ("lm_head.weight differs from model.embed_tokens.weight",),
     ),
     "several types, config.json naming none": (
         lambda folder: (
-            _rewrite(folder, lambda all_: all_.update({QUERY: all_[QUERY].half()})),
-            _configured(folder, dtype=None),
+            rewrite(folder, lambda all_: all_.update({QUERY: all_[QUERY].half()})),
+            configured(folder, dtype=None),
         ),
         ("tensors in F16 and F32",),
     ),
     "8 bits beside a tied table": (
         lambda folder: (
-            _configured(folder, tie_word_embeddings=True),
-            _rewrite(
+            configured(folder, tie_word_embeddings=True),
+            rewrite(
                 folder,
                 lambda all_: all_.update(
                     {"lm_head.weight": all_["lm_head.weight"].to(torch.float8_e4m3fn)}
@@ -369,20 +367,20 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ),
         ("lm_head.weight differs",),
     ),
-    "a type that nobody knows": (lambda folder: _configured(folder, dtype="int8"), ("'int8'",)),
+    "a type that nobody knows": (lambda folder: configured(folder, dtype="int8"), ("'int8'",)),
     "a base beyond floats": (
-        lambda folder: _configured(folder, rope_parameters={"rope_theta": 10**400}),
+        lambda folder: configured(folder, rope_parameters={"rope_theta": 10**400}),
         ("rope_theta",),
     ),
     "a scaling that is no object": (
-        lambda folder: _configured(folder, rope_scaling="yarn"), ("'yarn'",)
+        lambda folder: configured(folder, rope_scaling="yarn"), ("'yarn'",)
     ),
     "a factor that is no number": (
-        lambda folder: _configured(folder, rope_parameters=LLAMA3 | {"factor": "abc"}),
+        lambda folder: configured(folder, rope_parameters=LLAMA3 | {"factor": "abc"}),
         ("rope_scaling.factor", "'abc'"),
     ),
     "8 bits": (
-        lambda folder: _rewrite(
+        lambda folder: rewrite(
             folder, lambda all_: all_.update({NORM: torch.ones(64).to(torch.float8_e4m3fn)})
         ),
         (f"tensors in F8_E4M3: {NORM}",),
@@ -413,24 +411,24 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ],
         ("tokenizer.json: found a file that cannot be read, or a link", "tokenizer.model: found"),
     ),
-    "experts": (lambda folder: _configured(folder, model_type="mixtral"), ("experts",)),
+    "experts": (lambda folder: configured(folder, model_type="mixtral"), ("experts",)),
     "a type that is not converted": (
-        lambda folder: _configured(folder, model_type="phi3"), ("'phi3'",)
+        lambda folder: configured(folder, model_type="phi3"), ("'phi3'",)
     ),
     "quantized": (
-        lambda folder: _configured(folder, quantization_config={"quant_method": "gptq"}),
+        lambda folder: configured(folder, quantization_config={"quant_method": "gptq"}),
         ("quantization_config", "gptq"),
     ),
     "a quantization that is no object": (
-        lambda folder: _configured(folder, quantization_config="awq"),
+        lambda folder: configured(folder, quantization_config="awq"),
         ("quantization_config", "awq"),
     ),
     "another scaling": (
-        lambda folder: _configured(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+        lambda folder: configured(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
         ("yarn",),
     ),
     "other constants of llama3": (
-        lambda folder: _configured(folder, rope_parameters=LLAMA3 | {"high_freq_factor": 2.0}),
+        lambda folder: configured(folder, rope_parameters=LLAMA3 | {"high_freq_factor": 2.0}),
         ("high_freq_factor", "2.0"),
     ),
 }  # fmt: skip
@@ -441,7 +439,7 @@ def test_bad_models_are_refused_before_anything_is_written(
     case: str, models: Path, tmp_path: Path
 ) -> None:
     """With what is wrong, all of it."""
-    folder = _copied(models / "llama", tmp_path / "model")
+    folder = copied(models / "llama", tmp_path / "model")
     damage, said = BAD[case]
     damage(folder)
     with pytest.raises(ModelError) as caught:
@@ -487,118 +485,9 @@ def test_a_damaged_checkpoint_is_refused(name: str, models: Path, tmp_path: Path
 def test_weights_that_the_source_has_not_are_not_lost(models: Path, tmp_path: Path) -> None:
     """An output layer of a checkpoint whose source is tied."""
     import_model(models / "llama", tmp_path / "checkpoint")
-    source = _copied(models / "llama", tmp_path / "tied")
-    _configured(source, tie_word_embeddings=True)
+    source = copied(models / "llama", tmp_path / "tied")
+    configured(source, tie_word_embeddings=True)
     with pytest.raises(CheckpointError, match=r"output_layer\.weight"):
         export_model(
             tmp_path / "checkpoint", tmp_path / "out", source=source, dtype=None, shard_bytes=10**9
         )
-
-
-def test_a_failed_write_is_told_in_one_line(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What torch wraps in a traceback; and nothing stays."""
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(convert.ModelFiles, "read", fail)
-    with pytest.raises(OutputError) as caught:
-        import_model(models / "llama", tmp_path / "full")
-    assert "No space left" in str(caught.value) and "Traceback" not in str(caught.value)
-    assert not (tmp_path / "full").exists()
-
-
-def test_a_stopped_import_leaves_nothing(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGTERM in the middle of the tensors, as of a scheduler."""
-    monkeypatch.setattr(convert.ModelFiles, "read", lambda *_: signal.raise_signal(signal.SIGTERM))
-    words = ["import-hf", str(models / "llama"), str(tmp_path / "stopped")]
-    assert CliRunner().invoke(app, words).exit_code == 128 + signal.SIGTERM
-    assert not (tmp_path / "stopped").exists()
-
-
-def _killed_at(step: int, folder: Path, run: Callable[[], Any]) -> bool:
-    """Fork, and kill the child before one of the steps that make, write or rename a file there.
-
-    Temporary files are written within a step.
-    """
-    left = step
-
-    def count(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal left
-        path = Path(str(args[0])) if event in ("open", "os.mkdir", "os.rename") else Path()
-        writes = event != "open" or (args[2] & os.O_ACCMODE and not path.name.startswith(".zorse-"))
-        if path.is_relative_to(folder) and writes:
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    child = os.fork()
-    if child == 0:
-        sys.addaudithook(count)
-        try:
-            run()
-        finally:
-            os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_sigkill_leaves_nothing_that_passes_for_whole(models: Path, tmp_path: Path) -> None:
-    """At any step: what is left is refused by those who load it, and by a second try."""
-    whole = tmp_path / "whole"
-    import_model(models / "llama", whole)
-
-    def import_to(folder: Path) -> None:
-        import_model(models / "llama", folder)
-
-    def export_to(folder: Path) -> None:
-        export_model(whole, folder, source=models / "llama", dtype=None, shard_bytes=400_000)
-
-    for run, last in ((import_to, TRACKER), (export_to, "config.json")):
-        step, refused = 0, 0
-        while _killed_at(step, folder := tmp_path / f"{last}-{step}", partial(run, folder)):
-            step += 1
-            assert not _is_finished(folder, models / "llama")
-            if folder.exists() and any(folder.iterdir()):
-                with pytest.raises(OutputError, match=f"was killed.*: rm -r {folder}"):
-                    run(folder)
-                refused += 1
-        assert _is_finished(folder, models / "llama") and refused > 4, last
-
-
-def _is_finished(folder: Path, source: Path) -> bool:
-    """Whether Megatron or transformers would load it; then it must be whole."""
-    latest = read_tracker(folder).names
-    if latest is not None:
-        assert look_at(latest).state is State.WHOLE
-        return True
-    try:
-        json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    _assert_same_model(folder, source)
-    return True
-
-
-def test_what_cannot_be_written_leaves_nothing(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither where files are already, nor half a checkpoint."""
-    used = tmp_path / "used"
-    used.mkdir()
-    (used / "mine").touch()
-    with pytest.raises(OutputError, match="not empty"):
-        import_model(models / "llama", used)
-    assert [each.name for each in used.iterdir()] == ["mine"]
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(convert, "write_manifest", fail)
-    with pytest.raises(OutputError, match="No space left"):
-        import_model(models / "llama", tmp_path / "new/full")
-    assert not (tmp_path / "new").exists()

@@ -410,6 +410,7 @@ VARIANTS = [
     ("llama", {"mlp_bias": True}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", {"hidden_act": "gelu", "num_key_value_heads": 2, "head_dim": 24}),
+    ("qwen2_moe", {"qkv_bias": False}),
     ("gpt2", {"n_inner": 96, "tie_word_embeddings": False}),
     ("gpt_bigcode", {"multi_query": False}),
     ("starcoder2", {"use_bias": False}),

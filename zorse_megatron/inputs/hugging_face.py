@@ -20,6 +20,7 @@ from zorse_megatron.inputs.hugging_face_types import FAMILIES, PARALLEL, REFUSED
 from zorse_megatron.inputs.model import (
     Activation,
     ModelShape,
+    OtherShape,
     padded_vocab_size,
     problems_of,
 )
@@ -68,29 +69,6 @@ _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsil
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherShape(ModelShape):
-    """A model whose layers have other parameters than Megatron's, whole on every rank of a TP
-    group."""
-
-    more_in_layer: int = 0
-    """Parameters beside those of Megatron's layer; below 0: it has fewer."""
-    more_in_embedding: int = 0
-    more_in_head: int = 0
-
-    def layer_parameters(self, tensor_parallel: int = 1) -> int:
-        """Parameters of one transformer layer on each rank."""
-        return super().layer_parameters(tensor_parallel) + self.more_in_layer
-
-    def embedding_parameters(self, tensor_parallel: int = 1) -> int:
-        """Parameters of token and position embedding on each rank, and of a norm after them."""
-        return super().embedding_parameters(tensor_parallel) + self.more_in_embedding
-
-    def head_parameters(self, tensor_parallel: int = 1) -> int:
-        """Parameters of the final norm and of an output layer of its own on each rank."""
-        return super().head_parameters(tensor_parallel) + self.more_in_head
-
-
-@dataclass(frozen=True, kw_only=True)
 class HuggingFaceModel:
     """A model, and how Megatron is told of it."""
 
@@ -123,7 +101,7 @@ def parse_config(data: bytes, *, source: str = "config.json") -> HuggingFaceMode
     return model
 
 
-CONVERTED = ("llama", "mistral", "qwen2", "qwen3")
+CONVERTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 """The types whose weights `zorse import-hf` converts."""
 # Megatron's `--use-rope-scaling` has these alone (`RotaryEmbedding._apply_scaling`).
 _LLAMA3_SCALING = {
@@ -140,7 +118,8 @@ def conversion_problems(
     config = _Config(value=value, source=source)
     if (kind := value.get("model_type")) not in CONVERTED:
         listed = ", ".join(CONVERTED)
-        config.add("model_type", repr(kind), listed, "The weights of no other type are converted.")
+        found = repr(kind) if model.flags else f"{kind!r} ({'; '.join(model.notes)})"
+        config.add("model_type", found, listed, "The weights of no other type are converted.")
     if quantization := value.get("quantization_config"):
         is_object = isinstance(quantization, Mapping)
         method = quantization.get("quant_method", "some") if is_object else quantization
@@ -218,7 +197,7 @@ class _Config:
             "position_embedding": "none" if self.flag("alibi", False) else family.position,
             "max_positions": (positions + family.more_positions) * (family.position == "learned"),
             "linear_bias": attention and mlp,
-            "qkv_bias": not mlp and (attention or family.biases == "qkv"),
+            "qkv_bias": not mlp and (attention or self._has_qkv_bias(family)),
             "qk_norm": family.qk_norm,
         }
         fields["experts"] = self._experts(family, fields["ffn_hidden_size"])
@@ -336,6 +315,10 @@ class _Config:
             both = self.flag(family.bias_key, attention)
             return both, both
         return self.flag("attention_bias", attention), self.flag("mlp_bias", mlp)
+
+    def _has_qkv_bias(self, family: _Family) -> bool:
+        """Whether those of attention that others have not are there."""
+        return family.biases == "qkv" and self.flag("qkv_bias", True)
 
     def _refuse_uncounted(self, hidden: int) -> None:
         for key, usual in _UNCOUNTED.items():

@@ -188,6 +188,29 @@ class ModelShape:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class OtherShape(ModelShape):
+    """A model whose layers have other parameters than Megatron's, whole on every rank of a TP
+    group."""
+
+    more_in_layer: int = 0
+    """Parameters beside those of Megatron's layer; below 0: it has fewer."""
+    more_in_embedding: int = 0
+    more_in_head: int = 0
+
+    def layer_parameters(self, tensor_parallel: int = 1) -> int:
+        """Parameters of one transformer layer on each rank."""
+        return super().layer_parameters(tensor_parallel) + self.more_in_layer
+
+    def embedding_parameters(self, tensor_parallel: int = 1) -> int:
+        """Parameters of token and position embedding on each rank, and of a norm after them."""
+        return super().embedding_parameters(tensor_parallel) + self.more_in_embedding
+
+    def head_parameters(self, tensor_parallel: int = 1) -> int:
+        """Parameters of the final norm and of an output layer of its own on each rank."""
+        return super().head_parameters(tensor_parallel) + self.more_in_head
+
+
 def padded_vocab_size(size: int, *, divisible_by: int = 128, tensor_parallel: int = 1) -> int:
     """Return the rows that Megatron gives a vocabulary of `size`.
 

@@ -69,7 +69,7 @@ def import_model(source: Path, folder: Path) -> Imported:
     files = ModelFiles(description)
     tensors = description.tensors()
     release = Checkpoint(root=folder, iteration=0, is_release=True)
-    flags = (*description.model.flags, *_vocabulary_flags(description))
+    flags = (*description.model.flags, *_layer_flags(description), *_vocabulary_flags(description))
     with all_or_nothing(folder, "CHECKPOINT", last=TRACKER):
         release.folder.mkdir()
         write_checkpoint(
@@ -162,7 +162,7 @@ def taken_apart(tensor: WholeTensor, value: torch.Tensor) -> list[torch.Tensor]:
 def _written(tensor: WholeTensor, files: ModelFiles) -> Written:
     def make() -> torch.Tensor:
         whole = joined(tensor, [files.read(part.name) for part in tensor.parts])
-        return whole if tensor.layer is None else whole.unsqueeze(0)
+        return whole.reshape(*(1 for _ in tensor.place), *whole.shape)
 
     return Written(tensor=tensor, dtype=files.dtype(tensor.parts[0].name), make=make)
 
@@ -227,7 +227,7 @@ def _parts_of(
             cast = value.to(dtype)
             if dtype == torch.float16 and not torch.equal(cast.isfinite(), value.isfinite()):
                 problem = Problem(
-                    where=tensor.key if tensor.layer is None else tensor.key_of_layer,
+                    where=part.name,
                     found=f"a weight of {value.abs().max().item():g}",
                     expected="at most 65504, the largest number of fp16",
                     remedy="Export it in bf16 or fp32 (--dtype).",
@@ -281,6 +281,11 @@ def _number(text: str) -> int | float | str:
         except ValueError:
             pass
     return text
+
+
+def _layer_flags(description: Description) -> tuple[str, ...]:
+    """Transformer Engine's layers ask for other tensors than Megatron's own beside experts."""
+    return () if description.model.shape.experts is None else ("--transformer-impl", "local")
 
 
 def _vocabulary_flags(description: Description) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from zorse_megatron.inputs.hugging_face import (
     conversion_problems,
     parse_config,
 )
-from zorse_megatron.weights.names import Part, WholeTensor, whole_tensors
+from zorse_megatron.weights.names import EXPERTS, Part, WholeTensor, whole_tensors
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -52,6 +52,8 @@ class Description:
 
     folder: Path
     model: HuggingFaceModel
+    kind: str
+    """Its `model_type`."""
     vocab_size: int
     """Rows of its table of tokens."""
     dtype: str | None
@@ -61,7 +63,7 @@ class Description:
 
     def tensors(self) -> list[WholeTensor]:
         """Return all tensors of the model."""
-        return list(whole_tensors(self.model.shape, self.vocab_size))
+        return list(whole_tensors(self.model.shape, self.vocab_size, EXPERTS.get(self.kind)))
 
 
 def describe(folder: Path) -> Description:
@@ -91,6 +93,7 @@ def describe(folder: Path) -> Description:
     return Description(
         folder=folder,
         model=model,
+        kind=value["model_type"],
         vocab_size=value["vocab_size"],
         dtype=label,
         has_head=not model.shape.tied_embeddings,
@@ -212,7 +215,7 @@ class ModelFiles:
         if unknown:
             yield self._problem(
                 f"{len(unknown)} tensors beside the model's: {', '.join(sorted(unknown)[:4])}",
-                "those of a model without adapters, experts or quantization",
+                "those of a published model: no adapters, no quantization, experts one by one",
                 "Convert it to plain weights first, with the tool that made it.",
             )
         yield from self._bad_tensors(description, wanted)

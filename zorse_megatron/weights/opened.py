@@ -95,23 +95,24 @@ def _misfit(
     found: CheckpointTensors, tensor: WholeTensor, by: str, *, in_others: bool
 ) -> Problem | None:
     """`in_others`: whether another layer has the tensor."""
-    shape = found.found(tensor)
+    shape, wanted = found.found(tensor), tensor.stack
+    there = {} if shape is None else found.stack(tensor)
     if shape is None:
         seen = "no such tensor"
-    elif tensor.layer is not None and found.layers(tensor) not in (None, tensor.num_layers):
-        seen = f"{found.layers(tensor)} layers"
+    elif wrong := [f"{size} {axis}" for axis, size in there.items() if size != wanted[axis]]:
+        seen = ", ".join(wrong)
     elif shape == tensor.shape or (
         tensor.is_padded and shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0]
     ):
         return None
     else:
         seen = f"{shape}"
-    layers = f" in each of {tensor.num_layers} layers" if tensor.layer is not None else ""
-    key = tensor.key_of_layer if shape is None and in_others else tensor.key
+    each = "".join(f" in each of {size} {axis}" for axis, size in reversed(wanted.items()))
+    key = tensor.keys_of_layer[0] if shape is None and in_others else tensor.key
     return Problem(
         where=f"{found.folder}: {key}",
         found=seen,
-        expected=f"{tensor.shape}{layers}, by {by}",
+        expected=f"{tensor.shape}{each}, by {by}",
         remedy=_SOURCE,
     )
 

@@ -7,8 +7,10 @@ They are checkpoints of torch.distributed.checkpoint (DCP) with a `metadata.json
 import io
 import json
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,21 +89,27 @@ class CheckpointTensors:
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._archives: dict[MetadataIndex, Archive] = {}
+        self._at: dict[tuple[str, int], Mapping[tuple[int, ...], list[Any]]] = {}
         self._entries: Mapping[str, Any] = metadata.state_dict_metadata
         self._places: Mapping[MetadataIndex, Any] = metadata.storage_data
 
     def found(self, tensor: WholeTensor) -> tuple[int, ...] | None:
-        """Return the shape that the tensor has there, in one layer; None: it is not there."""
+        """Return the shape that the tensor has there; None: it is not there.
+
+        It is that of all that is stacked where as many are not as should be.
+        """
         entry = self._entry(tensor)
         if entry is None:
             return None
-        stacked = self._is_stacked(tensor)
-        size = tuple(entry.size)
-        return size[1:] if stacked and size[:1] == (tensor.num_layers,) else size
+        size, depth = tuple(entry.size), len(self._place(tensor))
+        is_whole = all(tensor.stack[axis] == there for axis, there in self.stack(tensor).items())
+        return size[depth:] if is_whole else size
 
-    def layers(self, tensor: WholeTensor) -> int | None:
-        """Return how many layers are stacked there; None where they are not."""
-        return int(self._entry(tensor).size[0]) if self._is_stacked(tensor) else None
+    def stack(self, tensor: WholeTensor) -> dict[str, int]:
+        """Return how many layers and experts are stacked there, as far as they are."""
+        depth = len(self._place(tensor))
+        axes = list(tensor.stack)[len(tensor.stack) - depth :]
+        return dict(zip(axes, map(int, self._entry(tensor).size[:depth]), strict=False))
 
     def dtype(self, tensor: WholeTensor) -> torch.dtype:
         """Return the type that a tensor has there."""
@@ -110,7 +118,7 @@ class CheckpointTensors:
 
     def others(self, tensors: Iterable[WholeTensor]) -> list[str]:
         """Return the tensors of a model there that are none of these."""
-        known = {key for each in tensors for key in (each.key, each.key_of_layer)}
+        known = {key for each in tensors for key in (*each.keys, *each.keys_of_layer)}
         return [key for key in self.sizes() if key not in known]
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -147,28 +155,54 @@ class CheckpointTensors:
 
     def read(self, tensor: WholeTensor) -> torch.Tensor:
         """Read the rows that stand for something. Raises OSError, CheckpointException."""
-        entry, rest = self._entry(tensor), tensor.shape
-        first = (tensor.layer or 0, *(0 for _ in rest)) if self._is_stacked(tensor) else None
-        offsets = first or tuple(0 for _ in rest)
-        sizes = (1, *rest) if first else rest
-        target = torch.empty(sizes, dtype=entry.properties.dtype)
-        items = self._items(self._key(tensor), offsets, target.shape)
+        key, place, rest = self._key(tensor), self._place(tensor), tensor.shape
+        target = torch.empty((*(1 for _ in place), *rest), dtype=self.dtype(tensor))
+        items = self._items(key, (*place, *(0 for _ in rest)), target.shape, depth=len(place))
         self._reader.read_data(LoadPlan(items), _Loading(target)).wait()
         return target.view(rest)
 
-    def _items(self, key: str, offsets: Sequence[int], sizes: torch.Size) -> list[ReadItem]:
-        """Say where the parts of a box are. Raises OSError where some are nowhere."""
+    def _items(
+        self, key: str, offsets: Sequence[int], sizes: torch.Size, *, depth: int = 0
+    ) -> list[ReadItem]:
+        """Say where the parts of a box are, which is at one place of the first axes (`depth`).
+
+        Raises OSError where some are nowhere.
+        """
         wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=sizes)
-        items = create_read_items_for_chunk_list(key, self._entries[key], [wanted])
+        chunks = self._chunks(key, depth).get(tuple(offsets[:depth]), [])
+        entry = replace(self._entries[key], chunks=chunks)
+        items = create_read_items_for_chunk_list(key, entry, [wanted])
         if holes := _holes(sizes, items):
             raise OSError(f"{key}: {holes}")
         return items
 
-    def _key(self, tensor: WholeTensor) -> str:
-        return tensor.key if tensor.key in self._entries else tensor.key_of_layer
+    def _chunks(self, key: str, depth: int) -> Mapping[tuple[int, ...], list[Any]]:
+        """The chunks of a tensor by place in its first axes.
 
-    def _is_stacked(self, tensor: WholeTensor) -> bool:
-        return tensor.layer is not None and tensor.key in self._entries
+        torch looks at all for each that is read: of experts there are tens of thousands.
+        """
+        if (key, depth) not in self._at:
+            entry, at = self._entries[key], defaultdict(list)
+            for chunk in entry.chunks:
+                spans = [
+                    range(there)[first : first + size]
+                    for there, first, size in zip(
+                        entry.size[:depth], chunk.offsets, chunk.sizes, strict=False
+                    )
+                ]
+                for place in product(*spans):
+                    at[place].append(chunk)
+            self._at[key, depth] = at
+        return self._at[key, depth]
+
+    def _key(self, tensor: WholeTensor) -> str:
+        keys = (*tensor.keys, *tensor.keys_of_layer)
+        return next((key for key in keys if key in self._entries), tensor.key)
+
+    def _place(self, tensor: WholeTensor) -> tuple[int, ...]:
+        """Where it is in the first axes, which those of layers may not be among."""
+        is_stacked = tensor.layer is None or self._key(tensor) in tensor.keys
+        return tensor.place if is_stacked else tensor.place[1:]
 
     def _entry(self, tensor: WholeTensor) -> Any:
         entry = self._entries.get(self._key(tensor))
@@ -263,10 +297,10 @@ class _Loading(LoadPlanner):
 
 
 def _item(written: Written) -> WriteItem:
-    tensor, is_in_layer = written.tensor, written.tensor.layer is not None
-    offset = torch.Size(((tensor.layer or 0),) * is_in_layer + (0,) * len(tensor.shape))
-    size = torch.Size((1,) * is_in_layer + tensor.shape)
-    whole = torch.Size((tensor.num_layers,) * is_in_layer + tensor.shape)
+    tensor, shape = written.tensor, written.tensor.shape
+    offset = torch.Size((*tensor.place, *(0 for _ in shape)))
+    size = torch.Size((*(1 for _ in tensor.place), *shape))
+    whole = torch.Size((*tensor.stack.values(), *shape))
     return WriteItem(
         index=MetadataIndex(tensor.key, offset),
         type=WriteItemType.SHARD,
@@ -283,11 +317,17 @@ def _bytes_of(
 ) -> dict[str, io.BytesIO]:
     """What Megatron saves beside tensors: the common part, and empty states of modules."""
     states = {
-        f"{module.name}._extra_state/shard_{layer}_{module.layers}": _saved([_no_state(module)])
+        f"{module.name}._extra_state/shard_{_dotted(place)}_{_dotted(module.stack)}": _saved(
+            [_no_state(module)]
+        )
         for module in modules
-        for layer in range(module.layers)
+        for place in product(*map(range, module.stack))
     }
     return {_COMMON: _saved([dict(common)]), **states}
+
+
+def _dotted(numbers: Iterable[int]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def _no_state(module: StatefulModule) -> torch.Tensor | None:

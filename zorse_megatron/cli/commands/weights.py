@@ -35,8 +35,8 @@ def import_hf(
 ) -> Output:
     """Convert a Hugging Face model into a checkpoint that any plan and stock Megatron load.
 
-    Prints the flags that build the model. Types: llama, mistral, qwen2 and 2.5, qwen3. No GPU and
-    no code of the model is needed; pickles are never read.
+    Prints the flags that build the model. Types: llama, mistral, qwen2 and 2.5, qwen3; mixtral,
+    qwen2_moe and qwen3_moe. No GPU and no code of the model is needed; pickles are never read.
     """
     refuse_without("train", what="zorse import-hf")
     from zorse_megatron.weights.convert import import_model

@@ -1,0 +1,185 @@
+"""Weights of mixtures of experts from Hugging Face, through plans and back.
+
+Their logits are compared in `test_weights.py`, with those of all models.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron.launch import MegatronServer
+from tests.megatron.plans import LAYOUTS
+from tests.megatron.small_models import made_models
+from tests.megatron.test_weights import (
+    MOST,
+    PLANS,
+    assert_same_model,
+    configured,
+    copied,
+    rewrite,
+    train_and_export,
+)
+from tests.unit.adapter_checkpoints import in_each_layer, save
+from zorse_megatron.errors import CheckpointError, ModelError
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.weights.convert import export_model, import_model
+from zorse_megatron.weights.opened import opened
+
+STARTS = {
+    "mixtral": LAYOUTS["1|2"],
+    "qwen2-moe": PLANS["unequal groups"],
+    "qwen3-moe": PLANS["breadth-first"],
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> Path:
+    return made_models()
+
+
+def _export(checkpoint: Path, folder: Path, source: Path) -> None:
+    export_model(checkpoint, folder, source=source, dtype=None, shard_bytes=10**9)
+
+
+@pytest.mark.parametrize(("name", "plan"), STARTS.items(), ids=STARTS)
+def test_plans_start_from_the_weights(
+    name: str, plan: Plan, models: Path, megatron_server: MegatronServer, tmp_path: Path
+) -> None:
+    """The loss is stock's, and what both save is exported as it was imported."""
+    source = models / name
+    expected, exported = train_and_export(megatron_server, tmp_path / "stock", source, None)
+    assert_same_model(exported, source)
+    loss, exported = train_and_export(megatron_server, tmp_path / "plan", source, plan)
+    assert loss == pytest.approx(expected, rel=MOST["loss"])
+    assert_same_model(exported, source)
+
+
+def _stacked(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, as torch alone reads them."""
+    found = opened(checkpoint / "release")
+    return {key: found.read_box(key, (0,) * len(size), size) for key, size in found.sizes().items()}
+
+
+@pytest.mark.parametrize("in_layers", [False, True])
+def test_checkpoints_of_other_layouts(in_layers: bool, models: Path, tmp_path: Path) -> None:
+    """Layers with keys of their own, as with --moe-layer-freq; Transformer Engine's norms."""
+    source = models / "qwen3-moe"
+    import_model(source, tmp_path / "start")
+    tensors = _stacked(tmp_path / "start")
+    assert tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (4, 12, 96, 64)
+    norm = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    tensors["decoder.layers.pre_mlp_layernorm.weight"] = tensors.pop(norm)
+    save(tmp_path / "other", in_each_layer(tensors) if in_layers else tensors, None)
+    _export(tmp_path / "other", tmp_path / "out", source)
+    assert_same_model(tmp_path / "out", source)
+
+
+EXPERT = "model.layers.1.mlp.experts.5."
+BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "a missing expert": (
+        lambda folder: rewrite(
+            folder, lambda all_: [all_.pop(name) for name in list(all_) if EXPERT in name]
+        ),
+        tuple(f"no tensor {EXPERT}{each}_proj.weight" for each in ("gate", "up", "down")),
+    ),
+    "an expert too many": (
+        lambda folder: rewrite(
+            folder,
+            lambda all_: all_.update(
+                {"model.layers.1.mlp.experts.6.up_proj.weight": torch.ones(48, 64)}
+            ),
+        ),
+        ("1 tensors beside the model's: model.layers.1.mlp.experts.6.up_proj.weight",),
+    ),
+    "another number of experts": (
+        lambda folder: configured(folder, num_experts=5),
+        ("model.layers.0.mlp.gate.weight: (6, 64)", "(5, 64)", "12 tensors beside the model's"),
+    ),
+    "experts in one tensor": (
+        lambda folder: rewrite(
+            folder,
+            lambda all_: all_.update(
+                {
+                    "model.layers.1.mlp.experts.down_proj": torch.stack(
+                        [
+                            all_.pop(f"model.layers.1.mlp.experts.{each}.down_proj.weight")
+                            for each in range(6)
+                        ]
+                    )
+                }
+            ),
+        ),
+        (f"no tensor {EXPERT}down_proj.weight", "model.layers.1.mlp.experts.down_proj", "one by"),
+    ),
+    "an expert of 8 bits": (
+        lambda folder: rewrite(
+            folder,
+            lambda all_: all_.update(
+                {f"{EXPERT}up_proj.weight": torch.ones(48, 64).to(torch.float8_e4m3fn)}
+            ),
+        ),
+        (f"tensors in F8_E4M3: {EXPERT}up_proj.weight",),
+    ),
+    "quantized": (
+        lambda folder: configured(folder, quantization_config={"quant_method": "fp8"}),
+        ("quantization_config", "fp8"),
+    ),
+    "dense layers among them": (
+        lambda folder: configured(folder, mlp_only_layers=[0]),
+        ("mlp_only_layers", "experts in every layer"),
+    ),
+    "norms over all heads": (
+        lambda folder: configured(folder, model_type="olmoe"),
+        ("'olmoe'", "norms of queries and keys over all heads", "mixtral, qwen2_moe"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_models_are_refused_before_anything_is_written(
+    case: str, models: Path, tmp_path: Path
+) -> None:
+    folder = copied(models / "qwen2-moe", tmp_path / "model")
+    damage, said = BAD[case]
+    damage(folder)
+    with pytest.raises(ModelError) as caught:
+        import_model(folder, tmp_path / "checkpoint")
+    for each in said:
+        assert each in str(caught.value)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+FC, LEFT_OUT = ("fc1", "fc2"), "a tensor that would be left out"
+
+
+def test_checkpoints_of_other_experts_are_refused(models: Path, tmp_path: Path) -> None:
+    """By the tensors that differ, each once, before anything is written."""
+    import_model(models / "qwen2-moe", tmp_path / "start")
+    tensors = _stacked(tmp_path / "start")
+    tensors["decoder.layers.mlp.router.expert_bias"] = torch.ones(4, 6)
+    experts = "decoder.layers.mlp.experts.experts.linear_"
+    tensors[f"{experts}fc1.weight"] = tensors[f"{experts}fc1.weight"][:, :5]
+    save(tmp_path / "other", tensors, None)
+    by_source = {
+        "qwen2-moe": [
+            (f"{experts}fc1.weight", "5 experts"),
+            ("decoder.layers.mlp.router.expert_bias", LEFT_OUT),
+        ],
+        "llama": [
+            *((f"decoder.layers.mlp.linear_{each}.weight", "no such tensor") for each in FC),
+            *((f"{experts}{each}.weight", LEFT_OUT) for each in FC),
+        ],
+    }
+    for name, said in by_source.items():
+        with pytest.raises(CheckpointError) as caught:
+            _export(tmp_path / "other", tmp_path / "out", models / name)
+        found = [(each.where.partition(": ")[2], each.found) for each in caught.value.problems]
+        assert set(said) <= set(found) and len(found) == len(set(found)), found
+        assert not (tmp_path / "out").exists()
+        if name == "qwen2-moe":
+            expected = "(96, 64) in each of 6 experts in each of 4 layers, by config.json"
+            assert caught.value.problems[0].expected == expected
+            assert len(found) == len(said)
