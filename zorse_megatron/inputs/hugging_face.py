@@ -316,7 +316,7 @@ class _Config:
             return both, both
         return self.flag("attention_bias", attention), self.flag("mlp_bias", mlp)
 
-    def _has_qkv_bias(self, family: _Family) -> bool:
+    def _has_qkv_bias(self, family: Family) -> bool:
         """Whether those of attention that others have not are there."""
         return family.biases == "qkv" and self.flag("qkv_bias", True)
 
