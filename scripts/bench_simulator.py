@@ -92,6 +92,10 @@ class BenchCosts:
     def delayed_bytes(self, micro_batch_size: int) -> int:
         return micro_batch_size * 400_000_000
 
+    def arriving_bytes(self, micro_batch_size: int) -> int:
+        """As sent: these layers have no experts."""
+        return self.boundary_bytes(micro_batch_size)
+
     def boundary_bytes(self, micro_batch_size: int) -> int:
         return micro_batch_size * 33_554_432
 

@@ -88,6 +88,10 @@ class MeasuredMemory(BytesByPrecision):
         """Raises LookupError: that was not measured."""
         raise LookupError("found split_backward; measured was only what forwards keep")
 
+    def arriving_bytes(self, micro_batch_size: int) -> int:
+        """As sent: these layers have no experts."""
+        return self.boundary_bytes(micro_batch_size)
+
     def boundary_bytes(self, micro_batch_size: int) -> int:
         """One activation between two layers, whole."""
         return micro_batch_size * self.embedding.output_elements * self.element_bytes

@@ -206,7 +206,8 @@ def test_what_does_not_fit_is_said_at_once(implementation: str) -> None:
         f"found x (16, 7) in torch.float32 on {DEVICE}, contiguous: False; expected all in 2-D, "
         f"(16, 16) in torch.float32 on {DEVICE}, contiguous: True",
         "counts in torch.int32",
-        "found weights (16, 15) in",
+        "found weights (16, 16) in torch.float32",
+        "; (16, 15) in torch.float32",
         "some weights frozen",
         "2 counts, 2 weights and 1 gradients",
     ):

@@ -93,6 +93,9 @@ class FakeMemory:
     ) -> tuple[int, ...]:
         return (self.activation_bytes(micro_batch_size, mode, kind),)
 
+    def arriving_bytes(self, micro_batch_size: int) -> int:
+        return self.boundary_bytes(micro_batch_size)
+
     def delayed_bytes(self, micro_batch_size: int) -> int:
         return self.delayed * micro_batch_size
 

@@ -90,6 +90,10 @@ class MemoryCost(Protocol):
     def delayed_bytes(self, micro_batch_size: int) -> int:
         """What one layer keeps from a backward to weight gradients that are computed apart."""
 
+    def arriving_bytes(self, micro_batch_size: int) -> int:
+        """Gradients of what a layer's last matrices return: of experts a row for each of a
+        token's."""
+
     def boundary_bytes(self, micro_batch_size: int) -> int:
         """One activation between two layers, as it is sent."""
 

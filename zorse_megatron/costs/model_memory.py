@@ -396,6 +396,10 @@ class TransformerMemory(BytesByPrecision):
         )
         return micro_batch_size * elements * bytes_of_element(self.dtype)
 
+    def arriving_bytes(self, micro_batch_size: int) -> int:
+        """Gradients of what a layer's last matrices return."""
+        return self.model.ffn_blocks * self.boundary_bytes(micro_batch_size)
+
     def boundary_bytes(self, micro_batch_size: int) -> int:
         """One activation between two layers, as it is sent."""
         ranks = self.tensor_parallel if self.sequence_parallel else 1

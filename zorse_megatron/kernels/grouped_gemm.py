@@ -234,11 +234,11 @@ def _check_alike(
 ) -> None:
     """Contiguous matrices of this shape, as `like` in dtype and device."""
     expected = (shape, like.dtype, like.device, True)
-    # One set: there are hundreds of them, in each layer.
-    found = {(one.shape, one.dtype, one.device, one.is_contiguous()) for one in tensors}
-    if found != {expected} or len(shape) != 2 or like.dtype not in FLOATS:
+    # At once: there are hundreds of them, in each layer. In order, so that messages are the same.
+    found = dict.fromkeys((t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors)
+    if found.keys() != {expected} or len(shape) != 2 or like.dtype not in FLOATS:
         words = "{} in {} on {}, contiguous: {}"
-        wrong = found - {expected} or found
+        wrong = [each for each in found if each != expected] or found
         given = "; ".join(words.format(tuple(one[0]), *one[1:]) for one in wrong)
         problems.found.append(
             f"found {name} {given}; expected all in 2-D, {words.format(*expected)}"

@@ -436,7 +436,7 @@ class RankSizes:
         splits = self.group_of(chunk).split_backward
         left, held = memory.delayed_bytes(size) if splits else 0, memory.boundary_bytes(size)
         # Beside what it leaves for weight gradients there is the gradient that arrives.
-        arriving = held if layers * left else 0
+        arriving = memory.arriving_bytes(size) if layers * left else 0
         return MicroBatchBytes(
             held=held,
             saved=saved_bytes(*stage, at_once=at_once),

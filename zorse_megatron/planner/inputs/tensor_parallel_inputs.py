@@ -301,6 +301,10 @@ class MemberMemory:
         """What one layer keeps from a backward to weight gradients that are computed apart."""
         return self._whole.delayed_bytes(micro_batch_size)
 
+    def arriving_bytes(self, micro_batch_size: int) -> int:
+        """Gradients of what a layer's last matrices return."""
+        return self._whole.arriving_bytes(micro_batch_size)
+
     def boundary_bytes(self, micro_batch_size: int) -> int:
         """One activation between two layers, as all ranks of a TP group send it together."""
         return self._whole.boundary_bytes(micro_batch_size)
