@@ -51,6 +51,7 @@ NOT_RUN = {
     "zorse plan --cluster cluster.yaml --model Llama-3.1-8B": "the same",
     "zorse plan --cluster examples/fine-tuning-lab.yaml": "the same, and a minute",
     "zorse doctor": "a minute; tests/megatron/test_doctor.py runs it",
+    "python -m scripts.time_on_gpu": "a GPU; with --tiny it takes three minutes on a CPU",
     "python -m scripts.launch_order.check": "minutes; tests/unit/test_launch_order.py checks less",
     "python -m scripts.bench_stock": "half an hour of searches; tests/unit/test_bench_stock.py",
     "python -m pytest": "it is among these tests",
