@@ -122,8 +122,11 @@ CLOSE = 3e-6
 """Of two scores of experts: rounding is a tenth of it."""
 
 
-def counting_close(route: Callable[..., Any], counts: list[int]) -> Any:
-    """Count tokens that would go to other experts if their logits were a little different."""
+def counting_close(route: Callable[..., Any], counts: list[Any]) -> Any:
+    """Count tokens that would go to other experts if their logits were a little different.
+
+    In tensors, for which the host need not wait.
+    """
     import torch
 
     def routed(logits: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +136,7 @@ def counting_close(route: Callable[..., Any], counts: list[int]) -> Any:
             noise = torch.empty(logits.shape).uniform_(-CLOSE, CLOSE, generator=generator)
             with torch.no_grad():
                 _, others = route(logits.detach() + noise, *args, **kwargs)
-            counts[0] += int((others != chosen).any(dim=1).sum())
+            counts.append((others != chosen).any(dim=1).sum())
         return probs, chosen
 
     return routed
@@ -145,7 +148,7 @@ def record(setup: RankSetup | None = None) -> None:
         cpu_mode.enable()
     from megatron.training import training
 
-    num_close = [0]
+    num_close: list[Any] = []
     if "--num-experts" in sys.argv:
         from megatron.core.transformer.moe import router
 
@@ -156,7 +159,9 @@ def record(setup: RankSetup | None = None) -> None:
     training.training_log = recording_log(training.training_log, steps)
     training.train = recording_train(training.train, steps)
     main(setup=setup)
-    (RECORD / f"close-rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(num_close))
+    (RECORD / f"close-rank{os.environ.get('RANK', '0')}.json").write_text(
+        json.dumps([int(each) for each in num_close])
+    )
 
 
 if __name__ == "__main__":

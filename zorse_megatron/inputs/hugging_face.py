@@ -204,8 +204,11 @@ class _Config:
         self._refuse_uncounted(hidden)
         shape = ModelShape(**fields)
         has_some = attention != mlp
-        lacks = self._lacks(family, shape) + [PARALLEL] * is_parallel
-        lacks += ["biases of attention or feed-forward alone"] * has_some
+        lacks = [
+            *["biases of attention or feed-forward alone"] * has_some,
+            *[PARALLEL] * is_parallel,
+            *self._lacks(family, shape),
+        ]
         more = {
             "more_in_layer": (norms - 2) * shape.norm_parameters
             + self._norms_beyond_heads(shape) * family.norms_all_heads

@@ -41,8 +41,6 @@ FEW_ROWS = Blocks(rows=64, columns=128, depth=64, num_warps=4, num_stages=3)
 """Where experts have fewer tokens than a tile of 128 rows can use: 72 KiB."""
 FP32 = Blocks(rows=128, columns=64, depth=16, num_warps=4, num_stages=3)
 """Number by number, as tensor cores would round the factors to TF32; registers limit the tile."""
-BEFORE_TENSOR_CORES = Blocks(rows=64, columns=64, depth=16, num_warps=4, num_stages=2)
-"""fp16 before 8.0, which Triton multiplies number by number too: larger tiles spill."""
 
 
 def blocks_for(capability: int, dtype: torch.dtype, rows_each: int) -> Blocks:
@@ -53,8 +51,6 @@ def blocks_for(capability: int, dtype: torch.dtype, rows_each: int) -> Blocks:
     """
     if dtype is torch.float32:
         return FP32
-    if capability < 80:
-        return BEFORE_TENSOR_CORES
     if rows_each < 128:
         return FEW_ROWS
     return LARGE_MEMORY if capability in {80, 90, 100, 103} else SMALL_MEMORY
