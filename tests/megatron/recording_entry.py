@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.")
 
 
 def recording_log(training_log: Callable[..., Any], steps: list[dict[str, Any]]) -> Any:
+    @wraps(training_log)  # whose parameters are compared with those that are known
     def log(loss_dict: Any, total: Any, lr: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         loss_scale, _, skipped, grad_norm, params_norm, num_zeros = args[:6]
         steps.append(

@@ -1,6 +1,8 @@
 """The dry run of `zorse doctor`: what needs no GPU runs, the rest says why it does not."""
 
 import dataclasses
+import json
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,13 +29,24 @@ from zorse_megatron.schedule.communicators import planned_communicators
 REFUSED = RankFailure(
     "No", [Problem(where="rank 1", found="Duplicate GPU", expected="", remedy="")]
 )
+REHEARSED = ("tensor-parallel groups, unequal parts", "bf16 and fp16 groups", "moved")
 STOCK = f"stock {' '.join(FP32_FLAGS)}"
 
 
 def on_test_server(job: RankJob) -> None:
-    """Run a job as the tests do; `zorse doctor` starts a process of its own that forks."""
-    words, env, limit_s = job.arguments, job.environment, job.limit_s
-    run_ranks(words, job.world_size, entry=job.entry, timeout_s=limit_s, env=env).check()
+    """Run a job as the tests do; `zorse doctor` starts a process of its own that forks.
+
+    Plans that `test_rehearsal` has no like of train in the rehearsal, where every wait is there; all
+    of them with ZORSE_TEST_EXAMPLES, which takes a minute more.
+    """
+    words, env, entry = job.arguments, dict(job.environment), job.entry
+    is_chosen = job.name in REHEARSED or bool(os.environ.get("ZORSE_TEST_EXAMPLES"))
+    if is_chosen and entry == "zorse_megatron.pretrain" and "--zorse-plan" in words:
+        entry = "tests.megatron.rehearsal_entry"
+        env["ZORSE_TEST_RECORD"] = str(job.directory / "rehearsed")
+    run_ranks(words, job.world_size, entry=entry, timeout_s=job.limit_s, env=env).check()
+    for path in job.directory.glob("rehearsed/rehearsal-rank*.json"):
+        assert json.loads(path.read_text())["hazards"] == [], job.name
 
 
 @pytest.fixture
