@@ -36,8 +36,8 @@ STOCK = f"stock {' '.join(FP32_FLAGS)}"
 def on_test_server(job: RankJob) -> None:
     """Run a job as the tests do; `zorse doctor` starts a process of its own that forks.
 
-    Plans that `test_rehearsal` has no like of train in the rehearsal, where every wait is there; all
-    of them with ZORSE_TEST_EXAMPLES, which takes a minute more.
+    Plans that `test_rehearsal` has no like of train in the rehearsal, where every wait is there;
+    with ZORSE_TEST_EXAMPLES all of them, which takes a minute more.
     """
     words, env, entry = job.arguments, dict(job.environment), job.entry
     is_chosen = job.name in REHEARSED or bool(os.environ.get("ZORSE_TEST_EXAMPLES"))

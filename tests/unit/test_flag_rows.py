@@ -259,6 +259,19 @@ EXAMPLES = {
         ({}, f"--zorse-lora {LORA} --save a/ --save-interval 1 --pretrained-checkpoint a", "--save")
     ],
     "adapters_lack_matrices": [({}, f"--zorse-lora {LORA},gate", "--zorse-lora")],
+    "batches_cut_blocks": [
+        (
+            {},
+            f"{EXPERTS} --moe-aux-loss-coeff 0.1 --micro-batch-size 2 "
+            "--step-batch-size-schedule 0:16",
+            "--step-batch-size-schedule",
+        )
+    ],
+    "options_of_experts_conflict": [
+        ({}, f"{EXPERTS} --moe-apply-probs-on-input", "--moe-apply-probs-on-input"),
+        ({}, f"{EXPERTS} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias"),
+        ({}, f"{EXPERTS} --moe-router-num-groups 3", "--moe-router-num-groups"),
+    ],
     "adapters_beside_experts": [({}, f"{EXPERTS} --zorse-lora {LORA}", "--zorse-lora")],
     "experts_are_trained": [
         ({}, f"{EXPERTS} --sft", "--sft"),

@@ -79,7 +79,8 @@ def is_refused(name: str, value: Any) -> bool:
     """Whether this value of an argument is refused whatever the plan."""
     row = row_of()[name]
     several = value if isinstance(value, list) else [value]
-    return row.refuses and is_given(name, value) and not set(several) <= set(row.accepted)
+    is_accepted = bool(several) and all(each in row.accepted for each in several)
+    return row.refuses and is_given(name, value) and not is_accepted
 
 
 def _problems(case: Case, *, by_stock: bool = False) -> list[Problem]:

@@ -16,6 +16,7 @@ from zorse_megatron.flags.model_in_flags import (
     compute_dtypes,
     is_mixed,
     job_dtype,
+    layer_kinds,
     recompute_argument,
 )
 from zorse_megatron.flags.table import defaults, further_rows, spelling_of
@@ -149,6 +150,26 @@ def adapters_beside_experts(case: Case, name: str) -> Filled:
     """Whose matrices are not those that adapters are for."""
     if case.value("num_experts") and getattr(case.args, "zorse_lora", None) is not None:
         yield {}
+
+
+def batches_cut_blocks(case: Case, name: str) -> Filled:
+    """Small batches halve micro-batches, and so blocks that a loss is taken over."""
+    own = case.integer("micro_batch_size") or 1
+    if own > 1 and case.value(name) and auxiliary_losses(case.args).get("aux_loss"):
+        yield {"own": own}
+
+
+def options_of_experts_conflict(case: Case, name: str) -> Filled:
+    """As Megatron says when its config is made, or with weights on inputs in the first forward."""
+    number, value = case.integer("num_experts"), case.value(name)
+    is_softmax = case.value("moe_router_score_function") in (None, "softmax")
+    fits, expected = {
+        "moe_apply_probs_on_input": (case.value("moe_router_topk") == 1, "--moe-router-topk 1"),
+        "moe_router_enable_expert_bias": (not is_softmax, "--moe-router-score-function sigmoid"),
+        "moe_router_num_groups": (number and value and not number % value, "it to divide them"),
+    }[name]
+    if number and value and not fits:
+        yield {"expected": expected, "number": number}
 
 
 def experts_are_trained(case: Case, name: str) -> Filled:
@@ -406,7 +427,8 @@ def model_is_another(case: Case, plan: Plan, name: str) -> Filled:
 
 def planned_layers_all_have_experts(case: Case, plan: Plan, name: str) -> Filled:
     """So no layer of the command's may be without."""
-    if plan.model.num_experts is not None and case.value(name) not in (None, 1, "1"):
+    value = case.value(name)
+    if None not in (plan.model.num_experts, value) and layer_kinds(str(value)) != {"1"}:
         yield {}
 
 
@@ -531,6 +553,8 @@ OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
         modules_are_of_other_layers,
         adapters_are_trained,
         adapters_beside_experts,
+        batches_cut_blocks,
+        options_of_experts_conflict,
         experts_are_trained,
         adapters_are_saved_into_their_base,
         adapters_lack_matrices,

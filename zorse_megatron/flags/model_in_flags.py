@@ -218,14 +218,23 @@ def _shape(flags: _Flags, tensor_parallel: int) -> ModelShape:
     )
 
 
+def layer_kinds(frequency: str) -> set[str]:
+    """Return what --moe-layer-freq has: of ones alone all layers have experts.
+
+    >>> sorted(layer_kinds("([0]*2+[1]*6)")), layer_kinds("1")
+    (['0', '1'], {'1'})
+    """
+    lists = "".join(re.findall(r"\[[^]]*\]", frequency))
+    return set(re.findall(r"\d+", lists or frequency))
+
+
 def _experts(flags: _Flags, ffn_hidden_size: int) -> Experts | None:
     """Those of all layers; as in Megatron, 0 of them are none."""
     if not flags.has(NUM_EXPERTS_FLAG) or flags.values[NUM_EXPERTS_FLAG] == "0":
         return None
     shared, frequency = "--moe-shared-expert-intermediate-size", "--moe-layer-freq"
     layers = flags.values.get(frequency, "1") or ""
-    kinds = re.findall(r"\d+", "".join(re.findall(r"\[[^]]*\]", layers)) or layers)
-    if set(kinds) != {"1"}:
+    if layer_kinds(layers) != {"1"}:
         expected = "1, or as many ones as there are layers: all of them with experts"
         remedy = "Layers of two kinds train under a plan that is written by hand, but none is made."
         flags.add(frequency, f'"{layers}"', expected, remedy)

@@ -150,6 +150,7 @@ _LEFT_OUT: dict[str, Nargs] = {
     "--decoder-last-pipeline-num-layers": "?",
     "--account-for-embedding-in-pipeline-split": 0,
     "--account-for-loss-in-pipeline-split": 0,
+    "--moe-layer-freq": "?",
     "--sequence-parallel": 0,
     "--overlap-grad-reduce": 0,
     "--overlap-param-gather": 0,

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.mlp import MLP
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -34,23 +34,19 @@ def with_plan_layers(block_samples: int, stock: Callable[..., Any]) -> Callable[
 
     def get_moe_module_spec_for_backend(*args: Any, **kwargs: Any) -> Any:
         submodules = stock(*args, **kwargs).keywords["submodules"]
-        router = partial(PlanRouter, block_samples=block_samples)
-        experts = submodules.experts
-        if _is_stocks_own(experts):
-            experts = partial(GroupedExperts, *experts.args, **experts.keywords)
+        # Also beside layers of Transformer Engine, whose experts are a loop without a flag that
+        # gives parameters other names.
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         return partial(
-            WholeExpertsLayer, submodules=replace(submodules, router=router, experts=experts)
+            WholeExpertsLayer,
+            submodules=replace(
+                submodules,
+                router=partial(PlanRouter, block_samples=block_samples),
+                experts=partial(GroupedExperts, submodules=linears),
+            ),
         )
 
     return get_moe_module_spec_for_backend
-
-
-def _is_stocks_own(experts: Any) -> bool:
-    """Whether they are made of Megatron's own linear layers, and not of Transformer Engine's."""
-    return (
-        experts.func is SequentialMLP
-        and experts.keywords["submodules"].linear_fc1 is ColumnParallelLinear
-    )
 
 
 class WholeExpertsLayer(MoELayer):
@@ -64,7 +60,7 @@ class WholeExpertsLayer(MoELayer):
 class TokensByExpert(MoETokenDispatcher):
     """Sorts tokens by expert, each as often as it has experts, and adds up what experts return.
 
-    Keeps nothing of a micro-batch but whole numbers, so none of its graph.
+    Nothing of a micro-batch stays here once its forward is over.
     """
 
     def dispatch_preprocess(
@@ -107,6 +103,7 @@ class TokensByExpert(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the layer was given them."""
+        del self.counts, self.order, self.places  # the graph has what a backward needs
         return hidden_states.view(self.shape)
 
 
@@ -190,6 +187,8 @@ class GroupedExperts(SequentialMLP):
         for name in _LINEARS:
             getattr(self.together, name).counts = counts
         output, _ = MLP.forward(self.together, tokens, permuted_probs)
+        for name in _LINEARS:
+            del getattr(self.together, name).counts
         return output, None
 
     def delay_weights(self, leave: Callable[[GroupedProduct], None]) -> None:
@@ -215,7 +214,7 @@ class _AllExperts(torch.nn.Module):
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[tokens x k, inputs] to [tokens x k, outputs], and no bias."""
         for linear in self.linears:
-            # Nobody calls it; what asks for its parameters before it is called is asked here.
+            # It is not called itself: its hooks wait for parameters that are being gathered.
             for hook in linear._forward_pre_hooks.values():
                 hook(linear, (tokens,))
         weights: list[Any] = [linear.weight for linear in self.linears]

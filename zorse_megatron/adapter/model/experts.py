@@ -1,12 +1,12 @@
 """Mixture of experts under a plan: losses of the load, and what experts have been given.
 
-Experts are whole on every rank of a group, and their weights are parameters like all others. What
-is not, is what a router makes of a micro-batch as a whole. Stock's `aux_loss` is one of each
+Experts are whole on every rank of a group, and their weights are parameters like all others. But a
+router has losses and counts of a micro-batch as a whole. Stock's `aux_loss` is one of each
 micro-batch, so it is taken here over blocks of as many samples as the command's micro-batches have,
 whatever the plan's sizes are. All other losses are means over tokens or samples, and are weighted
 by their number. What experts have been given, for their bias, and the losses that are logged are
 summed over all ranks along with the step's tokens (`ExpertLoads`): stock would sum them over a
-pipeline's group, which a plan has not.
+pipeline's group, which does not exist under a plan.
 
 Source: megatron/core/transformer/moe/router.py, moe_utils.py and moe_logging.py.
 """
@@ -69,6 +69,7 @@ class PlanRouter(TopKRouter):
         if coefficient == 0:
             return probs
         num_experts, samples = routing_map.shape[-1], self.block_samples
+        assert self.num_samples % samples == 0, "a micro-batch that is no multiple of a block"
         by_block = (-1, self.num_samples // samples, samples, num_experts)
         loads = routing_map.view(by_block).sum(dim=(0, 2))
         scores = scores_for_aux_loss.view(by_block).sum(dim=(0, 2))

@@ -306,7 +306,7 @@ ROUTER_LOSSES = _record(
     parameters=("self", "metric_names", "pg_collection"),
     becomes="Losses of routers as they have been summed over all ranks along with the step's "
     "tokens.",
-    why="stock sums them over the pipeline's group, which a plan has not",
+    why="stock sums them over the pipeline's group, which does not exist under a plan",
     test="tests/megatron/test_experts.py::test_logs_what_one_process_logs",
     delete_when="the tracker reduces over groups that are passed to it alone",
 )
