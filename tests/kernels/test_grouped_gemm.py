@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT_DTYPES = [d for d in DTYPES if not (IS_INTERPRETED and d is torch.bfloat16)]
 UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """What rounding to a type changes a number by at most, relative to it."""
-SHARED_KIB = {80: 163, 86: 99, 90: 227, 120: 99}
+SHARED_KIB = {86: 99, 90: 227}
 """Of one program at most (CUDA C++ Programming Guide, "Technical Specifications")."""
 
 counts_of_experts = st.lists(

@@ -5,7 +5,7 @@ follow from the shape, and experts have names by family. Megatron's names are th
 checkpoints, in which the tensors of all layers are stacked, and those of all experts of a layer.
 Sources: `SelfAttention.get_query_key_value_tensors` in Megatron-Core for heads, `MLP` for the gate,
 `SequentialMLP.sharded_state_dict` for experts, and the modelling files of transformers for the
-other names; files have those of experts by its `conversion_mapping.py`.
+other names; files have those of experts as it maps them when it saves.
 """
 
 import math
