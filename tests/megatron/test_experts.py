@@ -37,7 +37,6 @@ EXPERTS = (
     *("--moe-router-dtype", "fp64"),
 )
 BALANCED = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.02")
-BY_SAMPLE = ("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.02")
 BIASED = (
     *("--moe-router-load-balancing-type", "none", "--moe-router-score-function", "sigmoid"),
     *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.02"),
@@ -49,7 +48,6 @@ BREADTH_FIRST = chunked_plan(
 )
 ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "aux_loss": (LAYOUTS["3|2"], (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
-    "seq_aux_loss": (LAYOUTS["2|1|2"], (*MODEL, *BY_SAMPLE)),
     "bias": (LAYOUTS["2|3, idle at the end"], (*MODEL, *BIASED)),
     "bias, recomputed": (with_settings(BREADTH_FIRST, FULL), (*MODEL, *BIASED, *UNTIED)),
     "in the host": (in_the_host(BREADTH_FIRST), (*MODEL, *BALANCED)),

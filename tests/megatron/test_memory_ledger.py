@@ -88,7 +88,7 @@ OF_EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", str(2 * HIDDEN)),
     *("--disable-bias-linear", "--moe-router-load-balancing-type", "none"),
 )
-WITH_EXPERTS = ("1f1b", "full recomputation, weight gradients apart", "in the host")
+WITH_EXPERTS = ("full recomputation, weight gradients apart", "in the host")
 
 
 def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
