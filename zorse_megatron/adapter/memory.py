@@ -20,7 +20,7 @@ from zorse_megatron.adapter.compute_dtype import boundary_dtype
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.model_memory import LayerActivations
-from zorse_megatron.flags.model_in_flags import auxiliary_losses
+from zorse_megatron.flags.model_in_flags import auxiliary_losses, router_bytes
 from zorse_megatron.gpus.gpu import FLASH_FROM, Attention
 from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.model import ModelShape
@@ -335,7 +335,7 @@ def _layer(config: Any, seq_length: int, layer: Any) -> LayerActivations:
         softmax_in_fp32=bool(config.attention_softmax_in_fp32),
         modules=tuple(config.recompute_modules or ("core_attn",)),
         auxiliary=any(auxiliary_losses(get_args()).values()),
-        router_bytes={"fp32": 4, "fp64": 8}.get(config.moe_router_dtype or "", 0),
+        router_bytes=router_bytes(get_args()),
     )
 
 

@@ -336,7 +336,7 @@ def computing_from_flags(args: Namespace) -> Computing:
         modules=_modules(args),
         sample_block=_sample_block(args),
         has_auxiliary_loss=any(auxiliary_losses(args).values()),
-        router_bytes={"fp32": 4, "fp64": 8}.get(getattr(args, "moe_router_dtype", None) or "", 0),
+        router_bytes=router_bytes(args),
         lora=getattr(args, "zorse_lora", None),
     )
 
@@ -349,6 +349,11 @@ def auxiliary_losses(args: Namespace) -> dict[str, float]:
     kinds, weights = (each if isinstance(each, list) else [each] for each in (kinds, weights))
     pairs = zip(kinds, weights, strict=False)  # Megatron says it where their numbers differ
     return {kind: weight for kind, weight in pairs if kind.endswith("aux_loss")}
+
+
+def router_bytes(args: Namespace) -> int:
+    """Of a score of an expert; 0: as all activations."""
+    return {"fp32": 4, "fp64": 8}.get(getattr(args, "moe_router_dtype", None) or "", 0)
 
 
 def _sample_block(args: Namespace) -> int:

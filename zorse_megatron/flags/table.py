@@ -55,7 +55,7 @@ class Row:
     of_stock: bool = False
     values: tuple[str, ...] | None = None
     """None: any."""
-    accepted: tuple[str | float | bool, ...] = ()
+    accepted: tuple[str | int | float | bool, ...] = ()
     where: str = "{flag}"
     found: str = "{given}"
     expected: str = "{accepted} under a plan ({what})"
