@@ -3,7 +3,7 @@
     python scripts/compare_sensitivity.py compared perturbed
 
 The directories have `compare.json`: of the cluster as profiled, and of the same with, for example,
-`--slow-rank 2=1.5 --jitter 0.1`. Prints a line for each system, with its tokens/s of both, and how
+`--slow 2=1.5 --jitter 0.1`. Prints a line for each system, with its tokens/s of both, and how
 many times as fast ours is under the perturbation.
 """
 

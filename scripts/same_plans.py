@@ -233,7 +233,8 @@ def answer_of(case: dict[str, Any]) -> dict[str, Any]:
         files = sorted(set(Path(work).iterdir()) - set(given.values()))
         used = Path(work, "plan.cluster.yaml")
         cluster = used if used.exists() else given["cluster.yaml"]
-        lists = output_of(work, ["actions", str(plan)])
+        said = output_of(work, ["check", str(plan), "--actions"]).splitlines(keepends=True)
+        lists = "".join(line for line in said if line.startswith("rank "))
         words = ["simulate", str(plan), "--json", "--cluster", str(cluster), *about]
         told = json.loads(output_of(work, words))
         return {

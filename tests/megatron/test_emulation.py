@@ -522,7 +522,7 @@ def test_the_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("cluster.yaml").write_text(LAB)
     common = ("--cluster", "cluster.yaml", "--model", MODEL_FLAGS, "--iterations", "2")
-    slow = ("--slow-rank", "1=1.5", "--json")
+    slow = ("--slow", "1=1.5", "--json")
     compare = ("compare", *common, "--global-batch-size", "6", "--quick", "--out", "made", *slow)
     even, stock, ours = json.loads(_run(compare))["rows"]
     assert (even["system"], stock["system"]) == ("stock, best even layout", "stock, best layout")
@@ -533,7 +533,7 @@ def test_the_commands(tmp_path, monkeypatch):
     assert stock["speedup_vs_stock"] == 1
     plan = plan_of(*(((replica(rank, 1, 6),), layers) for rank, layers in enumerate((2, 1, 1))))
     save_plan(plan, "plan.json")
-    slow = (*slow, "--slow-link", "new/nic0:out=50")
+    slow = (*slow, "--slow", "new/nic0:out=50")
     answer = json.loads(_run(("emulate", "plan.json", *common, *slow)))
     assert answer["valid"] is True
     assert len(answer["losses"]) == len(answer["iterations_s"]) == 2

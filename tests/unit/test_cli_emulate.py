@@ -68,11 +68,11 @@ def test_stock_trains_with_the_flags_of_the_layout(run, begun, tmp_path):
 
 def test_links_that_an_error_names_are_there(run, begun):
     model = ("--model", "model.json")
-    told = run(*BASE, *model, "--slow-link", "new/nic0:uot=2").output
+    told = run(*BASE, *model, "--slow", "new/nic0:uot=2").output
     names = told.split("such as ")[1].split(". ")[0].split(", ")
     assert names[0] == "new/nic0:out" and len(names) == 6 and not begun
     for name in names:
-        run(*BASE, *model, "--slow-link", f"{name}=2", "--slow-rank", "3=2@2-3")
+        run(*BASE, *model, "--slow", f"{name}=2", "--slow", "3=2@2-3")
     factors = [each[2]["perturbation"].link_factors for each in begun]
     assert factors == [{name: 0.5} for name in names]
     (spell,) = begun[0][2]["perturbation"].spells

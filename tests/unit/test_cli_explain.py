@@ -68,16 +68,14 @@ def test_the_model_may_come_from_flags(run):
 
 def test_a_slow_rank_slows_the_iteration(run):
     usual = json.loads(run("--model", "model.json", "--json").stdout)
-    slow = run("--model", "model.json", "--json", "--slow-rank", "3=1.5")
+    slow = run("--model", "model.json", "--json", "--slow", "3=1.5")
     by_rank = json.loads(slow.stdout)
     assert by_rank["ranks"][3]["busy_s"] == pytest.approx(1.5 * usual["ranks"][3]["busy_s"])
     assert by_rank["iteration_s"] > usual["iteration_s"]
     assert "limited_by" in usual and "limited_by" not in by_rank  # reasons are of what is usual
-    by_kind = run("--model", "model.json", "--json", "--slow-kind", "A6000=1.5").stdout
+    by_kind = run("--model", "model.json", "--json", "--slow", "A6000=1.5").stdout
     assert json.loads(by_kind)["ranks"][0]["busy_s"] == pytest.approx(by_rank["ranks"][3]["busy_s"])
-    assert [
-        row[1] for row in cells(run("--model", "model.json", "--slow-rank", "3=1.5").stdout)
-    ] == [
+    assert [row[1] for row in cells(run("--model", "model.json", "--slow", "3=1.5").stdout)] == [
         "3",
         "0 to 2",
         "4 to 7",
@@ -90,9 +88,9 @@ def test_a_slow_link_slows_what_crosses_it(run):
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)["iteration_s"]
 
-    names = re.findall(r"\S+/nic0:out", run("--slow-link", "x=2", "--model", "model.json").output)
+    names = re.findall(r"\S+/nic0:out", run("--slow", "x=2", "--model", "model.json").output)
     usual_s = iteration_s()
-    slow_s = max(iteration_s("--slow-link", f"{name.strip(',.')}=50") for name in names)
+    slow_s = max(iteration_s("--slow", f"{name.strip(',.')}=50") for name in names)
     assert slow_s > 1.01 * usual_s
 
 

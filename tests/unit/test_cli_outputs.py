@@ -40,8 +40,8 @@ def stop(*_args, **_kwargs):
 
 OUTPUTS = {
     "plan": ((*PLAN, "--out"), "zorse_megatron.planner.find_plan.find_plan"),
-    "timeline": ((*EXPLAIN, "--timeline"), "zorse_megatron.cli.commands.simulate.simulated"),
-    "trace": ((*EXPLAIN, "--trace"), "zorse_megatron.cli.commands.simulate.simulated"),
+    "timeline": ((*EXPLAIN, "--timeline"), "zorse_megatron.cli.commands.explain.simulated"),
+    "trace": ((*EXPLAIN, "--trace"), "zorse_megatron.cli.commands.explain.simulated"),
     "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.launched_job.load_plan"),
     "compare": ((*COMPARE, "--out"), "zorse_megatron.cli.commands.emulate._compared"),
     "discover": (("discover", "--out"), "zorse_megatron.cli.commands.measure.as_ranks"),
@@ -161,7 +161,7 @@ def test_a_closed_pipe_ends_without_a_word(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(lab_plan()))
     reading, writing = os.pipe()
     os.close(reading)
-    done = zorse(("actions", "plan.json"), tmp_path, stdout=writing)
+    done = zorse(("check", "plan.json", "--actions"), tmp_path, stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
 

@@ -67,7 +67,6 @@ PLANS = {
     "plan": "plan --cluster cluster.yaml --model gpt-1.3b --global-batch-size 4 --max-tp 1 "
     "--use-all --out plan.json",
     "check": "check plan.json cluster.yaml",
-    "actions": "actions plan.json",
     "explain": f"explain {GIVEN} --trace trace.json",
     "compare": "compare --simulated --strategy cephalo --cluster cluster.yaml --model gpt-1.3b "
     "--global-batch-size 4",

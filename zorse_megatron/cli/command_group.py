@@ -28,6 +28,7 @@ _RENAMED = {
     "--equal-parts": "--even-tp",
     "--host-activations": "--activation-offload",
 }
+_SLOW = "Give --slow NAME=FACTOR, for ranks, kinds and links alike."
 REMOVED = {
     "compare-plans": "Run zorse compare --simulated: the same in the simulator.",
     "plan --may-leave-out": _USE_ALL,
@@ -36,6 +37,7 @@ REMOVED = {
     "plan --split-backward": "Leave it out: weight gradients are computed apart where that is "
     "faster. --no-split-backward plans without.",
     **dict.fromkeys(("plan --objective", "plan --budget", "plan --frontier"), _NO_PRICES),
+    "actions": "Run zorse check PLAN --actions.",
     "follow": _FROM_STATUS,
     "supervise": "Write the batch script again with zorse launch --slurm FILE --elastic: it starts "
     "torchrun on each node.",
@@ -48,6 +50,11 @@ REMOVED = {
     "replan": "Run zorse plan --without NODE --out PLAN: the cluster file of the other nodes is "
     "written beside the plan.",
     "explain --no-replan": "Leave it out: zorse explain searches with --search only.",
+    **{
+        f"{command} --slow-{what}": _SLOW
+        for command in ("explain", "emulate", "compare")
+        for what in ("rank", "kind", "link")
+    },
     "profile show": "Run zorse check PROFILE: it shows the same.",
     "profile import": "Measure with zorse profile measure. For published tables in CSV: "
     "python -m scripts.import_profile, in a checkout of zorse-megatron.",

@@ -12,11 +12,11 @@ from zorse_megatron.cli.command_group import Commands, TakesTrainingFlags
 from zorse_megatron.cli.commands.check import check
 from zorse_megatron.cli.commands.elastic import join
 from zorse_megatron.cli.commands.emulate import compare, emulate
+from zorse_megatron.cli.commands.explain import explain
 from zorse_megatron.cli.commands.launch import launch
 from zorse_megatron.cli.commands.measure import discover, doctor, profile
 from zorse_megatron.cli.commands.plan import plan
 from zorse_megatron.cli.commands.run import checkpoint, move, status
-from zorse_megatron.cli.commands.simulate import actions, explain
 from zorse_megatron.cli.commands.weights import export_hf, import_hf
 
 # What goes wrong on our side is reported with a plain traceback, without local variables.
@@ -32,7 +32,6 @@ app.command(cls=TakesTrainingFlags)(launch)
 app.command(cls=TakesTrainingFlags)(join)
 app.command()(status)
 app.command()(move)
-app.command()(actions)
 app.command()(import_hf)
 app.command()(export_hf)
 app.add_typer(profile, name="profile")

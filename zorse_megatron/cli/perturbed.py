@@ -3,9 +3,8 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 _NAMED_LINKS = 6  # how many valid names an error lists
 _LARGEST_FACTOR = 1e6
-_ITERATIONS = re.compile(r"([1-9]\d{0,8})(?:-([1-9]\d{0,8}))?")
+_SLOW = re.compile(r"(.+)=([^=@]+)(?:@([1-9]\d{0,8})(?:-([1-9]\d{0,8}))?)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,198 +33,134 @@ class SlowMachines:
         typer.Option(help="Vary compute times at random: relative standard deviation, e.g. 0.05."),
     ] = 0.0
     seed: Annotated[int, typer.Option(help="Seed for --jitter.")] = 0
-    slow_rank: Annotated[
+    slow: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="RANK=FACTOR", help="Slow a rank's computations down by FACTOR; repeatable."
-        ),
-    ] = None
-    slow_kind: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND=FACTOR", help="Slow all GPUs of a kind down by FACTOR; repeatable."
-        ),
-    ] = None
-    slow_link: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LINK=FACTOR",
-            help="Divide a link's bandwidth by FACTOR; repeatable. new/nic0:out is the outgoing "
-            "side of node new's first NIC; an unknown name lists valid ones.",
+            metavar="NAME=FACTOR",
+            help="Slow a rank (3=1.5), all GPUs of a kind (T4=1.5) or a link (new/nic0:out=4: the "
+            "outgoing side of node new's first NIC) down by FACTOR; repeatable. An unknown name "
+            "lists valid ones. Where a run is emulated, 3=1.5@31-90 is rank 3 in iterations 31 to "
+            "90 only; without -90, to the end.",
         ),
     ] = None
 
     @property
     def is_slow(self) -> bool:
         """Whether anything is."""
-        return bool(self.jitter or self.slow_rank or self.slow_kind or self.slow_link)
+        return bool(self.jitter or self.slow)
 
-    def perturbation(self, costs: WorkloadCosts) -> "Perturbation":
+    def perturbation(self, costs: WorkloadCosts, *, may_end: bool = True) -> "Perturbation":
         """Parse the options. Raises CommandError with everything that is wrong with them.
 
-        A link that takes n times as long has 1/n of its bandwidth.
+        `may_end`: whether a rank may be slow in some iterations only. A link that takes n times as
+        long has 1/n of its bandwidth.
         """
         from zorse_megatron.simulate.assumptions import Perturbation, SlowSpell
 
-        ranks, kinds, links = told = self._told(costs)
-        problems = [problem for each in told for problem in each.problems()]
-        if not 0 <= self.jitter <= 10:  # NaN is neither
-            problems.append(
-                Problem(
-                    where="--jitter",
-                    found=f"{self.jitter}",
-                    expected="a number from 0 to 10",
-                    remedy="0.05 varies compute times by about 5 %.",
-                )
-            )
+        told = {text: _Slow.of(text) for text in self.slow or ()}
+        found = [each for each in map(_Slow.of, self.slow or ()) if each is not None]
+        kinds, world_size = costs.cluster.kinds, costs.cluster.world_size
+        ranks = {str(rank): rank for rank in range(world_size)}
+        has_links = not {each.name for each in found} <= ranks.keys() | kinds.keys()
+        links = link_names(costs.inputs.comm, world_size) if has_links else ()
+        problems = [*self._jitter_problems(), *_named_twice(found)]
+        problems += _problems(told, ranks, kinds, links, may_end=may_end)
         refuse(problems)
-        spells = [each for each in ranks.found if each.first]
+        always = {each.name: each.factor for each in found if each.first is None}
         return Perturbation(
             jitter=self.jitter,
             seed=self.seed,
-            rank_factors={int(each.name): each.factor for each in ranks.found if not each.first},
-            kind_factors={each.name: each.factor for each in kinds.found},
-            link_factors={each.name: 1 / each.factor for each in links.found},
+            rank_factors={rank: always[name] for name, rank in ranks.items() if name in always},
+            kind_factors={name: always[name] for name in kinds if name in always},
+            link_factors={name: 1 / always[name] for name in links if name in always},
             spells=tuple(
                 SlowSpell(
-                    rank=int(each.name),
+                    rank=ranks[each.name],
                     factor=each.factor,
                     first_iteration=each.first,
                     last_iteration=each.last,
                 )
-                for each in spells
+                for each in found
+                if each.first is not None
             ),
         )
 
-    def _told(self, costs: WorkloadCosts) -> tuple["_Slow", "_Slow", "_Slow"]:
-        """Ranks, kinds and links."""
-        cluster, comm = costs.cluster, costs.inputs.comm
-        ranks = _Slow(
-            option="--slow-rank",
-            texts=self.slow_rank or (),
-            may_end=isinstance(self, SlowIterations),
-            known=lambda: list(map(str, range(cluster.world_size))),
-            expected=lambda _: f"a rank from 0 to {cluster.world_size - 1}",
-            remedy="zorse check prints which ranks a plan has.",
-        )
-        kinds = _Slow(
-            option="--slow-kind",
-            texts=self.slow_kind or (),
-            known=lambda: list(cluster.kinds),
-            expected=lambda _: f"one of {', '.join(cluster.kinds)}, the kinds of this cluster",
-            remedy="Use a kind of the cluster file, as the table of ranks shows it.",
-        )
-        links = _Slow(
-            option="--slow-link",
-            texts=self.slow_link or (),
-            known=partial(link_names, comm, cluster.world_size),
-            expected=partial(_some_links, comm, cluster.world_size),
-            remedy="Link names are built from the node and switch names in the cluster file.",
-        )
-        return ranks, kinds, links
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlowIterations(SlowMachines):
-    """The same over several iterations: a rank may be slow in some of them."""
-
-    slow_rank: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RANK=FACTOR[@FIRST[-LAST]]",
-            help="Slow a rank's computations down by FACTOR, in these iterations or all; "
-            "repeatable.",
-        ),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Factor:
-    """`NAME=FACTOR[@FIRST[-LAST]]`."""
-
-    name: str
-    factor: float
-    first: int = 0
-    """Iteration, counted from 1; 0: slow all the time."""
-    last: int | None = None
-    """None: it stays slow."""
-
-    @classmethod
-    def of(cls, text: str, *, may_end: bool) -> "_Factor | None":
-        """None: it is something else."""
-        name, _, rest = text.rpartition("=")
-        number, at, when = rest.partition("@") if may_end else (rest, "", "")
-        try:
-            factor = float(number)
-        except ValueError:
-            return None
-        if not name or not 0 < factor <= _LARGEST_FACTOR:  # NaN is neither
-            return None
-        if not at:
-            return cls(name=name, factor=factor)
-        spell = _ITERATIONS.fullmatch(when)
-        if spell is None or int(spell[2] or spell[1]) < int(spell[1]):
-            return None
-        last = int(spell[2]) if spell[2] else None
-        return cls(name=name, factor=factor, first=int(spell[1]), last=last)
+    def _jitter_problems(self) -> Iterator[Problem]:
+        if not 0 <= self.jitter <= 10:  # NaN is neither
+            yield Problem(
+                where="--jitter",
+                found=f"{self.jitter}",
+                expected="a number from 0 to 10",
+                remedy="0.05 varies compute times by about 5 %.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Slow:
-    """What one option says."""
+    """`NAME=FACTOR[@FIRST[-LAST]]`."""
 
-    option: str
-    texts: Sequence[str]
-    may_end: bool = False
-    """Whether it may be slow in some iterations only."""
-    known: Callable[[], Sequence[str]]
-    """The names that there are; asked for where there are factors."""
-    expected: Callable[[str], str]
-    """What an unknown name might have been."""
-    remedy: str
+    name: str
+    factor: float
+    first: int | None
+    """Iteration, counted from 1; None: slow all the time."""
+    last: int | None
+    """None: it stays slow."""
 
-    @cached_property
-    def found(self) -> list[_Factor]:
-        """Those texts that are factors."""
-        parsed = (_Factor.of(text, may_end=self.may_end) for text in self.texts)
-        return [each for each in parsed if each is not None]
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield names with two factors, texts that are no factor, and unknown names."""
-        names = Counter(each.name for each in self.found if not each.first)
-        for name, count in names.items():
-            if count > 1:
-                yield Problem(
-                    where=self.option,
-                    found=f'"{name}" {count} times',
-                    expected="one factor for each",
-                    remedy="Leave out all but one.",
-                )
-        for text in self.texts:
-            if _Factor.of(text, may_end=self.may_end) is None:
-                name = text.partition("=")[0] or "3"
-                yield Problem(
-                    where=self.option,
-                    found=f'"{text}"',
-                    expected="NAME=FACTOR with a factor above 0",
-                    remedy=f"For example, {self.option} {name}=1.3 is 30 % slower.",
-                )
-        known = self.known() if self.found else ()
-        for name in dict.fromkeys(each.name for each in self.found):
-            if name not in known:
-                yield Problem(
-                    where=self.option,
-                    found=f'"{name}"',
-                    expected=self.expected(name),
-                    remedy=self.remedy,
-                )
+    @classmethod
+    def of(cls, text: str) -> "_Slow | None":
+        """None: it is something else."""
+        if (match := _SLOW.fullmatch(text)) is None:
+            return None
+        first, last = (int(each) if each else None for each in match.groups()[2:])
+        try:
+            factor = float(match[2])
+        except ValueError:
+            return None
+        is_spell = first is None or last is None or first <= last
+        if not is_spell or not 0 < factor <= _LARGEST_FACTOR:  # NaN is neither
+            return None
+        return cls(name=match[1], factor=factor, first=first, last=last)
 
 
-def _some_links(comm: "CommCost", world_size: int, name: str) -> str:
-    """List the closest valid names first."""
-    known = link_names(comm, world_size)
-    some = difflib.get_close_matches(name, known, n=_NAMED_LINKS, cutoff=0.0)
-    return f"one of the {len(known)} links between GPUs, such as {', '.join(some)}"
+def _named_twice(found: list[_Slow]) -> Iterator[Problem]:
+    counts = Counter(each.name for each in found if each.first is None)
+    for name, count in counts.items():
+        if count > 1:
+            yield Problem(
+                where="--slow",
+                found=f'"{name}" {count} times',
+                expected="one factor for each",
+                remedy="Leave out all but one.",
+            )
+
+
+def _problems(
+    told: Mapping[str, _Slow | None],
+    ranks: Collection[str],
+    kinds: Collection[str],
+    links: Collection[str],
+    *,
+    may_end: bool,
+) -> Iterator[Problem]:
+    """Yield texts that are no factor, unknown names, and iterations where there are none."""
+    for text, each in told.items():
+        if each is None:
+            expected = "NAME=FACTOR with a factor above 0"
+            remedy = "For example, with --slow 3=1.3 rank 3 is 30 % slower."
+        elif each.name not in (*ranks, *kinds, *links):
+            # The closest names first.
+            some = difflib.get_close_matches(each.name, links, n=_NAMED_LINKS, cutoff=0.0)
+            expected = (
+                f"a rank from 0 to {len(ranks) - 1}, one of the kinds {', '.join(kinds)}, or one "
+                f"of the {len(links)} links between GPUs, such as {', '.join(some)}"
+            )
+            remedy = "Link names are built from the node and switch names in the cluster file."
+        elif each.first is not None and not (may_end and each.name in ranks):
+            expected = "iterations of a rank only, and where several are emulated"
+            remedy = "Leave them out, from @ on."
+        else:
+            continue
+        yield Problem(where="--slow", found=f'"{text}"', expected=expected, remedy=remedy)
 
 
 def link_names(comm: "CommCost", world_size: int) -> tuple[str, ...]:

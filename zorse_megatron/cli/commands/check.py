@@ -32,6 +32,7 @@ from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.profile import Profile
 from zorse_megatron.inputs.rank_placement import cluster_problems
 from zorse_megatron.plan.plan import Plan
+from zorse_megatron.schedule.lower import lower_plan
 
 T = TypeVar("T")
 
@@ -78,6 +79,12 @@ class Files:
     cluster: Annotated[
         Path | None, typer.Option("--cluster", metavar="YAML", help="A cluster file, as FILE.")
     ] = None
+    actions: Annotated[
+        bool,
+        typer.Option(
+            "--actions", help="Print what each rank of a plan executes in one iteration, in order."
+        ),
+    ] = False
 
 
 @partial(answers, errors_to_stderr=False)
@@ -107,11 +114,14 @@ def check(*, files: Files, given: WorkloadOptions, margin: Margin = 0.0) -> Outp
     together = checks_of(checked, said)
     results: list[CheckedFile | Checked] = [*checked, *together]
     errors = [each.error for each in results if each.error is not None]
+    plans = [file.content for file in checked if isinstance(file.content, Plan)]
+    lists = [str(lower_plan(plan)) for plan in plans if files.actions]
     return Output(
-        values=_as_json(checked, together, errors),
+        values={**_as_json(checked, together, errors), "actions": [*map(str.splitlines, lists)]},
         shown=[
             *(each for file in checked for each in file.shown),
             *(str(each.error or f"{each.what}: OK, {each.found}") for each in together),
+            *lists,
         ],
         ok=not errors,
     )

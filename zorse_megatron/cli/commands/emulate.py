@@ -32,7 +32,7 @@ from zorse_megatron.cli.options import (
     answers,
     given_options,
 )
-from zorse_megatron.cli.perturbed import SlowIterations
+from zorse_megatron.cli.perturbed import SlowMachines
 from zorse_megatron.cli.plan_options import UseAll, strategy_named
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload_costs import (
@@ -137,7 +137,7 @@ def emulate(
     cluster: ClusterFile,
     given: WorkloadOptions,
     iterations: Iterations = 4,
-    slow: SlowIterations,
+    slow: SlowMachines,
     emulation: EmulationOptions,
     as_json: bool,
 ) -> Output:
@@ -328,7 +328,7 @@ def _as_json(run: "EmulatedRun", predicted: "SimulationResult") -> dict[str, Any
 # `zorse compare`: stock Megatron, the baselines and ours, on one emulated or simulated cluster.
 
 
-_EMULATED = ("iterations", "jitter", "seed", "slow_rank", "slow_kind", "slow_link")
+_EMULATED = ("iterations", "jitter", "seed", "slow")
 """Options of what trains."""
 
 
@@ -410,7 +410,7 @@ def compare(
     given: PlannedWorkload,
     margin: Margin = DEFAULT_MARGIN,
     comparison: ComparisonOptions,
-    slow: SlowIterations,
+    slow: SlowMachines,
     as_json: bool,
 ) -> Output:
     """Compare stock Megatron and every strategy's plan, trained on an emulated cluster."""

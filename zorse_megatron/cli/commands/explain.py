@@ -1,4 +1,4 @@
-"""`zorse simulate`, `explain`, `actions`, `schema`: what a plan does, and why it takes as long."""
+"""`zorse explain`: what a plan takes, why it takes as long, and what would help."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,10 +12,8 @@ from rich.table import Table
 from zorse_megatron.cli.console import (
     Output,
     Tell,
-    print_plain,
     progress_shown,
     refusal,
-    reported_errors,
 )
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
@@ -78,11 +76,11 @@ def explain(
     costs = costs_for_plan(
         plan, cluster, given.workload(plan), given.profiles, source=source, margin=margin
     )
-    perturbation = slow.perturbation(costs)
+    perturbation = slow.perturbation(costs, may_end=False)
     if search and slow.is_slow:
         raise refusal(
             "--search",
-            "it with --slow-rank, --slow-kind, --slow-link or --jitter",
+            "it with --slow or --jitter",
             "one of the two: plans are searched for GPUs and links as they are",
             "Leave one of them out.",
         )
@@ -173,25 +171,3 @@ class _Simulated:
             yield from reasons.sentences[1:]  # the first one says the same
         yield rank_table(plan, result, self.costs.cluster)
         yield from (f"does not fit: {problem}" for problem in self.problems)
-
-
-# `zorse actions`: print what each rank executes in one iteration.
-
-
-def actions(
-    path: PlanFile,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this global rank.")] = None,
-) -> None:
-    """Print what each rank executes in one iteration of a plan, in order."""
-    from zorse_megatron.schedule.lower import lower_plan
-
-    with reported_errors():
-        plan = load_plan(path)
-        lists = lower_plan(plan)
-    if rank is not None and rank >= plan.world_size:
-        raise typer.BadParameter(
-            f"found {rank}; expected 0 to {plan.world_size - 1}, the ranks of {path}",
-            param_hint="--rank",
-        )
-    lines = str(lists).splitlines()
-    print_plain("\n".join(lines) if rank is None else lines[rank])
