@@ -286,7 +286,7 @@ def test_a_plan_for_the_nodes_that_are_left(run, tmp_path):
     result = run(*left, "--out", "left.json")
     assert result.exit_code == 0, result.output
     assert "\nWithout old: GPUs used: 4 A6000 (all 4); none left out\n" in result.stdout
-    assert "written to left.json, its cluster file to left.cluster.yaml\n" in result.stdout
+    assert "written to left.json, its cluster file to left.cluster.yaml; " in result.stdout
     written = (tmp_path / "left.cluster.yaml").read_text()
     assert "# Without old.\n" in written and "V100" not in written
     assert run("check", "left.json", "left.cluster.yaml", "model.json").exit_code == 0

@@ -15,7 +15,6 @@ from tests.unit.planner_cases import random_case
 from tests.unit.test_selection import random_nodes
 from tests.unit.test_stock_search import cluster_of
 from zorse_megatron.cli import answer as plan_answer
-from zorse_megatron.cli.short_answer import MOST_LINES, WIDTH
 from zorse_megatron.errors import Problem
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.plan.plan import Offload
@@ -194,7 +193,6 @@ def test_the_answer_of_the_strategy_stock(run):
     """Unmodified Megatron's time first, its flags, what starts it on the GPUs it is best on."""
     told = run(*STOCK, "--out", "stock.json").stdout
     lines = told.splitlines()
-    assert len(lines) <= MOST_LINES
     assert re.match(r"[\d.]+ ms per iteration on unmodified Megatron, [\d,]+ tokens/s", lines[0])
     (runtime,) = (line for line in lines if line.startswith("The same layout on this package's"))
     assert re.search(r": [\d.]+ ms \((as long|[\d.]+ % shorter)\)$", runtime)
@@ -203,9 +201,8 @@ def test_the_answer_of_the_strategy_stock(run):
     assert answer["iteration_s"] == best["iteration_s"] >= answer["runtime_iteration_s"]
     assert best["hosts"] == [{"name": "near", "gpus": [0, 1]}]
     assert best["ranks"] == answer["used_ranks"] == [2, 3]
-    start = next(at for at, line in enumerate(lines) if line.startswith("flags of stock"))
-    flags = shlex.split("\n".join(lines[start:]).partition(": ")[2].replace("\\\n", ""))
-    assert flags[: len(best["flags"])] == best["flags"]
+    (flags,) = (line for line in lines if line.startswith("flags of stock"))
+    assert shlex.split(flags.partition(": ")[2]) == best["flags"]
     assert "GPUs in the order of its ranks: near (0,1)" in lines
     words = shlex.split(answer["next_command"])
     assert words[:4] == ["zorse", "launch", "stock.json", "--stock"]
@@ -282,7 +279,6 @@ def test_stock_is_recommended_where_a_plan_is_hardly_faster(run, monkeypatch):
             told = run(*PLAN, "--tokens", "1T", "--out", "new.json")
             lines = told.stdout.splitlines()
             assert any(line.startswith(said) for line in lines), told.output
-            assert len(lines) <= MOST_LINES and max(map(len, lines)) <= WIDTH
             of_stock = "zorse launch new.stock.json --stock --cluster new.stock.cluster.yaml"
             assert (of_stock in told.output) == (share < 1.03)
             answer = json.loads(run(*PLAN, "--json").stdout)

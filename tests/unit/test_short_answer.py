@@ -1,4 +1,4 @@
-"""What `zorse plan` says first, on twelve lines: for clusters of all sorts, by a quick strategy."""
+"""What `zorse plan` says first: for clusters of all sorts, by a quick strategy."""
 
 import json
 import re
@@ -14,7 +14,6 @@ from tests.unit.cli_samples import EXAMPLES, FLAGS, WORKLOAD, runner_in
 from zorse_megatron.cli.gpu_selection import Found, spares
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.plan_options import tokens_named
-from zorse_megatron.cli.short_answer import MOST_LINES, WIDTH
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.flags.model_in_flags import flags_of_shape, shape_from_flags
 from zorse_megatron.flags.torch_builds import short_build_note
@@ -22,14 +21,8 @@ from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS
 
 pytestmark = pytest.mark.usefixtures("few_layouts")  # what stock takes is another test's
-LAPTOP = """\
-nodes:
-  - {name: server, gpus: 4 x A100-80, nics: 10 Gb/s}
-  - {name: laptop, gpus: 1 x RTX3080, nics: 1 Gb/s}
-"""
 ONE = "nodes: [{gpus: 1 x RTX3090}]"
 NEVER_MEASURED = "nodes: [{gpus: 2 x RTX5090}]"
-EQUAL_16 = "nodes: [{name: a, count: 2, gpus: 8 x A100-80, nics: 400 Gb/s}]"
 MIX = "nodes: [{name: a, gpus: [1 x A6000, 1 x V100-16, 1 x P100, 1 x T4], nics: 10 Gb/s}]"
 PROFILE = ("--profile", str(EXAMPLES / "mini-profile.json"), "--dtype", "float16")
 
@@ -42,9 +35,7 @@ CLUSTERS = {
     "lab": (example("two-node-lab"), "llama-3b", 16, ()),
     "mini-b": (example("mini-b"), "llama-3b", 128, ("--seq-length", "1024", "--use-all", *PROFILE)),
     "two-sites": (example("two-sites"), "llama-3b", 32, ("--dtype", "auto", "--use-all")),
-    "laptop": (LAPTOP, "llama-1b", 60, ()),
     "one": (ONE, "llama-1b", 16, ()),
-    "equal": (EQUAL_16, "llama-7b", 64, ()),
     "never measured": (NEVER_MEASURED, "llama-1b", 8, ()),
     "four kinds": (MIX, "gpt-1.3b", 12, ()),
 }
@@ -52,7 +43,6 @@ CLUSTERS = {
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(WIDTH))
     return runner_in(tmp_path, monkeypatch)
 
 
@@ -64,22 +54,20 @@ def planned(run, tmp_path, cluster, *more):
 
 
 def command_in(lines: list[str]) -> list[str]:
-    """The words of the last lines, which a shell joins where they end with a backslash."""
-    start = next(number for number, line in enumerate(lines) if line.startswith("next"))
-    return shlex.split("\n".join(lines[start:]).partition(": ")[2].replace("\\\n", ""))
+    """The words of the last line."""
+    assert lines[-1].startswith("next")
+    return shlex.split(lines[-1].partition(": ")[2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_the_answer_has_what_one_wants_to_know_on_twelve_lines(name, run, tmp_path):
+def test_the_answer_has_what_one_wants_to_know(name, run, tmp_path):
     cluster, model, batch, options = CLUSTERS[name]
     told = planned(
         *(run, tmp_path, cluster, "--model", model, "--global-batch-size", batch),
         *("--strategy", "cephalo", "--tokens", "1T", "--out", "new.json", *options),
     )
     lines = told.splitlines()
-    assert len(lines) <= MOST_LINES
-    assert [line for line in lines if len(line) > WIDTH] == []
     assert re.match(
         r"[\d.,]+ (us|ms|s|min) per iteration, [\d,.]+ tokens/s, ± \d+ % \(simulated", lines[0]
     )
@@ -97,7 +85,6 @@ def test_the_answer_has_what_one_wants_to_know_on_twelve_lines(name, run, tmp_pa
 def test_without_a_file_the_next_command_writes_one(run):
     plan = ("plan", "--cluster", "cluster.yaml", "--strategy", "cephalo", "--use-all")
     told = run(*plan, "--", "pretrain_gpt.py", *FLAGS).stdout.splitlines()
-    assert len(told) <= MOST_LINES and max(map(len, told)) <= WIDTH
     words = command_in(told)
     assert words == ["zorse", *plan, "--out", "plan.json", "--", "pretrain_gpt.py", *FLAGS]
     assert parsed(words).params["out"].name == "plan.json"
@@ -114,37 +101,12 @@ def parsed(words: list[str]) -> typer.Context:
     return command.make_context(words[1], words[2:], parent=parent)
 
 
-def test_a_long_training_command_stays_on_one_line(run):
-    flags = [*FLAGS, "--data-path", *(f"/data/shard-{number:04d}" for number in range(90))]
-    told = run(
-        *("plan", "--cluster", "cluster.yaml", "--strategy", "cephalo", "--use-all"),
-        *("--out", "new.json"),
-        *("--", "pretrain_gpt.py", *flags),
-    )
-    lines = told.stdout.splitlines()
-    assert len(lines) <= MOST_LINES
-    assert max(map(len, lines[:-1])) <= WIDTH
-    assert command_in(lines)[-len(flags) :] == flags
-
-
 def test_what_is_to_be_done_is_in_the_short_answer(run, tmp_path):
-    """Within the twelve lines: a build of torch, and an attention that the GPUs do not have."""
+    """A build of torch, and an attention that the GPUs do not have."""
     told = planned(
-        *(
-            run,
-            tmp_path,
-            MIX,
-            "--strategy",
-            "cephalo",
-            "--use-all",
-            "--out",
-            "new.json",
-            "--",
-            "pretrain.py",
-        ),
+        *(run, tmp_path, MIX, "--strategy", "cephalo", "--use-all", "--", "pretrain.py"),
         *(*FLAGS[:-1], "12", "--attention-backend", "flash"),
     )
-    assert len(told.splitlines()) <= MOST_LINES
     assert "V100-16, P100 need: pip install 'torch==" in told
     assert "V100-16 and P100 and T4 cannot run what --attention-backend asks for" in told
 
@@ -242,7 +204,6 @@ def test_which_build_of_torch_to_install_is_one_line():
     assert short_build_note(["A100-40"]) == ""
     note = short_build_note(["V100-16", "A6000"])
     assert note.startswith("V100-16 need: pip install 'torch==")
-    assert len(note) <= WIDTH
     assert short_build_note(["P100", "B200"]) == (
         "No published build of torch runs on all of P100, B200"
     )

@@ -1,4 +1,4 @@
-"""The answer of `zorse plan`: what is known of a plan, as lines and tables and as JSON."""
+"""The answer of `zorse plan`: what is known of a plan, and as JSON."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,22 +6,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-from rich.text import Text
-
-from zorse_megatron.cli.gpu_selection import Found, gpus_of, spares
+from zorse_megatron.cli.gpu_selection import Found
 from zorse_megatron.cli.next_command import NextCommand
 from zorse_megatron.cli.observed_run import ObservedRun
 from zorse_megatron.cli.plan_options import Tokens
-from zorse_megatron.cli.short_answer import flag_lines, short_lines
-from zorse_megatron.cli.tables import plan_line, plan_table
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
 from zorse_megatron.files.strict import plain
-from zorse_megatron.files.wording import duration, figure, memory, number_of
+from zorse_megatron.files.wording import memory
 from zorse_megatron.flags.torch_builds import build_notes
 from zorse_megatron.launch.elastic.replan import NodesLeft
-from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.lower import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -31,9 +25,7 @@ if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Outcome
 
 
-_MAX_REJECTED = 5
 _MAX_REASONS = 3
-_MAX_SELECTIONS = 12
 _DAY_S = 86_400.0
 # Beyond it, explaining takes as long as searching; `zorse explain` still does it.
 MOST_EXPLAINED = 512
@@ -89,7 +81,7 @@ class Answer:
     @property
     def num_gpus(self) -> int:
         """Those of the whole cluster."""
-        return self.found.whole.cluster.world_size
+        return self.found.num_gpus
 
     @property
     def best_stock(self) -> "StockLayout | None":
@@ -124,7 +116,14 @@ class Answer:
     @property
     def cannot_train(self) -> str | None:
         """Why this version cannot train the plan; None where it can."""
-        return not_trainable_yet(self.outcome.plan)
+        try:
+            refuse_unsupported(self.outcome.plan)
+        except PlanError as error:
+            reasons = [f"{each.where} has {each.found}" for each in error.problems]
+            more = f" and {len(reasons) - _MAX_REASONS} more" * (len(reasons) > _MAX_REASONS)
+            listed = ", ".join(dict.fromkeys(reasons[:_MAX_REASONS]))
+            return f"this version cannot train this plan yet: {listed}{more}"
+        return None
 
     def days(self, factor: float = 1.0) -> float:
         """How long `tokens` take if an iteration takes so many times what is predicted."""
@@ -150,14 +149,6 @@ class Answer:
         """What the run gains by going on under the plan; None: there is no run."""
         return None if self.run is None else self.run.move_to(self.outcome, self.written.plan)
 
-    def lines(self, *, is_verbose: bool) -> Iterator[str | Table]:
-        """In short; `is_verbose`: then the plan, its reasons, what was rejected, notes."""
-        yield from short_lines(self, is_all=is_verbose)
-        if is_verbose:
-            yield from _details(self)
-        if self.run is not None and self.move is not None:
-            yield from self.run.lines(self.move)
-
 
 def answer_of(
     found: Found,
@@ -181,56 +172,6 @@ def answer_of(
         left=left,
         run=run,
     )
-
-
-def not_trainable_yet(found: Plan) -> str | None:
-    """Say why this version cannot train a plan; None where it can."""
-    try:
-        refuse_unsupported(found)
-    except PlanError as error:
-        reasons = [f"{each.where} has {each.found}" for each in error.problems]
-        more = f" and {len(reasons) - _MAX_REASONS} more" if len(reasons) > _MAX_REASONS else ""
-        listed = ", ".join(dict.fromkeys(reasons[:_MAX_REASONS]))
-        return f"this version cannot train this plan yet: {listed}{more}"
-    return None
-
-
-def _details(answer: Answer) -> Iterator[str | Table]:
-    outcome, counts = answer.outcome, answer.outcome.considered
-    yield plan_line(outcome.plan)
-    yield plan_table(outcome.plan)
-    if not answer.is_stock:
-        yield from flag_lines(answer, is_one=True)
-    yield from _selection(answer.found)
-    yield from answer.sentences
-    yield (
-        f"Searched in {duration(outcome.plan_time_s)}: {number_of(counts.groupings, 'grouping')}, "
-        f"{number_of(counts.estimated, 'candidate')} estimated, {counts.simulated} simulated"
-    )
-    yield from (f"rejected: {each.what}: {each.why}" for each in outcome.rejected[:_MAX_REJECTED])
-    yield from (f"note: {note}" for note in answer.notes)
-
-
-def _selection(found: Found) -> Iterator[str | Table]:
-    """Which GPUs are left out, and the other selections that were searched."""
-    if not found.points:
-        return
-    if not found.left_out:
-        yield "uses all GPUs of the cluster"
-        return
-    number = found.whole.cluster.world_size
-    everything = next(point for point in found.points if len(point.ranks) == number)
-    takes = duration(everything.iteration_s) if everything.fits else "more memory than there is"
-    yield f"{spares(found)} (with all GPUs: {takes})"
-    table = Table("GPUs", "Iteration", "Tokens/s", "")
-    for point in [point for point in found.points if point.fits][:_MAX_SELECTIONS]:
-        table.add_row(
-            Text(gpus_of(found.whole.cluster, point.ranks)),
-            duration(point.iteration_s),
-            figure(point.tokens_per_s),
-            "chosen" if point.ranks == found.ranks else "",
-        )
-    yield table
 
 
 def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:

@@ -59,9 +59,14 @@ class Found:
     """The cluster file of these GPUs; None where they are all."""
 
     @property
+    def num_gpus(self) -> int:
+        """Those of the whole cluster."""
+        return self.whole.cluster.world_size
+
+    @property
     def left_out(self) -> tuple[int, ...]:
         """Ranks of the whole cluster."""
-        return tuple(sorted(set(range(self.whole.cluster.world_size)) - set(self.ranks)))
+        return tuple(sorted(set(range(self.num_gpus)) - set(self.ranks)))
 
 
 def find(

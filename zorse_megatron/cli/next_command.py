@@ -16,9 +16,6 @@ from zorse_megatron.launch.stock_command import stripped_of_layout
 
 _OF_THIS_ANSWER = ("--json", "--verbose", "-v")
 _DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
-_CONTINUED = " \\"
-_INDENT = "  "
-_LACKING = "your data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,28 +33,8 @@ class NextCommand:
 
     @property
     def line(self) -> str:
-        """For people, on one line."""
-        return f"{self._start}{self.text}"
-
-    @property
-    def _start(self) -> str:
-        return f"next (add {_LACKING}): " if self.lacks_data else "next: "
-
-    def lines(self, width: int) -> list[str]:
-        """For people, on lines of a width that a shell joins; one that is longer stays as it is."""
-        return shell_lines(self._start, self.words, width)
-
-
-def shell_lines(start: str, words: Sequence[str], width: int) -> list[str]:
-    """Words on lines of a width that a shell joins; one that is longer stays as it is."""
-    lines = [start]
-    for piece in _pieces(words):
-        room = width - len(_CONTINUED)
-        if len(lines[-1]) + len(piece) > room and lines[-1].strip():
-            lines[-1] = lines[-1].rstrip() + _CONTINUED
-            lines.append(_INDENT)
-        lines[-1] += f"{piece} "
-    return [line.rstrip() for line in lines]
+        """For people, who may paste it as it is."""
+        return f"next{' (add your data)' * self.lacks_data}: {self.text}"
 
 
 def next_command(
@@ -95,7 +72,7 @@ def next_command(
     what = ("--", *flags) if flags is not None else ("--model", model or "")
     options = ("--profile", "--dtype", "--seq-length", "--margin")
     kept = [
-        word for piece in _pieces_of(own) if piece[0].partition("=")[0] in options for word in piece
+        word for piece in _pieces(own) if piece[0].partition("=")[0] in options for word in piece
     ]
     return NextCommand(words=("zorse", "explain", *files, *kept, *what))
 
@@ -128,12 +105,8 @@ def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
     )
 
 
-def _pieces(words: Sequence[str]) -> Iterator[str]:
-    """Each option with its values, which stay on one line."""
-    return map(shlex.join, _pieces_of(words))
-
-
-def _pieces_of(words: Sequence[str]) -> Iterator[list[str]]:
+def _pieces(words: Sequence[str]) -> Iterator[list[str]]:
+    """Each option with its values."""
     piece: list[str] = []
     for word in words:
         if word.startswith("-") and piece:

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.answer import Answer, Written
+from zorse_megatron.cli.answer_lines import lines_of
 from zorse_megatron.cli.console import Errors, progress_shown, refuse
 from zorse_megatron.cli.gpu_selection import Found
 from zorse_megatron.cli.simulated import capacities_bytes, rank_table, simulated, types_of
@@ -191,7 +192,7 @@ def page_of(answer: Answer, *, shows_progress: bool) -> str:
         [
             f"{costs.inputs.global_batch_size} samples of {costs.inputs.sequence_length:,} tokens "
             f"an iteration, {types_of(plan, costs)}",
-            *answer.lines(is_verbose=True),
+            *lines_of(answer, is_verbose=True),
             rank_table(plan, result, costs.cluster),
             *(
                 one_more_sentences(more)

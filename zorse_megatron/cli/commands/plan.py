@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.answer import Answer, answer_as_json, answer_of
+from zorse_megatron.cli.answer_lines import lines_of
 from zorse_megatron.cli.console import (
     Errors,
     Output,
@@ -81,7 +82,7 @@ def plan(
     answer, lost = _answered(task, found, outputs, given, cluster)
     is_gone = lost is not None and answer.written.plan is None
     plan_text = [dump_plan(answer.outcome.plan).rstrip()] if is_gone else []  # it took a search
-    lines = (*answer.lines(is_verbose=shown.verbose), *plan_text)
+    lines = (*lines_of(answer, is_verbose=shown.verbose), *plan_text)
     Output(values=answer_as_json(answer), shown=lines, error=lost).print(as_json=as_json)
     with reported_errors():  # on stderr: the plan's JSON has been printed
         if outputs.page is not None:
