@@ -7,12 +7,14 @@ parsed (`check_arguments`), which may say more, as from a checkpoint.
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
 from zorse_megatron.errors import Problem
+from zorse_megatron.flags import conditions
 from zorse_megatron.flags.command import Command, unknown_flags
-from zorse_megatron.flags.conditions import OF_COMMANDS, OF_PLANS, Case, is_given, own_entry_trains
+from zorse_megatron.flags.conditions import Case, is_given, own_entry_trains
 from zorse_megatron.flags.table import Row, defaults, further_rows, names_of, row_of, spelling_of
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.plan.plan import Plan
@@ -100,7 +102,7 @@ def _problems(case: Case, *, by_stock: bool = False) -> list[Problem]:
 
 
 def _further(case: Case, some: Iterable[Row]) -> Iterator[Problem]:
-    """By rows with a condition."""
+    """By rows that refuse a flag when something else holds."""
     for row in some:
         for name in names_of(row) if row.flags else [""]:
             for filled in _filled(case, row, name):
@@ -108,14 +110,20 @@ def _further(case: Case, some: Iterable[Row]) -> Iterator[Problem]:
 
 
 def _filled(case: Case, row: Row, name: str) -> Iterable[Mapping[str, object]]:
+    """What fills in the row's braces, once for each problem."""
     value = case.value(name)
     if row.values is not None and value not in row.values:
         return ()
     if row.accepted and (defaults().get(name) if value is None else value) in row.accepted:
         return ()
-    if row.when in OF_PLANS:
-        return () if case.plan is None else OF_PLANS[row.when](case, case.plan, name)
-    return OF_COMMANDS[row.when](case, name)
+    if not case.has(row.beside):
+        return ()
+    if not row.when:
+        return ({},)
+    condition = getattr(conditions, row.when)
+    if "plan" not in signature(condition).parameters:
+        return condition(case, name)
+    return () if case.plan is None else condition(case, case.plan, name)
 
 
 def _problem(

@@ -1,12 +1,13 @@
 """What the further reasons of `flags.yaml` depend on: the command, its plan, the plan's GPUs.
 
-A condition is asked for an argument and yields what fills in the braces of its row, once for each
-problem. Arguments that Megatron derives are None at first and skipped; they are asked about again.
+A condition, which rows name, is asked for an argument and yields what fills in the braces of its
+row, once for each problem. One that takes a plan is asked where there is one. Arguments that
+Megatron derives are None at first and skipped; they are asked about again.
 """
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,13 @@ class Case:
         value = getattr(self.args, name, None)
         return getattr(value, "name", value)
 
+    def has(self, beside: Mapping[str, str | bool]) -> bool:
+        """Whether these arguments have these values; true: whether they are on, or given."""
+        return all(
+            bool(self.value(name)) if wanted is True else self.value(name) == wanted
+            for name, wanted in beside.items()
+        )
+
     def integer(self, name: str) -> int | None:
         """An argument that is a whole number by now."""
         value = self.value(name)
@@ -82,13 +90,11 @@ def layout(num_layers: Sequence[int]) -> str | None:
 
 def barring_tp(args: Namespace) -> list[str]:
     """Flags with which no plan may have TP groups, as they are spelled."""
-    barring = {plan_has_tp_groups.__name__}
-    if getattr(args, "sequence_parallel", False):
-        barring.add(tp_groups_split_sequences.__name__)
-    barred = [row for row in further_rows() if row.when in barring]
+    case = Case(args=args, plan=None)
     return [
         spelling_of(name)
-        for row in barred
+        for row in further_rows()
+        if row.when == plan_has_tp_groups.__name__ and case.has(row.beside)
         for name in row.flags.split()
         if _or_default(getattr(args, name, None), name) not in row.accepted
     ]
@@ -106,17 +112,6 @@ def _or_default(value: Any, name: str) -> Any:
 
 
 # Of the command alone.
-
-
-def always(case: Case, name: str) -> Filled:
-    """Whatever else it says."""
-    yield {}
-
-
-def layers_are_local(case: Case, name: str) -> Filled:
-    """The local implementation has one attention; stock would take another without a word."""
-    if case.value("transformer_impl") == "local":
-        yield {}
 
 
 def full_recomputation_lacks_settings(case: Case, name: str) -> Filled:
@@ -140,18 +135,6 @@ def modules_are_of_other_layers(case: Case, name: str) -> Filled:
         yield {"others": ", ".join(sorted(others)), "known": ", ".join(RECOMPUTED_MODULES)}
 
 
-def adapters_are_trained(case: Case, name: str) -> Filled:
-    """Alone; the rest is frozen."""
-    if getattr(case.args, "zorse_lora", None) is not None:
-        yield {}
-
-
-def adapters_beside_experts(case: Case, name: str) -> Filled:
-    """Whose matrices are not those that adapters are for."""
-    if case.value("num_experts") and getattr(case.args, "zorse_lora", None) is not None:
-        yield {}
-
-
 def batches_cut_blocks(case: Case, name: str) -> Filled:
     """Small batches halve micro-batches, and so blocks that a loss is taken over."""
     own = case.integer("micro_batch_size") or 1
@@ -172,12 +155,6 @@ def options_of_experts_conflict(case: Case, name: str) -> Filled:
         yield {"expected": expected, "number": number}
 
 
-def experts_are_trained(case: Case, name: str) -> Filled:
-    """Beside the value."""
-    if case.value("num_experts") and case.value(name):
-        yield {}
-
-
 def adapters_are_saved_into_their_base(case: Case, name: str) -> Filled:
     """The base's tracker file would name adapters."""
     save, base = case.value(name), case.value("pretrained_checkpoint")
@@ -194,6 +171,13 @@ def adapters_lack_matrices(case: Case, name: str) -> Filled:
         yield {}
 
 
+def interval_is_missing(case: Case, name: str) -> Filled:
+    """In a command that is to be run."""
+    interval = case.value(name)
+    if case.is_whole and (interval is None or interval < 1):
+        yield {"counted": "no such flag" if interval is None else interval}
+
+
 def plan_is_to_be_made(case: Case, name: str) -> Filled:
     """Then it decides."""
     if case.plan is None and is_given(name, case.value(name)):
@@ -204,27 +188,6 @@ def own_entry_trains(case: Case, name: str) -> Filled:
     """What our own GPT entry leaves out of upstream's pretrain_gpt.py."""
     if case.is_own_entry and case.value(name):
         yield {}
-
-
-def matrices_are_stepped_by_muon(case: Case, name: str) -> Filled:
-    """The optimizer is Muon."""
-    if case.value("optimizer") == MUON:
-        yield {}
-
-
-def command_lacks_evaluations(case: Case, name: str) -> Filled:
-    """In a command that is to be run."""
-    interval = case.value(name)
-    if case.is_whole and (interval is None or interval < 1):
-        yield {"counted": "no such flag" if interval is None else interval}
-
-
-def command_lacks_saves(case: Case, name: str) -> Filled:
-    """In a command that is to be run, and saves."""
-    interval = case.value(name)
-    saves = case.is_whole and case.value("save") is not None
-    if saves and (interval is None or interval < 1):
-        yield {"counted": "no such flag, beside --save" if interval is None else interval}
 
 
 # Of the command and its plan.
@@ -360,10 +323,10 @@ def adapters_are_others(case: Case, plan: Plan, name: str) -> Filled:
         yield {"own": "no such flag" if own is None else own, "planned": planned}
 
 
-def adapters_leave_no_weight_gradients(case: Case, plan: Plan, name: str) -> Filled:
-    """To compute apart from backwards."""
+def backwards_are_split(case: Case, plan: Plan, name: str) -> Filled:
+    """Into those of inputs and of weights; a machine may add flags until they are final."""
     numbers = [number for number, group in enumerate(plan.groups) if group.split_backward]
-    if numbers and getattr(case.args, "zorse_lora", None) is not None:
+    if numbers and (case.is_final or not name):
         yield {"group": numbers[0]}
 
 
@@ -444,12 +407,6 @@ def plan_has_tp_groups(case: Case, plan: Plan, name: str) -> Filled:
         return
 
 
-def plan_has_tp_groups_of_experts(case: Case, plan: Plan, name: str) -> Filled:
-    """Which would cut each of them."""
-    if case.value(name):
-        yield from plan_has_tp_groups(case, plan, name)
-
-
 def micro_batches_are_no_blocks(case: Case, plan: Plan, name: str) -> Filled:
     """Of which the loss of a micro-batch could be taken as in the command's."""
     own = case.integer("micro_batch_size") or 1
@@ -460,12 +417,6 @@ def micro_batches_are_no_blocks(case: Case, plan: Plan, name: str) -> Filled:
         if size := next((each for each in sorted(sizes) if each % own), None):
             yield {"size": size, "group": number, "own": own}
             return
-
-
-def tp_groups_split_sequences(case: Case, plan: Plan, name: str) -> Filled:
-    """A rank's part of samples that are sent apart is not its part of one packed sequence."""
-    if case.value("sequence_parallel"):
-        yield from plan_has_tp_groups(case, plan, name)
 
 
 def optimizer_state_waits(case: Case, plan: Plan, name: str) -> Filled:
@@ -479,9 +430,9 @@ def optimizer_state_waits(case: Case, plan: Plan, name: str) -> Filled:
 
 
 def vocabulary_is_uneven(case: Case, plan: Plan, name: str) -> Filled:
-    """Where cross entropy is fused at all."""
+    """In some TP group."""
     tp_shards = [replica.uneven_tp_shards for _, replica in tp_groups_of(plan)]
-    if case.value("cross_entropy_loss_fusion") and any(p and p.vocabulary_rows for p in tp_shards):
+    if any(parts and parts.vocabulary_rows for parts in tp_shards):
         yield {}
 
 
@@ -531,69 +482,3 @@ def tp_groups_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
             "fitting": each.expected,
             "way": each.remedy,
         }
-
-
-def weight_gradients_cannot_wait(case: Case, plan: Plan, name: str) -> Filled:
-    """A plan computes them apart from backwards; asked once flags are final."""
-    numbers = [number for number, group in enumerate(plan.groups) if group.split_backward]
-    is_local = case.value("transformer_impl") == "local"
-    if case.is_final and numbers and is_local and case.value(name):
-        yield {"group": numbers[0]}
-
-
-OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
-    each.__name__: each
-    for each in (
-        always,
-        layers_are_local,
-        full_recomputation_lacks_settings,
-        only_full_recomputation_has_settings,
-        modules_are_of_other_layers,
-        adapters_are_trained,
-        adapters_beside_experts,
-        batches_cut_blocks,
-        options_of_experts_conflict,
-        experts_are_trained,
-        adapters_are_saved_into_their_base,
-        adapters_lack_matrices,
-        plan_is_to_be_made,
-        own_entry_trains,
-        matrices_are_stepped_by_muon,
-        command_lacks_evaluations,
-        command_lacks_saves,
-        batches_are_counted_otherwise,
-    )
-}
-OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
-    each.__name__: each
-    for each in (
-        job_has_other_ranks,
-        stages_are_not_chunks,
-        parameters_are_sharded,
-        plan_recomputes,
-        sums_are_as_narrow_as_messages,
-        messages_lack_a_loss_scale,
-        groups_have_several_dtypes,
-        gpus_lack_bf16,
-        gpus_lack_flash_attention,
-        layout_is_not_of_the_chunks,
-        batch_is_another,
-        batches_do_not_fit,
-        batch_is_no_multiple,
-        model_is_another,
-        embeddings_are_tied_otherwise,
-        adapters_are_others,
-        adapters_leave_no_weight_gradients,
-        plan_has_tp_groups,
-        planned_layers_all_have_experts,
-        plan_has_tp_groups_of_experts,
-        micro_batches_are_no_blocks,
-        tp_groups_split_sequences,
-        optimizer_state_waits,
-        vocabulary_is_uneven,
-        tp_groups_between_lack_masks,
-        replicas_differ_in_tp_shards,
-        tp_groups_cannot_divide,
-        weight_gradients_cannot_wait,
-    )
-}

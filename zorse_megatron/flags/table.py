@@ -6,7 +6,7 @@ commands which plan can read a training command without torch and Megatron.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import filter as matching
 from functools import cache
 from pathlib import Path
@@ -50,6 +50,7 @@ class Row:
     """None: a further reason."""
     what: str = ""
     """What the flags are, for people."""
+    beside: dict[str, str | bool] = field(default_factory=dict)
     when: str = ""
     again: bool = False
     of_stock: bool = False
@@ -138,7 +139,7 @@ def expanded(entry: str) -> list[str]:
 @cache
 def further_rows() -> tuple[Row, ...]:
     """Those that refuse a flag when something else holds."""
-    return tuple(row for row in rows() if row.when)
+    return tuple(row for row in rows() if row.under_plan is None)
 
 
 @cache
