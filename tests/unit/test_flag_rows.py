@@ -321,7 +321,7 @@ def test_a_further_reason(run, tmp_path, case):
         ]
         planned = run("plan", "--cluster", "cluster.yaml", "--", *words)
         assert planned.exit_code != 0 and f"{where}: found" in planned.output
-    elif when == "job_has_other_ranks" or when == "interval_is_missing":
+    elif when in {"job_has_other_ranks", "interval_is_missing"}:
         world_size = 7 if when == "job_has_other_ranks" else 8
         problems = check_command(read_command(words), loaded(plan), world_size=world_size)
         found = [(each.where, each.found, each.expected, each.remedy) for each in problems]
