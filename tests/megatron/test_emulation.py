@@ -33,9 +33,8 @@ from zorse_megatron.emulate.tiny_model import (
     lora_flags,
 )
 from zorse_megatron.inputs.cluster_yaml import load_cluster
-from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.lora import Lora
-from zorse_megatron.inputs.model import MODELS, USUAL
+from zorse_megatron.inputs.model import MODELS, USUAL, Experts
 from zorse_megatron.plan.plan import Group, Offload, Recompute, Schedule, TpShards
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.planner.baselines.stock_layouts import Grid, Placement, plan_of_grid

@@ -32,9 +32,8 @@ from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.fake_tp_costs import SplitCompute
 from zorse_megatron.costs.interface import JobCosts, TpRankCosts, TpShard
 from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
-from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.lora import parse_lora
-from zorse_megatron.inputs.model import USUAL, ModelShape
+from zorse_megatron.inputs.model import USUAL, Experts, ModelShape
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.schedule.actions import Kind

@@ -30,9 +30,8 @@ from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.model_in_flags import computing_from_flags
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
-from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.lora import misfits, parse_lora
-from zorse_megatron.inputs.model import USUAL, Computing, ModelShape
+from zorse_megatron.inputs.model import USUAL, Computing, Experts, ModelShape
 from zorse_megatron.inputs.profile import ProfiledModel, parse_profile
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.planner.find_plan import find_plan

@@ -12,8 +12,7 @@ from tests.unit.cli_samples import runner_in
 from zorse_megatron.cli.workload import named_model
 from zorse_megatron.errors import ModelError
 from zorse_megatron.flags.model_in_flags import shape_from_flags
-from zorse_megatron.inputs.hugging_face import parse_config
-from zorse_megatron.inputs.hugging_face_types import FAMILIES
+from zorse_megatron.inputs.hugging_face import FAMILIES, parse_config
 from zorse_megatron.inputs.model import MODELS
 
 # As published, without what the shape does not depend on.

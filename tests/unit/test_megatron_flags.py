@@ -24,10 +24,9 @@ from zorse_megatron.flags.command import (
     split_rest,
 )
 from zorse_megatron.flags.installed_software import with_cpu_flags
-from zorse_megatron.flags.model_in_flags import dtype_from_flags, flags_of_shape, shape_from_flags
+from zorse_megatron.flags.model_in_flags import dtype_from_flags, shape_from_flags
 from zorse_megatron.flags.table import flags
-from zorse_megatron.inputs.experts import Experts
-from zorse_megatron.inputs.model import MODELS, ModelShape
+from zorse_megatron.inputs.model import MODELS, Experts, ModelShape, flags_of_shape
 from zorse_megatron.launch.pretrain_command import split_command
 
 # The model.

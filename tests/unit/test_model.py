@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from tests.measured import MEASURED, needs_measured
 from zorse_megatron.inputs import model
 from zorse_megatron.inputs import model as model_module
-from zorse_megatron.inputs.experts import Experts
-from zorse_megatron.inputs.model import MODELS, ModelShape, canonical_model, padded_vocab_size
+from zorse_megatron.inputs.model import (
+    MODELS,
+    Experts,
+    ModelShape,
+    canonical_model,
+    padded_vocab_size,
+)
 
 
 def shape(**changes):

@@ -15,10 +15,10 @@ from zorse_megatron.cli.gpu_selection import Found, spares
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.plan_options import tokens_named
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.flags.model_in_flags import flags_of_shape, shape_from_flags
+from zorse_megatron.flags.model_in_flags import shape_from_flags
 from zorse_megatron.flags.torch_builds import short_build_note
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
-from zorse_megatron.inputs.model import MODELS
+from zorse_megatron.inputs.model import MODELS, flags_of_shape
 
 pytestmark = pytest.mark.usefixtures("few_layouts")  # what stock takes is another test's
 ONE = "nodes: [{gpus: 1 x RTX3090}]"

@@ -22,8 +22,7 @@ from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.model_memory import LayerActivations
 from zorse_megatron.flags.model_in_flags import auxiliary_losses, router_bytes
 from zorse_megatron.gpus.gpu import FLASH_FROM, Attention
-from zorse_megatron.inputs.experts import Experts
-from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.inputs.model import Experts, ModelShape
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_budget import (
     HostMemoryNeed,

@@ -9,9 +9,9 @@ from zorse_megatron.cli.command_group import own_options
 from zorse_megatron.cli.options import WorkloadOptions
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.model_in_flags import flags_of_shape
 from zorse_megatron.flags.table import WITHOUT_DROPOUT
 from zorse_megatron.inputs.lora import LORA_FLAG
+from zorse_megatron.inputs.model import flags_of_shape
 from zorse_megatron.launch.stock_command import stripped_of_layout
 
 _OF_THIS_ANSWER = ("--json", "--verbose", "-v")

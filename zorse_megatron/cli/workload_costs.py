@@ -16,8 +16,7 @@ from zorse_megatron.flags.command import last_values
 from zorse_megatron.gpus.gpu import DTYPE_OF, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
-from zorse_megatron.inputs.experts import no_tp_with_experts
-from zorse_megatron.inputs.model import ModelShape, fingerprint_of
+from zorse_megatron.inputs.model import ModelShape, fingerprint_of, no_tp_with_experts
 from zorse_megatron.inputs.profile import Profile, joined, load_profile
 from zorse_megatron.plan.plan import ModelFingerprint, Plan
 

@@ -14,9 +14,8 @@ from zorse_megatron.costs.analytic_compute import element_bytes as bytes_of_elem
 from zorse_megatron.costs.interface import ModelSection, RecomputeMode
 from zorse_megatron.gpus.gpu import Attention, Dtype
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
-from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.lora import Lora, Target
-from zorse_megatron.inputs.model import USUAL, Computing, ModelShape, Module
+from zorse_megatron.inputs.model import USUAL, Computing, Experts, ModelShape, Module
 from zorse_megatron.inputs.profile import Part, PartMemory, Profile
 
 # Activations that a transformer layer keeps for its backward, tensor by tensor.

@@ -15,15 +15,18 @@ from zorse_megatron.flags.command import last_values, read_command
 from zorse_megatron.flags.table import by_spelling
 from zorse_megatron.flags.tokenizers import NotReadable, tokens_of
 from zorse_megatron.gpus.gpu import Attention, ComputeDtype, Dtype
-from zorse_megatron.inputs.experts import NUM_EXPERTS_FLAG, Experts, no_tp_with_experts
 from zorse_megatron.inputs.model import (
+    NUM_EXPERTS_FLAG,
+    USUAL_DIVISOR,
     Activation,
     Computing,
+    Experts,
     JobRecompute,
     ModelShape,
     Module,
     PositionEmbedding,
     default_ffn_hidden_size,
+    no_tp_with_experts,
     padded_vocab_size,
     problems_of,
 )
@@ -31,7 +34,6 @@ from zorse_megatron.live.batch_schedule import BatchSchedule
 from zorse_megatron.plan.plan import Plan
 
 _DIGITS = 9
-_USUAL_DIVISOR = 128  # Megatron's, of the rows of the embedding table
 _USUAL_TOP_K = 2  # Megatron's
 _POSITIONS: dict[str, PositionEmbedding] = {
     "learned_absolute": "learned",
@@ -105,41 +107,6 @@ def shape_from_flags(arguments: Sequence[str], *, tensor_parallel: int = 1) -> M
     if flags.problems:
         raise ModelError("the model of these Megatron flags cannot be planned", flags.problems)
     return shape
-
-
-def flags_of_shape(shape: ModelShape) -> tuple[str, ...]:
-    """Return Megatron's flags of a model, the inverse; empty where it has none, as for ReLU."""
-    activations = {"gelu": (), "swiglu": ("--swiglu",), "squared_relu": ("--squared-relu",)}
-    if shape.activation not in activations:
-        return ()
-    positions = {"learned": "learned_absolute", "rope": "rope", "none": "none"}
-    valued: dict[str, int | str] = {
-        "--num-layers": shape.num_layers,
-        "--hidden-size": shape.hidden_size,
-        "--ffn-hidden-size": shape.ffn_hidden_size,
-        "--num-attention-heads": shape.num_attention_heads,
-        "--seq-length": shape.seq_length,
-        "--max-position-embeddings": shape.max_positions or shape.seq_length,
-        "--position-embedding-type": positions[shape.position_embedding],
-        "--normalization": "RMSNorm" if shape.norm == "rmsnorm" else "LayerNorm",
-        "--vocab-size": shape.vocab_size,
-    }
-    if shape.kv_channels != max(1, shape.hidden_size // shape.num_attention_heads):
-        valued["--kv-channels"] = shape.kv_channels
-    if shape.vocab_size % _USUAL_DIVISOR:
-        valued["--make-vocab-size-divisible-by"] = 1
-    switches = [*activations[shape.activation]]
-    if shape.experts is not None:
-        of_experts, more = shape.experts.flags()
-        valued |= of_experts
-        switches += more
-    if shape.num_query_groups != shape.num_attention_heads:
-        switches.append("--group-query-attention")
-        valued["--num-query-groups"] = shape.num_query_groups
-    switches += ["--disable-bias-linear"] * (not shape.linear_bias)
-    switches += ["--add-qkv-bias"] * shape.qkv_bias + ["--qk-layernorm"] * shape.qk_norm
-    switches += ["--untie-embeddings-and-output-weights"] * (not shape.tied_embeddings)
-    return (*(str(word) for pair in valued.items() for word in pair), *switches)
 
 
 def dtype_from_flags(arguments: Sequence[str]) -> Dtype:
@@ -278,7 +245,7 @@ def _vocab_size(flags: _Flags, tensor_parallel: int) -> int:
         return 1
     return padded_vocab_size(
         size or flags.integer("--vocab-size"),
-        divisible_by=flags.integer("--make-vocab-size-divisible-by", _USUAL_DIVISOR),
+        divisible_by=flags.integer("--make-vocab-size-divisible-by", USUAL_DIVISOR),
         tensor_parallel=tensor_parallel,
     )
 

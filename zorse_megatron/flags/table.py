@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter
 
+from zorse_megatron.files.yaml_text import read_table
+
 TABLE_FILE = Path(__file__).with_name("megatron_flags.json")
-ROWS_FILE = Path(__file__).with_name("flags.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +107,7 @@ _IN_NO_ROW = Row(
 
 @cache
 def _file() -> dict[str, Any]:
-    # libyaml, where PyYAML was built with it, takes a tenth of the time.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found: dict[str, Any] = yaml.load(ROWS_FILE.read_text(encoding="utf-8"), Loader=loader)
+    found: dict[str, Any] = read_table(__package__, "flags.yaml")
     return found
 
 

@@ -10,14 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.quantities import spell_bandwidth
 from zorse_megatron.files.wording import did_you_mean
+from zorse_megatron.files.yaml_text import read_table
 from zorse_megatron.gpus.gpu import BF16_FROM, Capability, GpuKind, PeakFlops
 
 _GB, _MIB, _TERA = 10**9, 2**20, 1e12
@@ -63,9 +61,7 @@ def squeezed(name: str) -> str:
     return "".join(sign for sign in name.lower() if sign.isalnum())
 
 
-_TEXT = files(__package__).joinpath("gpus.yaml").read_text(encoding="utf-8")
-# libyaml, where PyYAML was built with it, takes a tenth of the time.
-_ENTRIES = yaml.load(_TEXT, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+_ENTRIES = read_table(__package__, "gpus.yaml")
 
 GPU_KINDS: dict[str, GpuKind] = {name: _kind(name, entry) for name, entry in _ENTRIES.items()}
 
@@ -226,16 +222,6 @@ def kind_of_device(name: str, memory_bytes: int | None = None) -> str:
     return called[0].name if len(called) == 1 else name
 
 
-# Well-known cloud instances: their GPUs, network and host memory.
-#
-# From the providers' pages (AWS "Amazon EC2 instance types", Google Cloud "GPU machine types",
-# Azure "ND-series"). Network figures are those of the provider and count all adapters of the
-# instance.
-
-
-_GIB = 2**30
-
-
 @dataclass(frozen=True, kw_only=True)
 class Instance:
     """A kind of machine that can be rented."""
@@ -248,41 +234,13 @@ class Instance:
     host_memory_bytes: int
 
 
-def _instance(gpu_kind: str, gpu_count: int, nics: tuple[int, float], host_gib: int) -> Instance:
-    """Make an instance; `nics` is (count, Gb/s of each)."""
-    return Instance(
-        gpu_kind=gpu_kind,
-        gpu_count=gpu_count,
-        nic_count=nics[0],
-        nic_bytes_per_s=nics[1] * 1e9 / 8,
-        host_memory_bytes=host_gib * _GIB,
-    )
-
-
 INSTANCES: dict[str, Instance] = {
-    # Amazon Web Services
-    "p5en.48xlarge": _instance("H200", 8, (16, 200), 2048),
-    "p5e.48xlarge": _instance("H200", 8, (32, 100), 2048),
-    "p5.48xlarge": _instance("H100-80", 8, (32, 100), 2048),
-    "p4de.24xlarge": _instance("A100-80", 8, (4, 100), 1152),
-    "p4d.24xlarge": _instance("A100-40", 8, (4, 100), 1152),
-    "p3dn.24xlarge": _instance("V100-32", 8, (1, 100), 768),
-    "p3.16xlarge": _instance("V100-16", 8, (1, 25), 488),
-    "p3.8xlarge": _instance("V100-16", 4, (1, 10), 244),
-    "g6.48xlarge": _instance("L4", 8, (1, 100), 768),
-    "g6.12xlarge": _instance("L4", 4, (1, 40), 192),
-    "g5.48xlarge": _instance("A10G", 8, (1, 100), 768),
-    "g5.24xlarge": _instance("A10G", 4, (1, 50), 384),
-    "g5.12xlarge": _instance("A10G", 4, (1, 40), 192),
-    "g4dn.metal": _instance("T4", 8, (1, 100), 384),
-    "g4dn.12xlarge": _instance("T4", 4, (1, 50), 192),
-    # Google Cloud
-    "a3-highgpu-8g": _instance("H100-80", 8, (4, 200), 1872),
-    "a2-highgpu-8g": _instance("A100-40", 8, (1, 100), 680),
-    "a2-ultragpu-8g": _instance("A100-80", 8, (1, 100), 1360),
-    "g2-standard-96": _instance("L4", 8, (1, 100), 384),
-    # Microsoft Azure
-    "ND96isr_H100_v5": _instance("H100-80", 8, (8, 400), 1900),
-    "ND96amsr_A100_v4": _instance("A100-80", 8, (8, 200), 1900),
-    "ND96asr_A100_v4": _instance("A100-40", 8, (8, 200), 900),
+    name: Instance(
+        gpu_kind=entry["gpu"],
+        gpu_count=entry["count"],
+        nic_count=entry["nics"],
+        nic_bytes_per_s=entry["nic_gbit_per_s"] * 1e9 / 8,
+        host_memory_bytes=entry["host_gib"] * 2**30,
+    )
+    for name, entry in read_table(__package__, "instances.yaml").items()
 }

@@ -1,26 +1,28 @@
 """Reading a model from a `config.json` of Hugging Face's transformers.
 
-Any decoder whose shape is that of Megatron's GPT layers, or nearly: `hugging_face_types` says what
-its `model_type` implies. Keys and defaults are those of transformers' configuration classes. What
-Megatron's flags cannot build of it is planned as if they could, and said. Whatever is no row of
-equal layers (latent attention, images, experts in some layers only) is refused by its key.
+Any decoder whose shape is that of Megatron's GPT layers, or nearly: `hugging_face_types.yaml` says
+what its `model_type` implies. Keys and defaults are those of transformers' configuration classes.
+What Megatron's flags cannot build of it is planned as if they could, and said. Whatever is no row
+of equal layers (latent attention, images, experts in some layers only) is refused by its key.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zorse_megatron.errors import ModelError, Problem
 from zorse_megatron.files.json_text import read_json
 from zorse_megatron.files.strict import FileKind
-from zorse_megatron.inputs.experts import Experts
-from zorse_megatron.inputs.hugging_face_types import FAMILIES, PARALLEL, REFUSED, Family
+from zorse_megatron.files.yaml_text import read_table
 from zorse_megatron.inputs.model import (
     Activation,
+    Experts,
     ModelShape,
+    Norm,
     OtherShape,
+    PositionEmbedding,
     padded_vocab_size,
     problems_of,
 )
@@ -64,8 +66,58 @@ _UNCOUNTED = {
     "add_cross_attention": False,
     "do_layer_norm_before": True,
 }
-_SWITCHES: Mapping[Activation, str] = {"swiglu": "--swiglu", "squared_relu": "--squared-relu"}
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a `model_type` implies beside its keys; defaults are Llama's."""
+
+    activation: str = "silu"
+    """Where the file names none."""
+    is_gated: bool = True
+    norm: Norm = "rmsnorm"
+    norms: int = 2
+    """In a layer."""
+    position: PositionEmbedding = "rope"
+    biases: Literal["none", "qkv", "mlp", "all"] = "none"
+    bias_key: str | None = None
+    """Says whether linear layers have biases."""
+    qk_norm: bool = False
+    tied: bool = False
+    """Where the file does not say."""
+    head_dim: int | None = None
+    """Where the file does not say; None: hidden size by heads."""
+    positions: int | None = None
+    """The longest sample where the file does not say."""
+    more_positions: int = 0
+    """Rows of the table that no position of a sample takes."""
+    rotary: float = 1.0
+    """Share of a head that is rotated, where the file does not say."""
+    is_multi_query: bool = False
+    """Whether all heads share key and value, where the file does not say."""
+    parallel_key: str | None = None
+    """Says whether attention and feed-forward run side by side."""
+    is_parallel: bool = False
+    """Where the file does not say."""
+    experts: Experts | None = None
+    """Those of each layer where the file does not say; None: it has none."""
+    has_wide_experts: bool = False
+    """Whether the width of an expert has the key of dense blocks, and not one of its own."""
+    norms_all_heads: bool = False
+    """Whether query and key are normalized over all heads together."""
+    has_head_bias: bool = False
+    has_embedding_norm: bool = False
+    lacks: Sequence[str] = ()
+    """What Megatron's flags cannot build of it."""
+
+
+def _family(*, experts: dict[str, Any] | None = None, **entry: Any) -> Family:
+    return Family(experts=None if experts is None else Experts(**experts), **entry)
+
+
+_TYPES = read_table(__package__, "hugging_face_types.yaml")
+FAMILIES = {kind: _family(**entry) for kind, entry in _TYPES["families"].items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +204,7 @@ class _Config:
         """Return what is known of its type; None, with problems, for a type that cannot be."""
         kind = self.value.get("model_type")
         experts = [key for key in _EXPERTS if self.value.get(key)]
-        lacks = REFUSED.get(kind) if isinstance(kind, str) else None
+        lacks = _TYPES["refused"].get(kind) if isinstance(kind, str) else None
         if "text_config" in self.value and lacks is None:
             lacks = "more than text"
         known = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -206,7 +258,7 @@ class _Config:
         has_some = attention != mlp
         lacks = [
             *["biases of attention or feed-forward alone"] * has_some,
-            *[PARALLEL] * is_parallel,
+            *["attention and feed-forward side by side"] * is_parallel,
             *self._lacks(family, shape),
         ]
         more = {
@@ -409,47 +461,29 @@ class _Config:
             found = ", ".join(map(repr, numbers))[:60]
             self.add("rope_theta, rms_norm_eps, partial_rotary_factor", found, "numbers", "Fix it.")
             return ()
-        is_learned = shape.position_embedding == "learned"
-        of_experts, routing = self._flags_of(shape.experts)
-        flags: dict[str, Any] = {
-            "--num-layers": shape.num_layers,
-            "--hidden-size": shape.hidden_size,
-            "--ffn-hidden-size": shape.ffn_hidden_size,
-            "--num-attention-heads": shape.num_attention_heads,
-            "--kv-channels": shape.kv_channels,
-            "--max-position-embeddings": shape.max_positions or shape.seq_length,
-            "--vocab-size": self.value.get("vocab_size", 1),
-            "--normalization": "RMSNorm" if shape.norm == "rmsnorm" else "LayerNorm",
-            "--norm-epsilon": f"{epsilon:g}",
-            "--position-embedding-type": "learned_absolute" if is_learned else "rope",
-        }
-        if not is_learned:
-            flags["--rotary-base"] = f"{int(base)}"
-        if not is_learned and share != 1:
-            flags["--rotary-percent"] = f"{share:g}"
-        switches = [_SWITCHES[shape.activation]] if shape.activation in _SWITCHES else []
-        switches += ["--disable-bias-linear"] * (not shape.linear_bias)
-        if shape.num_query_groups != shape.num_attention_heads:
-            switches.append("--group-query-attention")
-            flags["--num-query-groups"] = shape.num_query_groups
-        switches += ["--add-qkv-bias"] * shape.qkv_bias + ["--qk-layernorm"] * shape.qk_norm
-        switches += ["--untie-embeddings-and-output-weights"] * (not shape.tied_embeddings)
+        built = shape.flags()
+        assert built is not None  # what has none lacks something
+        valued, switches = built
+        del valued["--seq-length"]
+        valued["--vocab-size"] = self.value.get("vocab_size", 1)
+        valued["--norm-epsilon"] = f"{epsilon:g}"
+        if shape.position_embedding != "learned":
+            valued["--rotary-base"] = f"{int(base)}"
+            valued |= {} if share == 1 else {"--rotary-percent": f"{share:g}"}
         if self._rope_kind() == "llama3":
             switches.append("--use-rope-scaling")
-            flags["--rope-scaling-factor"] = scaling.get("factor", 8)
-        valued = (word for pair in (flags | of_experts).items() for word in map(str, pair))
-        return (*valued, *switches, *routing)
+            valued["--rope-scaling-factor"] = scaling.get("factor", 8)
+        if shape.experts is not None:
+            valued |= self._balance()
+        return (*(str(word) for pair in valued.items() for word in pair), *switches)
 
-    def _flags_of(self, experts: Experts | None) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """With values, and switches. Of the loss that balances experts Megatron adds one for each
-        layer, transformers one of all layers together."""
-        if experts is None:
-            return {}, ()
-        valued, switches = experts.flags()
+    def _balance(self) -> dict[str, str]:
+        """Flags of the loss that balances experts. Megatron adds one for each layer, transformers
+        one of all layers together."""
         weight = self.value.get("router_aux_loss_coef")
         if weight and not _is_finite(weight):
             self.add("router_aux_loss_coef", repr(weight)[:40], "a number", "Fix it.")
         elif weight:
             kind, coefficient = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
-            return {**valued, kind: "aux_loss", coefficient: f"{weight:g}"}, switches
-        return {**valued}, switches
+            return {kind: "aux_loss", coefficient: f"{weight:g}"}
+        return {}

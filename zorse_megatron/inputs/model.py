@@ -2,24 +2,81 @@
 
 Counts are those of Megatron-Core's GPT: fused QKV and (gated) feed-forward layers, norms before
 attention, before the feed-forward block and at the end. `tensor_parallel` ranks split the matrices
-and the biases that follow their columns; norms and the other biases are on every rank. Where layers
-have experts (`inputs.experts`), these are in place of the feed-forward block.
+and the biases that follow their columns; norms and the other biases are on every rank.
+
+Layers with experts (Shazeer et al. 2017, arXiv 1701.06538) have these in place of the feed-forward
+block: a router gives each token to some of them, and sums up their results by its scores. All
+layers of a model have the same experts, and each rank holds all of them.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zorse_megatron.errors import Problem
+from zorse_megatron.files.yaml_text import read_table
 from zorse_megatron.gpus.gpu import Attention
-from zorse_megatron.inputs.experts import Experts, experts_problems
 from zorse_megatron.inputs.lora import Lora
 from zorse_megatron.plan.plan import ModelFingerprint
 
 Activation = Literal["gelu", "relu", "squared_relu", "swiglu", "geglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 PositionEmbedding = Literal["learned", "rope", "none"]
+_POSITION_FLAGS = {"learned": "learned_absolute"}  # where Megatron's word is another
+USUAL_DIVISOR = 128
+"""Megatron's, of the rows of the embedding table."""
+NUM_EXPERTS_FLAG = "--num-experts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of a layer."""
+
+    num_experts: int
+    per_token: int
+    """Experts that a token passes."""
+    ffn_hidden_size: int
+    """Width of one expert."""
+    shared_ffn_hidden_size: int = 0
+    """Width of the shared expert, which every token passes; 0 without one."""
+    has_shared_gate: bool = False
+    """Whether a gate of each token scales what the shared expert gives."""
+    scores_all: bool = False
+    """Whether the scores of all experts are normalized, and not those of the chosen alone
+    (`--moe-router-pre-softmax`)."""
+
+    @property
+    def held_width(self) -> int:
+        """Columns of all experts together, the shared one included."""
+        return self.num_experts * self.ffn_hidden_size + self.shared_ffn_hidden_size
+
+    @property
+    def active_width(self) -> int:
+        """Columns of the experts that a token passes, the shared one included."""
+        return self.per_token * self.ffn_hidden_size + self.shared_ffn_hidden_size
+
+    @property
+    def blocks_per_token(self) -> int:
+        """Experts that a token passes, the shared one included."""
+        return self.per_token + bool(self.shared_ffn_hidden_size)
+
+    def router_parameters(self, hidden_size: int) -> int:
+        """Elements of the router's matrix and of the gate of the shared expert."""
+        return hidden_size * (self.num_experts + self.has_shared_gate)
+
+    def flags(self) -> tuple[dict[str, int | str], tuple[str, ...]]:
+        """Return Megatron's flags of them: with values, and switches."""
+        valued: dict[str, int | str] = {
+            NUM_EXPERTS_FLAG: self.num_experts,
+            "--moe-router-topk": self.per_token,
+            "--moe-ffn-hidden-size": self.ffn_hidden_size,
+            "--moe-token-dispatcher-type": "alltoall",
+        }
+        if self.shared_ffn_hidden_size:
+            valued["--moe-shared-expert-intermediate-size"] = self.shared_ffn_hidden_size
+        gate = ("--moe-shared-expert-gate",) if self.has_shared_gate else ()
+        return valued, (*gate, *(("--moe-router-pre-softmax",) if self.scores_all else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +244,40 @@ class ModelShape:
             moe_ffn_hidden_size=experts.ffn_hidden_size if experts else None,
         )
 
+    def flags(self) -> tuple[dict[str, int | str], list[str]] | None:
+        """Return Megatron's flags of it: with values, and switches; None where it has none."""
+        activations = {"gelu": [], "swiglu": ["--swiglu"], "squared_relu": ["--squared-relu"]}
+        if self.activation not in activations:
+            return None
+        position = self.position_embedding
+        valued: dict[str, int | str] = {
+            "--num-layers": self.num_layers,
+            "--hidden-size": self.hidden_size,
+            "--ffn-hidden-size": self.ffn_hidden_size,
+            "--num-attention-heads": self.num_attention_heads,
+            "--seq-length": self.seq_length,
+            "--max-position-embeddings": self.max_positions or self.seq_length,
+            "--position-embedding-type": _POSITION_FLAGS.get(position, position),
+            "--normalization": "RMSNorm" if self.norm == "rmsnorm" else "LayerNorm",
+            "--vocab-size": self.vocab_size,
+        }
+        if self.kv_channels != max(1, self.hidden_size // self.num_attention_heads):
+            valued["--kv-channels"] = self.kv_channels
+        if self.vocab_size % USUAL_DIVISOR:
+            valued["--make-vocab-size-divisible-by"] = 1
+        switches = activations[self.activation]
+        if self.experts is not None:
+            of_experts, more = self.experts.flags()
+            valued |= of_experts
+            switches += more
+        if self.num_query_groups != self.num_attention_heads:
+            switches.append("--group-query-attention")
+            valued["--num-query-groups"] = self.num_query_groups
+        switches += ["--disable-bias-linear"] * (not self.linear_bias)
+        switches += ["--add-qkv-bias"] * self.qkv_bias + ["--qk-layernorm"] * self.qk_norm
+        switches += ["--untie-embeddings-and-output-weights"] * (not self.tied_embeddings)
+        return valued, switches
+
 
 @dataclass(frozen=True, kw_only=True)
 class OtherShape(ModelShape):
@@ -211,7 +302,15 @@ class OtherShape(ModelShape):
         return super().head_parameters(tensor_parallel) + self.more_in_head
 
 
-def padded_vocab_size(size: int, *, divisible_by: int = 128, tensor_parallel: int = 1) -> int:
+def flags_of_shape(shape: ModelShape) -> tuple[str, ...]:
+    """Return Megatron's flags of a model as words; empty where it has none, as for ReLU."""
+    valued, switches = shape.flags() or ({}, [])
+    return (*(str(word) for pair in valued.items() for word in pair), *switches)
+
+
+def padded_vocab_size(
+    size: int, *, divisible_by: int = USUAL_DIVISOR, tensor_parallel: int = 1
+) -> int:
     """Return the rows that Megatron gives a vocabulary of `size`.
 
     >>> padded_vocab_size(50257), padded_vocab_size(50257, tensor_parallel=4)
@@ -257,175 +356,61 @@ def problems_of(shape: ModelShape, *, has_kv_channels: bool = True) -> Iterator[
             remedy="Learned positions must reach to the end of a sample.",
         )
     if shape.experts is not None:
-        yield from experts_problems(shape.experts, linear_bias=shape.linear_bias)
+        yield from _experts_problems(shape.experts, linear_bias=shape.linear_bias)
 
 
-# Well-known models, and those of published measurements.
-#
-# Llama 1: Touvron et al. 2023 (arXiv 2302.13971). Llama 3: Grattafiori et al. 2024 (arXiv
-# 2407.21783). llama-3b: OpenLLaMA. llama-1b: TinyLlama, with as many key heads as query heads, as
-# the authors of Zorse measured it. olmoe-1b-7b: Muennighoff et al. 2024 (arXiv 2409.02060), with
-# norms of single query and key heads, as Megatron has them, where theirs are over all heads.
-# qwen3-30b-a3b: Yang et al. 2025 (arXiv 2505.09388). mixtral-8x7b: Jiang et al. 2024 (arXiv
-# 2401.04088). GPT-3: Brown et al. 2020 (arXiv 2005.14165). The `sailor-` shapes are those that the
-# authors of Sailor (SOSP 2025) measured: GPT-2's vocabulary, learned positions, biases throughout;
-# their Llama has plain heads, a tied table and a feed-forward width of 4 x hidden.
+def _experts_problems(experts: Experts, *, linear_bias: bool) -> Iterator[Problem]:
+    if experts.per_token > experts.num_experts:
+        yield Problem(
+            where="--moe-router-topk",
+            found=f"{experts.per_token} of {experts.num_experts} experts",
+            expected="at most as many as there are",
+            remedy="Correct one of the two.",
+        )
+    if experts.per_token == 1 and not experts.scores_all:
+        yield Problem(
+            where="--moe-router-topk",
+            found="1 expert for a token, whose score among the chosen is always 1",
+            expected="scores among all experts, as Megatron has them for one",
+            remedy="Add --moe-router-pre-softmax.",
+        )
+    if experts.has_shared_gate and not experts.shared_ffn_hidden_size:
+        yield Problem(
+            where="--moe-shared-expert-gate",
+            found="the gate of a shared expert that is not there",
+            expected="it beside --moe-shared-expert-intermediate-size",
+            remedy="Add that, or leave the gate out.",
+        )
+    if experts.shared_ffn_hidden_size and linear_bias:
+        yield Problem(
+            where="--moe-shared-expert-intermediate-size",
+            found="a shared expert in a model with biases",
+            expected="one without, as Megatron's shared experts have none",
+            remedy="Add --disable-bias-linear.",
+        )
 
 
-_GPT2_VOCAB = 50304  # 50,257 padded to a multiple of 128
-_LLAMA_VOCAB = 32000
+def no_tp_with_experts(where: str, found: str) -> Problem:
+    """Why a TP group is refused."""
+    return Problem(
+        where=where,
+        found=f"{found} ranks of a tensor-parallel group, for a model with experts",
+        expected="1: each rank holds whole experts",
+        remedy="Leave it out; parameters, gradients and state are sharded in groups all the same.",
+    )
 
 
-def _llama(
-    name: str,
-    *,
-    num_layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    groups: int | None = None,
-    head: int | None = None,
-    vocab: int = _LLAMA_VOCAB,
-    seq: int = 2048,
-    experts: Experts | None = None,
-    qk_norm: bool = False,
+def _known(
+    name: str, *, also: str | None = None, experts: dict[str, Any] | None = None, **entry: Any
 ) -> ModelShape:
-    return ModelShape(
-        name=name,
-        num_layers=num_layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=groups or heads,
-        kv_channels=head or hidden // heads,
-        vocab_size=vocab,
-        seq_length=seq,
-        activation="swiglu",
-        norm="rmsnorm",
-        linear_bias=False,
-        qk_norm=qk_norm,
-        experts=experts,
-    )
+    """Make a model of an entry; `also`: another name of it, for `canonical_model`."""
+    return ModelShape(name=name, experts=None if experts is None else Experts(**experts), **entry)
 
 
-def _gpt(
-    name: str,
-    *,
-    num_layers: int,
-    hidden: int,
-    heads: int,
-    tied: bool = False,
-    activation: Activation = "gelu",
-) -> ModelShape:
-    return ModelShape(
-        name=name,
-        num_layers=num_layers,
-        hidden_size=hidden,
-        ffn_hidden_size=4 * hidden,
-        num_attention_heads=heads,
-        num_query_groups=heads,
-        kv_channels=hidden // heads,
-        vocab_size=_GPT2_VOCAB,
-        seq_length=2048,
-        tied_embeddings=tied,
-        activation=activation,
-        position_embedding="learned",
-        max_positions=2048,
-    )
-
-
-MODELS: dict[str, ModelShape] = {
-    shape.name: shape
-    for shape in (
-        _llama("llama-1b", num_layers=22, hidden=2048, ffn=5632, heads=32),
-        _llama("llama-3b", num_layers=26, hidden=3200, ffn=8640, heads=32),
-        _llama("llama-7b", num_layers=32, hidden=4096, ffn=11008, heads=32),
-        _llama("llama-13b", num_layers=40, hidden=5120, ffn=13824, heads=40),
-        _llama("llama-33b", num_layers=60, hidden=6656, ffn=17920, heads=52),
-        _llama("llama-65b", num_layers=80, hidden=8192, ffn=22016, heads=64),
-        _llama(
-            "llama3-8b",
-            num_layers=32,
-            hidden=4096,
-            ffn=14336,
-            heads=32,
-            groups=8,
-            vocab=128256,
-            seq=8192,
-        ),
-        _llama(
-            "llama3-70b",
-            num_layers=80,
-            hidden=8192,
-            ffn=28672,
-            heads=64,
-            groups=8,
-            vocab=128256,
-            seq=8192,
-        ),
-        _llama(
-            "olmoe-1b-7b",
-            num_layers=16,
-            hidden=2048,
-            ffn=1024,
-            heads=16,
-            vocab=50304,
-            seq=4096,
-            experts=Experts(num_experts=64, per_token=8, ffn_hidden_size=1024, scores_all=True),
-            qk_norm=True,
-        ),
-        _llama(
-            "qwen3-30b-a3b",
-            num_layers=48,
-            hidden=2048,
-            ffn=6144,
-            heads=32,
-            groups=4,
-            head=128,
-            vocab=151936,
-            seq=4096,
-            experts=Experts(num_experts=128, per_token=8, ffn_hidden_size=768),
-            qk_norm=True,
-        ),
-        _llama(
-            "mixtral-8x7b",
-            num_layers=32,
-            hidden=4096,
-            ffn=14336,
-            heads=32,
-            groups=8,
-            seq=4096,
-            experts=Experts(num_experts=8, per_token=2, ffn_hidden_size=14336),
-        ),
-        _gpt("gpt-1.3b", num_layers=24, hidden=2048, heads=16),
-        _gpt("gpt-2.7b", num_layers=32, hidden=2560, heads=32),
-        _gpt("gpt-6.7b", num_layers=32, hidden=4096, heads=32),
-        _gpt("sailor-opt-350m", num_layers=24, hidden=1024, heads=16, activation="relu"),
-        _gpt("sailor-opt-30b", num_layers=48, hidden=7168, heads=56, activation="relu"),
-        _gpt("sailor-gpt-neo-2.7b", num_layers=32, hidden=2560, heads=20, tied=True),
-        dataclasses.replace(
-            _llama(
-                "sailor-llama3-8b",
-                num_layers=32,
-                hidden=4096,
-                ffn=16384,
-                heads=32,
-                vocab=_GPT2_VOCAB,
-                seq=8192,
-            ),
-            linear_bias=True,
-            tied_embeddings=True,
-        ),
-    )
-}
-
-# Names in the published measurements.
-_ALIASES = {
-    "opt-350": "sailor-opt-350m",
-    "opt-30": "sailor-opt-30b",
-    "gpt-neo-2.7": "sailor-gpt-neo-2.7b",
-    "llama-3-8": "sailor-llama3-8b",
-}
+_KNOWN = read_table(__package__, "models.yaml")["models"]
+MODELS: dict[str, ModelShape] = {name: _known(name, **entry) for name, entry in _KNOWN.items()}
+"""Well-known models, and those of published measurements."""
+_ALIASES = {entry["also"]: name for name, entry in _KNOWN.items() if "also" in entry}
 
 
 def canonical_model(name: str) -> str:

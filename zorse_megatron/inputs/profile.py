@@ -19,8 +19,7 @@ from zorse_megatron.files.read_write import write_text
 from zorse_megatron.files.strict import FileKind, built, check_version, plain, read_file
 from zorse_megatron.files.wording import did_you_mean
 from zorse_megatron.gpus.gpu import Attention, Dtype
-from zorse_megatron.inputs.experts import Experts
-from zorse_megatron.inputs.model import Activation, ModelShape, Norm, PositionEmbedding
+from zorse_megatron.inputs.model import Activation, Experts, ModelShape, Norm, PositionEmbedding
 from zorse_megatron.plan.plan import Count, FiniteFloat, Positive, PositiveFloat, refuse_non_integer
 
 _CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)

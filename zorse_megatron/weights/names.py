@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zorse_megatron.inputs.experts import Experts
 from zorse_megatron.inputs.lora import MODULE, Lora, Target
-from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.inputs.model import Experts, ModelShape
 
 TABLE = "embedding.word_embeddings.weight"
 _LAYERS = "decoder.layers."

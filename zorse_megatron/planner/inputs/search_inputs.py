@@ -21,13 +21,14 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import memory as spelled
 from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
-from zorse_megatron.inputs.experts import NUM_EXPERTS_FLAG, no_tp_with_experts
 from zorse_megatron.inputs.model import (
+    NUM_EXPERTS_FLAG,
     USUAL,
     Computing,
     JobRecompute,
     ModelShape,
     fingerprint_of,
+    no_tp_with_experts,
 )
 from zorse_megatron.inputs.profile import Profile, Source
 from zorse_megatron.plan.plan import ClusterFingerprint, GradReduceDtype, ModelFingerprint, Plan
