@@ -71,7 +71,7 @@ def text_of(path: Path) -> str:
 def words_of_ours() -> set[str]:
     """Every word that stands in our files without backticks, and the names of the files."""
     found = {path.stem for path in SOURCES}
-    for path in (*SOURCES, *PACKAGE.rglob("*.json")):
+    for path in (*SOURCES, *PACKAGE.rglob("*.json"), *PACKAGE.rglob("*.yaml")):
         found |= set(re.findall(r"\w+", IN_BACKTICKS.sub("", text_of(path))))
     return found
 
