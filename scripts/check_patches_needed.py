@@ -16,8 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from zorse_megatron.adapter.patches.rebind import Rebinding
-from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.patches.rebind import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAVE_OUT = """
@@ -27,7 +26,7 @@ apply = Registry.apply
 
 
 def apply_the_others(registry, replacements):
-    kept = {{each: make for each, make in replacements.items() if repr(each) != {record!r}}}
+    kept = {{each: make for each, make in replacements.items() if each != {name!r}}}
     return apply(registry, kept)
 
 
@@ -35,16 +34,17 @@ Registry.apply = apply_the_others
 """
 
 
-def fails_without(record: Rebinding, *, timeout_s: float) -> tuple[bool, str]:
-    """Return whether the record's test fails without it, and the last line that says how."""
+def fails_without(name: str, *, timeout_s: float) -> tuple[bool, str]:
+    """Return whether a record's test fails without it, and the last line that says how."""
+    test = REGISTRY.records[name].test
     with tempfile.TemporaryDirectory(prefix="zorse-without-") as directory:
-        code = LEAVE_OUT.format(record=repr(record))
+        code = LEAVE_OUT.format(name=name)
         Path(directory, "sitecustomize.py").write_text(code, encoding="utf-8")
         paths = [directory, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
         try:
             done = subprocess.run(
-                [*command, record.test],
+                [*command, test],
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
                 capture_output=True,
@@ -57,7 +57,7 @@ def fails_without(record: Rebinding, *, timeout_s: float) -> tuple[bool, str]:
     # 1: tests failed. Anything else but 0 is no verdict (no such test, say), nor is a skipped test.
     last = done.stdout.splitlines()[-1] if done.stdout else ""
     if done.returncode not in (0, 1) or not re.search(r"\d+ (passed|failed|error)", last):
-        raise SystemExit(f"{record.test}: pytest ended with {done.returncode}\n{done.stdout}")
+        raise SystemExit(f"{test}: pytest ended with {done.returncode}\n{done.stdout}")
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return done.returncode == 1, lines[0] if lines else last
 
@@ -69,16 +69,16 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each test")
     given = parser.parse_args()
     records = [
-        record
-        for record in REGISTRY.records
+        (name, record)
+        for name, record in REGISTRY.records.items()
         if not given.words or any(word in record.target for word in given.words)
     ]
     if not records:
         print(f"found no record whose name has any of {given.words} in it")
         return 2
     verdicts = []
-    for record in records:
-        fails, how = fails_without(record, timeout_s=given.timeout)
+    for name, record in records:
+        fails, how = fails_without(name, timeout_s=given.timeout)
         verdicts.append(fails)
         verdict = "fails without it" if fails else "DOES NOT FAIL WITHOUT IT"
         print(f"{record.target} ({record.test}): {verdict}: {how}", flush=True)

@@ -217,7 +217,7 @@ def _train(
 
     @cache
     def record_metrics() -> None:
-        from zorse_megatron.adapter.patches.registry import REGISTRY
+        from zorse_megatron.adapter.patches.rebind import REGISTRY
         from zorse_megatron.adapter.recording import recording_hooks
 
         REGISTRY.apply(recording_hooks(command.options, under_plan=plan is not None))

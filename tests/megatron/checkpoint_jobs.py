@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.megatron import tiny_gpt
 from tests.megatron.tiny_gpt import Setup
-from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.patches.rebind import REGISTRY
 
 PARTS = 6  # every job sums the gradients of as many parts, so all jobs train alike
 

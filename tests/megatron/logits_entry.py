@@ -25,8 +25,7 @@ def main() -> None:
     from zorse_megatron.adapter import gpt_entry
     from zorse_megatron.adapter.model.expert_layers import with_plan_layers
     from zorse_megatron.adapter.model.experts import PlanRouter
-    from zorse_megatron.adapter.patches import under_plan
-    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.patches.rebind import REGISTRY
     from zorse_megatron.adapter.start import stock_fixes
 
     def write_logits(forward_step: Any, model: Any, *_: Any, **__: Any) -> tuple[int, int]:
@@ -45,7 +44,7 @@ def main() -> None:
     training.train = write_logits
     REGISTRY.apply(stock_fixes())
     if os.environ.get(OF_A_PLAN):
-        REGISTRY.apply({under_plan.EXPERTS_SPEC: partial(with_plan_layers, 1)})
+        REGISTRY.apply({"experts_spec": partial(with_plan_layers, 1)})
     gpt_entry.main()
 
 

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 from tests.megatron.plans import LAYOUTS
-from zorse_megatron.adapter import start
+from zorse_megatron.adapter.patches.rebind import REGISTRY
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.pretrain import main
 
 if __name__ == "__main__":
     save_plan(LAYOUTS["2|1"], Path(os.environ["ZORSE_TEST_PLAN"]))
-    start.installed_megatron = lambda: "0.18.1"
+    REGISTRY.installed = lambda: "0.18.1"
     main()

@@ -21,7 +21,7 @@ def main() -> None:
     if cpu_mode.needed():
         cpu_mode.enable()
         sys.argv[1:] = with_cpu_flags(sys.argv[1:])
-    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.patches.rebind import REGISTRY
     from zorse_megatron.adapter.start import stock_fixes
 
     REGISTRY.apply(stock_fixes())

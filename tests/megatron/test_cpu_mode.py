@@ -76,16 +76,15 @@ def generations_seen(capabilities: list[tuple[int, int]]) -> list[tuple[int, int
 
     from tests.megatron.plans import LAYOUTS
     from zorse_megatron.adapter.arguments import argument_hooks
-    from zorse_megatron.adapter.patches import under_plan
-    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.patches.rebind import REGISTRY
 
-    hook = argument_hooks(LAYOUTS["2|1"], world_size=3)[under_plan.GPU_GENERATION]
+    hook = argument_hooks(LAYOUTS["2|1"], world_size=3)["gpu_generation"]
     found = []
     for major, minor in capabilities:
         shown = SimpleNamespace(major=major, minor=minor)
         torch.cuda.get_device_properties = lambda *_, shown=shown: shown  # type: ignore[assignment, misc]
         stock = arguments.get_device_arch_version()
-        with REGISTRY.applied({under_plan.GPU_GENERATION: hook}):
+        with REGISTRY.applied({"gpu_generation": hook}):
             found.append((stock, arguments.get_device_arch_version()))
     return found
 

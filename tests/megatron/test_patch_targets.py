@@ -4,9 +4,9 @@ from tests.megatron.preloaded import run_megatron_ranks
 
 
 def _problems() -> list[str]:
-    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.patches.rebind import REGISTRY
 
-    return [str(problem) for record in REGISTRY.records for problem in REGISTRY.problems(record)]
+    return [str(problem) for name in REGISTRY.records for problem in REGISTRY.problems(name)]
 
 
 def test_every_record_fits_what_is_installed() -> None:

@@ -27,8 +27,7 @@ def _decide(with_ours: bool) -> tuple[list[Any], list[int], int]:
     """What each run is followed by and leads to, tokens of steps, and all-reduces."""
     from megatron.core import rerun_state_machine as stock
 
-    from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.adapter.patches.under_plan import RERUN_VOTES
+    from zorse_megatron.adapter.patches.rebind import REGISTRY
     from zorse_megatron.adapter.rerun_votes import RerunVotes
 
     tiny_gpt.start()
@@ -43,7 +42,7 @@ def _decide(with_ours: bool) -> tuple[list[Any], list[int], int]:
         return plain(*args, **kwargs)
 
     dist.all_reduce = all_reduce
-    hooks = {RERUN_VOTES: votes.answering}
+    hooks = {"rerun_votes": votes.answering}
     with REGISTRY.applied(hooks) if with_ours else nullcontext():
         for asking, going_on, saving in STEPS:
             num_runs = 0
@@ -88,8 +87,7 @@ def _gradients(mode: str) -> list[Any]:
     from megatron.core import rerun_state_machine as stock
 
     from zorse_megatron.adapter.data_parallel.ddp import NotedNorms
-    from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.adapter.patches.under_plan import RERUN_VOTES
+    from zorse_megatron.adapter.patches.rebind import REGISTRY
     from zorse_megatron.adapter.rerun_votes import RerunVotes
 
     tiny_gpt.start()
@@ -102,7 +100,7 @@ def _gradients(mode: str) -> list[Any]:
         norms = [torch.tensor(2.0), torch.tensor(value if rank else 1.0)]
         groups = [SimpleNamespace(noted_norms=[norm]) for norm in norms]
         assert machine.should_run_forward_backward(None)
-        with HostWaits() as host, REGISTRY.applied({RERUN_VOTES: votes.answering}):
+        with HostWaits() as host, REGISTRY.applied({"rerun_votes": votes.answering}):
             tokens = torch.tensor(1, dtype=torch.int)
             votes.sum_with(tokens, dist.group.WORLD, NotedNorms(groups))
             again = machine.should_run_forward_backward(None)

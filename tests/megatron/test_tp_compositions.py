@@ -99,8 +99,7 @@ def part_of_rank(
         with_sequence_parallelism,
     )
     from zorse_megatron.adapter.parameter_parts import held_part, taken
-    from zorse_megatron.adapter.patches import under_plan
-    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.patches.rebind import REGISTRY
     from zorse_megatron.runtime.mailbox import TpRank
 
     place = TpRank(
@@ -114,7 +113,7 @@ def part_of_rank(
     config.transformer.tensor_model_parallel_size = tp.size()
     config.transformer.sequence_parallel = sequence_parallel
     LocalSizes(config, place).show()
-    hooks = {**size_hooks(place), under_plan.TORCH_NORM: with_sequence_parallelism}
+    hooks = {**size_hooks(place), "torch_norm": with_sequence_parallelism}
     values = dict(whole.named_parameters())
     with REGISTRY.applied(hooks):
         model = build(config, tp, alone)

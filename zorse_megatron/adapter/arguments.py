@@ -14,7 +14,6 @@ from typing import Any
 from zorse_megatron.adapter.checkpoint.before_load import load_of
 from zorse_megatron.adapter.compute_dtype import set_compute_dtype
 from zorse_megatron.adapter.groups.global_groups import presented
-from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.adapter.stock_parser import without_defaults
 from zorse_megatron.errors import FlagError
@@ -49,12 +48,12 @@ def argument_hooks(
         for tp_shards in (replica.uneven_tp_shards for replica in group.replicas)
     )
     return {
-        **({under_plan.CHECK_HEADS: with_any_heads} if has_own_heads else {}),
-        under_plan.PARSE_ARGS: _parsing,
-        under_plan.VALIDATE_ARGS: partial(_validating, plan, world_size, fit),
-        under_plan.GPU_GENERATION: _without_queue_rule,
-        under_plan.PRINT_ARGS: without_defaults,
-        under_plan.PAD_VOCABULARY: _padding_for_the_command,
+        **({"check_heads": with_any_heads} if has_own_heads else {}),
+        "parse_args": _parsing,
+        "validate_args": partial(_validating, plan, world_size, fit),
+        "gpu_generation": _without_queue_rule,
+        "print_args": without_defaults,
+        "pad_vocabulary": _padding_for_the_command,
     }
 
 

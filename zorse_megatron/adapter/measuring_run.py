@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron.adapter import cpu_mode
-from zorse_megatron.adapter.patches import under_plan, without_plan
-from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.patches.rebind import REGISTRY
 from zorse_megatron.adapter.start_checks import checked_gpu_flags
 from zorse_megatron.flags.installed_software import with_cpu_flags
 
@@ -32,7 +31,7 @@ def run_until_built(
     from zorse_megatron.adapter.start import activate
 
     activate(None)
-    REGISTRY.apply({without_plan.SETUP_WHEN_MEASURING: functools.partial(_use_what_is_built, use)})
+    REGISTRY.apply({"setup_when_measuring": functools.partial(_use_what_is_built, use)})
     from zorse_megatron.adapter.start import run_entry
 
     try:
@@ -51,7 +50,7 @@ def _use_what_is_built(
     @functools.wraps(stock)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         # Layers of experts are those of a plan; micro-batches of any size are measured.
-        hooks = {under_plan.EXPERTS_SPEC: functools.partial(with_plan_layers, 1)}
+        hooks = {"experts_spec": functools.partial(with_plan_layers, 1)}
         with REGISTRY.applied({} if get_args().num_experts is None else hooks):
             (model,), optimizer, _scheduler = stock(*args, **kwargs)
             use(model, optimizer)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zorse_megatron.adapter.patches import without_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import read_command, unknown_problems
@@ -36,8 +35,8 @@ def remember_flags() -> None:
 
 def hooks_of_forked_ranks(*, on_gpu: bool) -> Replacements:
     """What this process has built is at hand in its ranks, and without CUDA they fork helpers."""
-    helpers = {} if on_gpu else {without_plan.SAVE_QUEUE: _forked}
-    return {without_plan.ADD_ARGUMENTS: _from_parent, **helpers}
+    helpers = {} if on_gpu else {"save_queue": _forked}
+    return {"add_arguments": _from_parent, **helpers}
 
 
 def _from_parent(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import get_args
 
-from zorse_megatron.adapter.patches import without_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.adapter.plan_run import RunOptions
 from zorse_megatron.errors import OutputError, Problem
@@ -77,8 +76,8 @@ def recording_hooks(options: RunOptions, *, under_plan: bool) -> Replacements:
     path = options.metrics
     if path is None:
         return {}
-    ask = {} if under_plan else {without_plan.SETUP_WHEN_RECORDING: partial(_asking, options)}
-    return {without_plan.LOG_STEP: lambda stock: _recording(stock, MetricsFile(path)), **ask}
+    ask = {} if under_plan else {"setup_when_recording": partial(_asking, options)}
+    return {"log_step": lambda stock: _recording(stock, MetricsFile(path)), **ask}
 
 
 def _asking(options: RunOptions, stock: Callable[..., Any]) -> Callable[..., Any]:

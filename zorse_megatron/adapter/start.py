@@ -16,14 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from zorse_megatron.adapter.patches import under_plan, without_plan
 from zorse_megatron.adapter.patches.rebind import (
+    REGISTRY,
     Replacements,
-    check_megatron,
-    installed_megatron,
     megatron_directory,
 )
-from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.plan_run import PlanLeft, PlanRun
 from zorse_megatron.adapter.preload import warned_once_per_node
 from zorse_megatron.errors import FlagError, Problem
@@ -40,7 +37,6 @@ def activate(run: PlanRun | None) -> Callable[[], None]:
     Without a plan, stock Megatron stays as it is but for `stock_fixes`. Imports Megatron: enable
     CPU mode first where it is needed. Raises SeamError when Megatron is not as we know it.
     """
-    check_megatron(installed_megatron())
     undo_fixes = REGISTRY.apply(stock_fixes())
     if run is None:
         return undo_fixes
@@ -52,8 +48,8 @@ def activate(run: PlanRun | None) -> Callable[[], None]:
     undo_plan = REGISTRY.apply(
         {
             **argument_hooks(run.plan, world_size=world_size, kinds=kinds, lora=run.options.lora),
-            under_plan.PRETRAIN: partial(_pretrain_under_plan, run),
-            under_plan.IS_FIRST_OR_LAST_STAGE: with_middle_chunks,
+            "pretrain": partial(_pretrain_under_plan, run),
+            "is_first_or_last_stage": with_middle_chunks,
         }
     )
     say(
@@ -208,4 +204,4 @@ def _skip_when_built(compile_helpers: Callable[[], None]) -> Callable[[], None]:
 
 def stock_fixes() -> Replacements:
     """For every run, with a plan or without one."""
-    return {without_plan.COMPILE_HELPERS: _skip_when_built}
+    return {"compile_helpers": _skip_when_built}

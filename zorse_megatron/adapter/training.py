@@ -35,10 +35,7 @@ from zorse_megatron.adapter.model.uneven_tp_shards import (
 )
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients, delaying_weights
 from zorse_megatron.adapter.moving.leave_plan import moving_hooks
-from zorse_megatron.adapter.patches import checkpoints, under_plan
-from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
-from zorse_megatron.adapter.patches.registry import REGISTRY
-from zorse_megatron.adapter.patches.under_plan import LINEAR_BACKWARD
+from zorse_megatron.adapter.patches.rebind import REGISTRY, Make, Replacements
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.preload import logged_once
 from zorse_megatron.adapter.rank_plan import RankPlan, plan_of_this_rank
@@ -89,7 +86,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         with written_alone(args.save, run.elastic_run) as refuse_other_writer:
             source = _source_of_weights(run, args)
             hooks = _hooks(session, cfg.model, local_sizes, source)
-            hooks[checkpoints.SAVE_CHECKPOINT] = partial(_save_once, run.enter, refuse_other_writer)
+            hooks["save_checkpoint"] = partial(_save_once, run.enter, refuse_other_writer)
             with (
                 _asking_for_another_start() if run.elastic_run else nullcontext(),
                 logged_once(),
@@ -155,7 +152,7 @@ def _asking_for_another_start() -> Iterator[None]:
 
         return signals_received
 
-    with REGISTRY.applied({under_plan.SIGNALS_RECEIVED: noted}):
+    with REGISTRY.applied({"signals_received": noted}):
         try:
             yield
         except SystemExit as request:
@@ -235,7 +232,7 @@ def _hooks(
     model_config: Any,
     local_sizes: LocalSizes | None,
     source: _WeightsSource,
-) -> dict[Rebinding, Make]:
+) -> dict[str, Make]:
     at = session.at
     build = ChunkBuilder(
         at=at,
@@ -246,34 +243,34 @@ def _hooks(
         are_replaced=source.are_replaced,
         adapters=source.adapters,
     )
-    hooks: dict[Rebinding, Make] = {
+    hooks: dict[str, Make] = {
         **PARALLEL_HOOKS,
         **MANIFEST_HOOKS,
-        under_plan.WARM_UP: partial(_warming_up_alone, at.groups.alone),
-        under_plan.BUILD_MODELS: build.one_by_one,
-        under_plan.TORCH_NORM: with_sequence_parallelism,
-        under_plan.DDP_CLASS: lambda _stock: build.wrap,
-        under_plan.GET_OPTIMIZER: lambda _stock: session.build_optimizer,
-        under_plan.PARAMETERS_NORM: lambda _stock: session.parameters_norm,
-        under_plan.RERUN_VOTES: session.votes.answering,
-        under_plan.GET_SCHEDULE: lambda _stock: lambda *args, **kwargs: session.forward_backward,
+        "warm_up": partial(_warming_up_alone, at.groups.alone),
+        "build_models": build.one_by_one,
+        "torch_norm": with_sequence_parallelism,
+        "ddp_class": lambda _stock: build.wrap,
+        "get_optimizer": lambda _stock: session.build_optimizer,
+        "parameters_norm": lambda _stock: session.parameters_norm,
+        "rerun_votes": session.votes.answering,
+        "get_schedule": lambda _stock: lambda *args, **kwargs: session.forward_backward,
         **size_hooks(at.place),
-        under_plan.BUILD_LOADER: partial(
+        "build_loader": partial(
             plan_loader_builder, assignment=session.assignment, begin=session.begin_batches
         ),
-        under_plan.BUILD_DATASETS: partial(datasets_on_rank_0, rank=at.rank),
+        "build_datasets": partial(datasets_on_rank_0, rank=at.rank),
         **_report_hooks(at),
     }
     if session.weight_gradients is not None:
-        hooks[LINEAR_BACKWARD] = partial(delaying_weights, session.weight_gradients)
+        hooks["linear_backward"] = partial(delaying_weights, session.weight_gradients)
     if get_args().num_experts is not None:
-        hooks[under_plan.EXPERTS_SPEC] = partial(with_plan_layers, get_args().micro_batch_size)
-        hooks[under_plan.ROUTER_LOSSES] = session.logging_router_losses
+        hooks["experts_spec"] = partial(with_plan_layers, get_args().micro_batch_size)
+        hooks["router_losses"] = session.logging_router_losses
     if at.samples.are_packed:
-        hooks[under_plan.COUNT_SEQUENCES] = partial(
+        hooks["count_sequences"] = partial(
             counting_each_chunk, loop=training, num_chunks=at.num_chunks, device=at.device
         )
-        hooks[under_plan.PACKED_ATTENTION] = attending_within_sequences
+        hooks["packed_attention"] = attending_within_sequences
     return hooks
 
 
@@ -292,7 +289,7 @@ def _report_hooks(at: RankPlan) -> Replacements:
     if last_rank in knows:
         return {}
     tell = partial(tell_last_rank, source=knows[0], target=last_rank, rank=at.rank)
-    return {under_plan.TRAIN_STEP: tell, under_plan.EVALUATE: tell}
+    return {"train_step": tell, "evaluate": tell}
 
 
 def _save_once(

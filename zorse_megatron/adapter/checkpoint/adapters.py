@@ -21,9 +21,7 @@ from zorse_megatron.adapter.checkpoint.before_load import (
     same_on_all,
 )
 from zorse_megatron.adapter.groups.global_groups import presented
-from zorse_megatron.adapter.patches import checkpoints
-from zorse_megatron.adapter.patches.rebind import Replacements
-from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.patches.rebind import REGISTRY, Replacements
 from zorse_megatron.errors import CheckpointError, Problem
 from zorse_megatron.inputs.lora import ARGUMENT, LORA_FLAG, RANDOM_BASE, Lora, is_adapter
 from zorse_megatron.live.checkpoint_choice import TITLE, Chooser, Load, newest_whole
@@ -111,10 +109,10 @@ class AdapterRun:
 
     def hooks(self, args: Namespace) -> Replacements:
         """What loads the base, and then the adapters."""
-        return {checkpoints.LOAD_CHECKPOINT: partial(self._loading, args)}
+        return {"load_checkpoint": partial(self._loading, args)}
 
     def _loading(self, args: Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
-        load = LOAD_HOOKS[checkpoints.LOAD_CHECKPOINT](stock)
+        load = LOAD_HOOKS["load_checkpoint"](stock)
 
         def load_checkpoint(*given: Any, **named: Any) -> Any:
             result = 0, 0

@@ -18,10 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from zorse_megatron.adapter.patches import checkpoints
-from zorse_megatron.adapter.patches.checkpoints import CHECK_SCHEDULE
-from zorse_megatron.adapter.patches.rebind import Replacements
-from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.patches.rebind import REGISTRY, Replacements
 from zorse_megatron.errors import CheckpointError, FlagError, Problem, ZorseError
 from zorse_megatron.live.checkpoint_check import (
     Look,
@@ -207,7 +204,7 @@ def _not_the_folder_of_save(args: Namespace) -> Problem:
     )
 
 
-LOAD_HOOKS: Replacements = {checkpoints.LOAD_CHECKPOINT: _make_load}
+LOAD_HOOKS: Replacements = {"load_checkpoint": _make_load}
 
 # All ranks load the checkpoint that rank 0 has chosen, whatever the tracker file says to each.
 #
@@ -226,7 +223,7 @@ def same_on_all(args: Namespace, load: Load | None, chosen: Checkpoint | None) -
     if not chosen.is_release and args.ckpt_step is None:
         args.ckpt_step = chosen.iteration  # also where this rank sees no tracker file
     tracker = chosen.iteration, chosen.is_release
-    return {checkpoints.READ_TRACKER: lambda _stock: lambda *_args, **_kwargs: tracker}
+    return {"read_tracker": lambda _stock: lambda *_args, **_kwargs: tracker}
 
 
 # Has the checkpoint the command's schedules of learning rate and weight decay?
@@ -245,7 +242,7 @@ def same_schedule() -> Iterator[None]:
     """While a checkpoint is loaded. Raises CheckpointError with all values that differ."""
     ours: dict[str, Any] = {}
     saved: dict[str, Any] = {}
-    with REGISTRY.applied({CHECK_SCHEDULE: partial(_noting, ours, saved)}):
+    with REGISTRY.applied({"check_schedule": partial(_noting, ours, saved)}):
         yield
     if saved:
         from megatron.training import get_args  # where a checkpoint is loaded it has been imported

@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 from zorse_megatron.adapter.checkpoint.before_load import read_together
-from zorse_megatron.adapter.patches import checkpoints
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.files.read_write import NotWritten
 from zorse_megatron.live.checkpoint_check import LAST_OF_STOCK
@@ -85,4 +84,4 @@ def _writer(name: str) -> int | None:
     return 0 if shard is None else int(shard[1])
 
 
-MANIFEST_HOOKS: Replacements = {checkpoints.SAVE_SHARDS: _make_save}
+MANIFEST_HOOKS: Replacements = {"save_shards": _make_save}

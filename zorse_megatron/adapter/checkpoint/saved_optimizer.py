@@ -20,7 +20,6 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.utils import get_pg_size
 
 from zorse_megatron.adapter.checkpoint.saved_parameters import joined, model_shardings, saved_blocks
-from zorse_megatron.adapter.patches import checkpoints
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.adapter.tied_embeddings import is_second_copy
 from zorse_megatron.errors import FlagError, Problem
@@ -345,6 +344,6 @@ def _make_save(stock_apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PARALLEL_HOOKS: Replacements = {
-    checkpoints.LOAD_IN_PARALLEL: _make_load,
-    checkpoints.SAVE_IN_PARALLEL: _make_save,
+    "load_in_parallel": _make_load,
+    "save_in_parallel": _make_save,
 }

@@ -16,7 +16,6 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from zorse_megatron.adapter.memory import num_recomputed
 from zorse_megatron.adapter.parameter_parts import cut_axis, kind_of
-from zorse_megatron.adapter.patches import without_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.costs.interface import ModelSection
 from zorse_megatron.runtime.mixed_tp_exchange import MixedTpTensor
@@ -192,8 +191,8 @@ def emulation_hooks(
 ) -> Replacements:
     """`watch` gets every chunk of the model when it is wrapped, `around_step` surrounds a step."""
     return {
-        without_plan.WRAP_MODEL: partial(_watching, watch),
-        without_plan.PACE_STEP: partial(_surrounded, around_step),
+        "wrap_model": partial(_watching, watch),
+        "pace_step": partial(_surrounded, around_step),
     }
 
 

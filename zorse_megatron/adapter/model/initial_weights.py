@@ -33,8 +33,7 @@ from zorse_megatron.adapter.compute_dtype import TORCH_DTYPES, keep_exact
 from zorse_megatron.adapter.groups.global_groups import one_rank_alone
 from zorse_megatron.adapter.groups.process_groups import PipelinePosition
 from zorse_megatron.adapter.parameter_parts import taken
-from zorse_megatron.adapter.patches import under_plan
-from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.patches.rebind import REGISTRY
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.log import say
 
@@ -201,7 +200,7 @@ def _build_whole(
     alone = copy.copy(collection)
     alone.pp = PipelinePosition(0, 1)
     alone.tp = alone.tp_cp = alone.expt_tp = alone.tp_ep = collection.cp
-    with REGISTRY.applied({under_plan.BUILD_MODULE: partial(_dropping_layers, targets, source)}):
+    with REGISTRY.applied({"build_module": partial(_dropping_layers, targets, source)}):
         builder = config.get_builder_cls()(config)
         whole: torch.nn.Module = builder.build_model(alone, pre_process=True, post_process=True)
     source.take(whole.parameters())

@@ -15,8 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients, delaying_weights
-from zorse_megatron.adapter.patches.registry import REGISTRY
-from zorse_megatron.adapter.patches.under_plan import LINEAR_BACKWARD
+from zorse_megatron.adapter.patches.rebind import REGISTRY
 from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.conditions import fuses_weight_gradients
 from zorse_megatron.inputs.profile import Part
@@ -80,7 +79,7 @@ class ModelPasses:
             yield None
             return
         try:
-            with REGISTRY.applied({LINEAR_BACKWARD: partial(delaying_weights, waiting)}):
+            with REGISTRY.applied({"linear_backward": partial(delaying_weights, waiting)}):
                 yield waiting
         finally:
             for module, store in stores.items():

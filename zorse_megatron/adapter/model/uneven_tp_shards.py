@@ -23,8 +23,7 @@ from megatron.training.models.gpt import default_layer_spec
 from zorse_megatron.adapter.checkpoint.saved_parameters import saved_as_nothing
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.parameter_parts import mark_unit
-from zorse_megatron.adapter.patches import under_plan
-from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
+from zorse_megatron.adapter.patches.rebind import Make, Replacements
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.runtime.mailbox import TpRank
 
@@ -83,18 +82,18 @@ class LocalSizes:
 def size_hooks(place: TpRank | None) -> Replacements:
     """What Megatron asks of sizes beside the config, on a rank with other parts than its TP
     group's."""
-    hooks: dict[Rebinding, Make] = {}
+    hooks: dict[str, Make] = {}
     if place is None:
         return hooks
     if place.tp_shards.units("vocabulary_rows") is not None:
-        hooks[under_plan.VOCAB_RANGE] = partial(_with_own_rows, place)
+        hooks["vocab_range"] = partial(_with_own_rows, place)
     if not place.tp_shards.has_any("vocabulary_rows", place.index):
-        hooks[under_plan.LOOK_UP] = looking_up_nothing
-        hooks[under_plan.LOSS] = without_a_logit
+        hooks["look_up"] = looking_up_nothing
+        hooks["loss"] = without_a_logit
     if not place.tp_shards.has_any("mlp_columns", place.index):
-        hooks[under_plan.SPLIT_GATE] = saved_as_nothing
+        hooks["split_gate"] = saved_as_nothing
     if not place.tp_shards.are_equal:
-        hooks[under_plan.FROZEN_BACKWARD] = of_any_width
+        hooks["frozen_backward"] = of_any_width
     return hooks
 
 

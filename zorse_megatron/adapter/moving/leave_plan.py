@@ -21,7 +21,6 @@ from zorse_megatron.adapter.checkpoint.adapters import base_problems
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.moving.state import SetAside, owned_parts, set_aside, take_over
 from zorse_megatron.adapter.optimizer.muon import MUON
-from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.adapter.plan_run import PlanLeft, PlanRun
 from zorse_megatron.adapter.rank_plan import RankPlan, executable_lists
@@ -212,9 +211,9 @@ def moving_hooks(session: PlanSession) -> Replacements:
     """What is rebound in a run that may be asked to move, or that has moved."""
     run, hooks = session.run, {}
     if run.may_move:
-        hooks[under_plan.DECIDE_EXIT] = partial(leaving_when_asked, session)
+        hooks["decide_exit"] = partial(leaving_when_asked, session)
     if run.moved is not None:
-        hooks[under_plan.SETUP_FROM_MEMORY] = partial(_setup_from_memory, session, run.moved)
+        hooks["setup_from_memory"] = partial(_setup_from_memory, session, run.moved)
     return hooks
 
 

@@ -30,8 +30,7 @@ from zorse_megatron.adapter.optimizer.muon import (
 )
 from zorse_megatron.adapter.optimizer.shard_update import GradientFactors
 from zorse_megatron.adapter.optimizer.streamed_gradients import StreamedGradients
-from zorse_megatron.adapter.patches import under_plan
-from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.patches.rebind import REGISTRY
 from zorse_megatron.runtime.host_link import HostBacked, HostLink
 from zorse_megatron.schedule.shards import Interval
 
@@ -333,7 +332,7 @@ def build_uneven_optimizer(
             config_overrides = stock.get_standard_config_overrides(config)
         config, config_overrides = adam_config(config), with_adams(config_overrides)
         mark_qkv(model_chunks)
-    with REGISTRY.applied({under_plan.OPTIMIZER_CLASS: lambda _stock: uneven_class}):
+    with REGISTRY.applied({"optimizer_class": lambda _stock: uneven_class}):
         optimizer = stock.get_megatron_optimizer(
             replace(config, use_distributed_optimizer=True),
             list(model_chunks),

@@ -1,57 +1,27 @@
 """Rebinding a name at its use site: one record each, checked, undoable, never silent.
 
-Only a record of a `Registry` can be applied, once at a time. Before anything is changed, every
-record is compared with what is installed: the version, that the name exists, its signature. What
-does not fit stops the job with a `SeamError` that lists all of it.
+Only a record of the `REGISTRY` (`records.yaml`) can be applied, once at a time. Before anything is
+changed, it is compared with what is installed: the version, that the name exists, its signature.
+What does not fit stops the job with a `SeamError` that lists all of it. Megatron is imported when a
+record is applied.
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from pydantic import TypeAdapter
 
 from zorse_megatron.errors import Problem, SeamError
-
-# Parameters of what several records are about.
-
-
-TRAIN_STEP = (
-    "forward_step_func",
-    "data_iterator",
-    "model",
-    "optimizer",
-    "opt_param_scheduler",
-    "config",
-    "forward_backward_func",
-    "iteration",
-    "pg_collection",
-    "p2p_communicator",
-)
-DDP = (
-    "config",
-    "ddp_config",
-    "module",
-    "disable_bucketing",
-    "pg_collection",
-    "full_param_layout",
-)
-SETUP = (
-    "model_type",
-    "model_provider_func",
-    "checkpointing_context",
-    "cfg_container",
-    "pg_collection",
-)
 
 # The versions that we know, checked before Megatron is imported.
 
@@ -83,16 +53,6 @@ def installed_megatron() -> str | None:
     return f"{number['MAJOR']}.{number['MINOR']}.{number['PATCH']}{number['PRE_RELEASE']}"
 
 
-def installed_version(distribution: str) -> str | None:
-    """Version of a distribution, None where it is not there; of Megatron what an import finds."""
-    if distribution == "megatron-core":
-        return installed_megatron()
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def check_megatron(version: str | None) -> None:
     """Raise SeamError unless `version` is one that our hooks were written for."""
     # Release candidates of a known version have the same seams.
@@ -116,9 +76,9 @@ def check_megatron(version: str | None) -> None:
 
 _ABSENT = object()
 _UNLISTED = (
-    "a record that is not in the registry",
-    "one of zorse_megatron/adapter/patches/registry.py",
-    "List it there: documents and tests are made from that list.",
+    "a name without a record",
+    "one of zorse_megatron/adapter/patches/records.yaml",
+    "List it there, with what it is for and the test that needs it.",
 )
 _TWICE = (
     "a record that is applied already",
@@ -129,27 +89,14 @@ _TWICE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rebinding:
-    """One name that is bound to something of ours.
-
-    `target` is `package.module:attribute` (attribute may be dotted: `Class.method`). `parameters`
-    are the parameter names that the target must have, in order; of a class, those to make one with.
-    `versions` is a PEP 440 specifier for the distribution that the target is of. `becomes` says
-    what takes the name's place, `test` which test fails without it.
-    """
+    """One name that is bound to something of ours; `records.yaml` says what the fields are."""
 
     target: str
     parameters: tuple[str, ...]
     becomes: str
     why: str
-    versions: str
     test: str
     delete_when: str
-
-    @property
-    def distribution(self) -> str:
-        """Name of the distribution whose version `versions` is about."""
-        top = self.target.partition(":")[0].partition(".")[0]
-        return "megatron-core" if top == "megatron" else top
 
 
 Make = Callable[[Any], Any]
@@ -157,22 +104,23 @@ Make = Callable[[Any], Any]
 
 Of a method, static or of a class, it gets and returns the plain function (with `self` or `cls`).
 """
-Replacements = Mapping[Rebinding, Make]
+Replacements = Mapping[str, Make]
+"""By the records' names."""
 
 
 class Registry:
-    """All records that there are; none but these can be applied."""
+    """All records that there are, by name; none but these can be applied."""
 
     def __init__(
         self,
-        records: Sequence[Rebinding],
+        records: Mapping[str, Rebinding],
         *,
-        installed: Callable[[str], str | None] = installed_version,
+        installed: Callable[[], str | None] = installed_megatron,
     ) -> None:
-        """`installed`: the version of a distribution; None: it is not there."""
-        self.records = tuple(records)
-        self._installed = cache(installed)
-        self._in_place: set[Rebinding] = set()
+        """`installed`: the version of Megatron; None: it is not there."""
+        self.records = dict(records)
+        self.installed = installed
+        self._in_place: set[str] = set()
 
     def apply(self, replacements: Replacements) -> Callable[[], None]:
         """Apply all, in their order, or none. Returns the undo; undo what came last first.
@@ -180,7 +128,8 @@ class Registry:
         Raises SeamError with everything that does not fit.
         """
         self._refuse_misuse(replacements)
-        if problems := [problem for record in replacements for problem in self.problems(record)]:
+        check_megatron(self.installed())
+        if problems := [problem for name in replacements for problem in self.problems(name)]:
             raise SeamError("Megatron has changed where zorse-megatron hooks into it", problems)
         undo: list[tuple[Any, str, Any]] = []
 
@@ -195,8 +144,8 @@ class Registry:
 
         self._in_place.update(replacements)
         try:
-            for record, make in replacements.items():
-                owner, name = _locate(record.target)
+            for key, make in replacements.items():
+                owner, name = _locate(self.records[key].target)
                 raw = _current(owner, name)
                 replacement = _like(raw, make(_function(raw)))
                 # A name that a class inherits is put back by taking ours away.
@@ -216,14 +165,9 @@ class Registry:
         finally:
             restore()
 
-    def problems(self, record: Rebinding) -> list[Problem]:
+    def problems(self, name: str) -> list[Problem]:
         """Compare one record with what is installed."""
-        version = self._installed(record.distribution)
-        # Release candidates of a known version have the same seams.
-        known = SpecifierSet(record.versions)
-        if version is None or not known.contains(Version(version), prereleases=True):
-            found = f"{record.distribution} {version or 'not installed'}"
-            return [_problem(record, found, f"{record.distribution} {record.versions}")]
+        record = self.records[name]
         try:
             raw = _current(*_locate(record.target))
         except (ImportError, AttributeError) as error:
@@ -236,12 +180,12 @@ class Registry:
 
     def _refuse_misuse(self, replacements: Replacements) -> None:
         """Raise SeamError where our own code applies what it must not."""
-        unlisted = [record for record in replacements if record not in self.records]
-        twice = [record for record in replacements if record in self._in_place]
+        unlisted = [name for name in replacements if name not in self.records]
+        twice = [name for name in replacements if name in self._in_place]
         problems = [
-            Problem(where=record.target, found=found, expected=expected, remedy=remedy)
-            for records, found, expected, remedy in ((unlisted, *_UNLISTED), (twice, *_TWICE))
-            for record in records
+            Problem(where=name, found=found, expected=expected, remedy=remedy)
+            for names, found, expected, remedy in ((unlisted, *_UNLISTED), (twice, *_TWICE))
+            for name in names
         ]
         if problems:
             raise SeamError("Names are rebound in a way that is not allowed", problems)
@@ -272,11 +216,16 @@ def _like(raw: Any, replacement: Any) -> Any:
 
 
 def _problem(record: Rebinding, found: str, expected: str) -> Problem:
-    of = "Megatron" if record.distribution == "megatron-core" else record.distribution
-    known = f"This {of} differs from the versions we know ({record.versions}); install one of those"
+    known = f"This Megatron differs from the versions we know ({MEGATRON_VERSIONS})"
     return Problem(
         where=record.target,
         found=found,
         expected=expected,
-        remedy=f"{known}. The hook is needed because: {record.why}",
+        remedy=f"{known}; install one of those. The hook is needed because: {record.why}",
     )
+
+
+_TEXT = Path(__file__).with_name("records.yaml").read_text(encoding="utf-8")
+_ENTRIES = yaml.load(_TEXT, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+REGISTRY = Registry(TypeAdapter(dict[str, Rebinding]).validate_python(_ENTRIES))

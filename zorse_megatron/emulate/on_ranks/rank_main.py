@@ -22,7 +22,7 @@ def emulate(job: EmulatedJob, rank: int) -> RankSetup:
     import torch.distributed as dist
 
     from zorse_megatron.adapter.model.chunk_view import emulation_hooks
-    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.patches.rebind import REGISTRY
     from zorse_megatron.emulate.conductor import call
     from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap

@@ -9,7 +9,7 @@ def preload() -> None:
 
     if cpu_mode.needed():
         cpu_mode.enable()
-    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.patches.rebind import REGISTRY
     from zorse_megatron.adapter.preload import (
         hooks_of_forked_ranks,
         import_late_modules_of_stock,
