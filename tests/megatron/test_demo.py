@@ -28,8 +28,7 @@ def test_the_demo_runs(tmp_path: Path, megatron_server: MegatronServer) -> None:
     assert "Stock Megatron" in said and "(simulated" in said
     plan = load_plan(tmp_path / "out" / "plan.json")
     assert plan.cluster is not None and plan.cluster.gpu_kinds == ("A10G", "T4")
-    for rank, kind in enumerate(plan.cluster.gpu_kinds):
-        assert f"│ {rank}    │ {kind:<10} │" in said
+    assert "│ A10G" in said and "│ T4" in said
     assert f"The two runs are the same. {ITERATIONS} iterations: losses differ" in said
     assert said.splitlines()[-1].strip().startswith("zorse plan --cluster cluster.yaml ")
     runs = tmp_path / "out" / "runs"
@@ -39,7 +38,5 @@ def test_the_demo_runs(tmp_path: Path, megatron_server: MegatronServer) -> None:
         losses[name] = [json.loads(line)["lm loss"] for line in lines]
         text = (runs / name / log).read_text()
         assert [line.iteration for line in iterations(text)] == list(range(1, ITERATIONS + 1))
-        assert "validation loss at iteration 2 " in text
     assert losses["plan"] == pytest.approx(losses["stock"], abs=2e-5, rel=0)
-    for name in ("loss.png", "timeline.png"):
-        assert (tmp_path / "out" / name).stat().st_size > 0
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 0

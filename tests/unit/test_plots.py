@@ -13,26 +13,14 @@ from matplotlib.path import Path as MatplotlibPath
 
 from tests.examples import examples
 from tests.unit.fake_costs import FakeComm, FakeMemory
-from tests.unit.fake_trace import ACTION_S, fake_spans
 from tests.unit.made_plans import even_plan
 from tests.unit.simulation import run
 from tests.unit.test_simulate_memory import priced_with_options
 from tests.unit.test_simulate_times import run_case
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.plots import gantt
-from zorse_megatron.plots.figures import (
-    LossCurve,
-    draw_curves,
-    draw_memory,
-)
-from zorse_megatron.plots.gantt import draw_gantt, draw_timeline
-from zorse_megatron.plots.shown import (
-    duration_s,
-    fastest_step,
-    rows_of,
-    spans_of_step,
-    training_steps,
-)
+from zorse_megatron.plots.figures import LossCurve, draw_curves, draw_memory, rows_of
+from zorse_megatron.plots.gantt import draw_timeline
 from zorse_megatron.schedule.actions import COMPUTE, SENDS, Kind, from_norm, parse_action
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.chrome_trace import chrome_trace, save_chrome_trace
@@ -59,39 +47,30 @@ def rgb(text):
 
 
 @pytest.mark.slow
-def test_gantt_shows_each_kind_of_action(tmp_path):
-    path = draw_gantt(tmp_path / "a" / "t.png", plan=PLAN, spans=fake_spans(PLAN), title="t")
-    colours = colours_of(path)
-    for kind in ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#8C2D04", "#B3A100"):
-        assert rgb(kind) in colours
+def test_the_timeline_shows_work_and_waiting(tmp_path):
+    path = draw_timeline(tmp_path / "a" / "t.png", plan=PLAN, result=run(PLAN), title="t")
+    assert {rgb("#56B4E9"), rgb("#E69F00"), rgb("#E8E8E8")} <= colours_of(path)
 
 
-def test_gantt_draws_the_bars_of_a_row_at_once(tmp_path, monkeypatch):
+def test_the_timeline_draws_the_bars_of_a_row_at_once(tmp_path, monkeypatch):
     """An artist for each bar takes minutes where there are thousands; every bar is drawn still."""
     figures = []
     monkeypatch.setattr(gantt, "save_figure", lambda figure, path: figures.append(figure) or path)
-    spans = fake_spans(PLAN)
-    draw_gantt(tmp_path / "t.png", plan=PLAN, spans=spans, title="t")
+    result = run(PLAN)
+    draw_timeline(tmp_path / "t.png", plan=PLAN, result=result, title="t")
     (axes,) = figures[0].axes
     drawn = [patch.get_path() for patch in axes.patches]
     rectangles = sum(int((path.codes == MatplotlibPath.MOVETO).sum()) for path in drawn)
-    of_ranks = [span for of_rank in spans.values() for span in of_rank]
+    of_ranks = [span for of_rank in result.traces.values() for span in of_rank]
     assert rectangles == len(of_ranks) + sum(span.waited_s > 0 for span in of_ranks)
     looks = 1 + len({look for look in gantt._LOOKS.values()})
-    assert len(axes.patches) + len(axes.collections) <= looks * len(spans)
-
-
-def test_gantt_wants_every_rank(tmp_path):
-    spans = fake_spans(PLAN)
-    del spans[3]
-    with pytest.raises(ValueError, match=r"no spans of ranks \[3\]"):
-        draw_gantt(tmp_path / "t.png", plan=PLAN, spans=spans, title="t")
+    assert len(axes.patches) + len(axes.collections) <= looks * PLAN.world_size
 
 
 @pytest.mark.slow
 def test_equal_figures_are_equal_files(tmp_path):
     for name in ("a.png", "b.png"):
-        draw_gantt(tmp_path / name, plan=PLAN, spans=fake_spans(PLAN), title="t")
+        draw_timeline(tmp_path / name, plan=PLAN, result=run(PLAN), title="t")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
@@ -120,52 +99,12 @@ def test_curves_over_other_iterations_are_refused(tmp_path):
         )
 
 
-@pytest.fixture
-def traces():
-    """Three training steps, the second of which is the fastest, and an evaluation."""
-    spans = {rank: [] for rank in range(PLAN.world_size)}
-    for step, speed in ((0, 3), (1, 2), (2, 1), (3, 4)):
-        for rank, new in fake_spans(PLAN, step=step, action_s=speed * ACTION_S).items():
-            spans[rank] += new
-    is_evaluation = {rank: [span.action == "NORM" for span in new] for rank, new in spans.items()}
-    return {
-        rank: [
-            dataclasses.replace(span, action="SCALE") if span.step == 1 and steps else span
-            for span, steps in zip(spans[rank], is_evaluation[rank], strict=True)
-        ]
-        for rank in spans
-    }
-
-
-def test_evaluations_are_no_training_steps(traces):
-    assert training_steps(traces) == [0, 2, 3]
-
-
-def test_the_fastest_step_is_shown(traces):
-    assert fastest_step(traces) == 2
-    longest = max(len(spans) for spans in fake_spans(PLAN).values())
-    assert duration_s(traces, 2) == pytest.approx(longest * ACTION_S)
-    assert {span.step for spans in spans_of_step(traces, 2).values() for span in spans} == {2}
-
-
-def test_no_training_step_is_an_error():
-    with pytest.raises(ValueError, match="found no training step"):
-        fastest_step({0: []})
-
-
 # Of the simulator.
 
 GIB = 2**30
 MEMORY = FakeMemory(
     layer_count=GIB // 16, saved={"none": GIB // 8}, boundary=GIB // 8, head=GIB // 4
 )
-
-
-@pytest.mark.slow
-def test_a_timeline_is_drawn_as_of_an_executed_run(tmp_path):
-    plan = UNEVEN_PLAN
-    path = draw_timeline(tmp_path / "t.png", plan=plan, result=run(plan), title="t")
-    assert {rgb("#56B4E9"), rgb("#E69F00"), rgb("#E8E8E8")} <= colours_of(path)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Figures of comparisons, losses and memory, without a window."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,13 @@ from matplotlib.patches import Patch
 
 from zorse_megatron.files.read_write import write_bytes
 from zorse_megatron.plan.plan import Plan
-from zorse_megatron.plots.shown import MAX_ROWS, ShownRank, rows_of
+from zorse_megatron.plan.spans import spans_of, spell
 from zorse_megatron.simulate.memory_ledger import Category
 from zorse_megatron.simulate.result import SimulationResult
 
 DOTS_PER_INCH = 150
+MAX_ROWS = 40
+"""More rows than this are too many to read."""
 TEXT = "#222222"
 FAINT = "#6b6b6b"
 
@@ -35,6 +37,59 @@ def save_figure(figure: Figure, path: Path, *, description: str | None = None) -
     said = {"Software": None, **({"Description": description} if description else {})}
     figure.savefig(picture, format="png", dpi=DOTS_PER_INCH, metadata=said)
     return write_bytes(path, picture.getvalue(), parents=True)
+
+
+# Which ranks a figure shows.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownRank:
+    """One row of a figure: a rank, and the ranks of its group that look like it."""
+
+    rank: int
+    alike: tuple[int, ...]
+    group: int
+
+    @property
+    def label(self) -> str:
+        """`rank 3`, or `ranks 0 to 7, 16 (9 alike)`."""
+        if len(self.alike) == 1:
+            return f"rank {self.rank}"
+        spans = spans_of(self.alike)
+        more = " …" if len(spans) > 2 else ""
+        return f"ranks {spell(spans[:2])}{more} ({len(self.alike)} alike)"
+
+
+def rows_of(
+    plan: Plan,
+    look: Callable[[int], Hashable],
+    weight: Callable[[int], float],
+    *,
+    most: int = MAX_ROWS,
+) -> tuple[ShownRank, ...]:
+    """One row per rank in model order if they fit; else one per group and look.
+
+    `look`: what ranks that may share a row have in common; `weight`: if there are still too many
+    rows, each group keeps those of the highest weight.
+    """
+    groups = list(dict.fromkeys(chunk.group for chunk in plan.chunks))
+    rows = {number: _rows_of_group(plan, number, look, plan.world_size > most) for number in groups}
+    kept = max(1, most // len(groups))
+    shown = []
+    for of_group in rows.values():
+        heaviest = sorted(of_group, key=lambda row: (-weight(row.rank), row.rank))
+        wanted = of_group if sum(map(len, rows.values())) <= most else heaviest[:kept]
+        shown += [row for row in of_group if row in wanted]
+    return tuple(shown)
+
+
+def _rows_of_group(
+    plan: Plan, number: int, look: Callable[[int], Hashable], merged: bool
+) -> list[ShownRank]:
+    ranks: dict[Hashable, list[int]] = {}
+    for rank in plan.groups[number].ranks:
+        ranks.setdefault(look(rank) if merged else rank, []).append(rank)
+    return [ShownRank(rank=alike[0], alike=tuple(alike), group=number) for alike in ranks.values()]
 
 
 # Peak memory of each rank against what its GPU has, as bars by category.

@@ -1,6 +1,6 @@
-"""One iteration as a chart: what each rank did, and when, as executed or simulated."""
+"""A simulated iteration as a chart: what each rank did, and when."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +10,7 @@ from matplotlib.path import Path as Outline
 
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.spans import spell
-from zorse_megatron.plots.figures import TEXT, new_figure, save_figure
-from zorse_megatron.plots.shown import MAX_ROWS, rows_of
+from zorse_megatron.plots.figures import MAX_ROWS, TEXT, new_figure, rows_of, save_figure
 from zorse_megatron.schedule.actions import COMPUTE, TRANSFERS, Kind, parse_action
 from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.trace import Span
@@ -54,33 +53,29 @@ _LOOKS = {
 }
 
 
-def draw_gantt(
-    path: Path,
-    *,
-    plan: Plan,
-    spans: Mapping[int, Sequence[Span]],
-    title: str,
-    ranks: Collection[int] | None = None,
+def draw_timeline(
+    path: Path, *, plan: Plan, result: SimulationResult, title: str, max_rows: int = MAX_ROWS
 ) -> Path:
-    """Draw the spans of one step; `spans`: rank -> its spans of that step.
+    """Draw what each rank did, and when. Time 0 is the start of the earliest span.
 
-    Time 0 is the start of the earliest span. The ranks' clocks are taken to agree. `ranks`: draw
-    only these; all of the plan's if it is left out.
+    Of ranks of one group that did the same amount of work and waiting, and were simulated, one is
+    drawn where there are more than `max_rows`.
     """
-    wanted = set(range(plan.world_size) if ranks is None else ranks)
-    missing = sorted(wanted - spans.keys())
-    if missing:
-        raise ValueError(f"found no spans of ranks {missing}; expected those of all the plan's")
-    in_model_order = dict.fromkeys(chunk.group for chunk in plan.chunks)
-    rows = [r for group in in_model_order for r in plan.groups[group].ranks if r in wanted]
+    simulated = set(result.simulated_ranks)
+    shown = rows_of(
+        plan,
+        # Times that differ by rounding only look the same.
+        look=lambda rank: (rank in simulated, f"{result.usage[rank].busy_s:.6g}"),
+        weight=lambda rank: result.usage[rank].busy_s if rank in simulated else -1.0,
+        most=max_rows,
+    )
+    rows = [row.rank for row in shown if row.rank in simulated]
+    if len(rows) < plan.world_size:
+        title += f" ({len(rows)} of {plan.world_size} ranks)"
     figure = new_figure(width_inches=12, height_inches=1.9 + 0.62 * len(rows))
     axes = figure.subplots()
     axes.set_title(title, fontsize=12, loc="left")
-    bars = _Bars(axes, [spans[rank] for rank in rows])
-    for row, rank in enumerate(rows):
-        for span in spans[rank]:
-            bars.add(row, span)
-    bars.draw()
+    bars = _Bars(axes, [result.spans(rank) for rank in rows])
     _draw_groups(axes, plan, rows)
     axes.set_xlim(0, bars.whole_ms)
     axes.set_ylim(len(rows) - 0.45, -0.55)  # the first rank on top
@@ -108,8 +103,12 @@ class _Bars:
         self.origin_s = min(span.start_s for of_rank in spans for span in of_rank)
         end_s = max(span.end_s for of_rank in spans for span in of_rank)
         self.whole_ms = (end_s - self.origin_s) * _MS
+        for row, of_rank in enumerate(spans):
+            for span in of_rank:
+                self._add_span(row, span)
+        self._draw()
 
-    def add(self, row: int, span: Span) -> None:
+    def _add_span(self, row: int, span: Span) -> None:
         """Add the wait of a span and then its work."""
         action = parse_action(span.action)
         start_ms = (span.start_s - self.origin_s) * _MS
@@ -124,8 +123,7 @@ class _Bars:
             number = str(action.micro_batch)
             self.axes.text(middle_ms, row, number, ha="center", va="center", fontsize=7, color=TEXT)
 
-    def draw(self) -> None:
-        """Draw what was added."""
+    def _draw(self) -> None:
         for (row, look), bars in self.bars.items():
             outline = Outline.make_compound_path(*(_rectangle(row, *bar) for bar in bars))
             self.axes.add_patch(
@@ -196,29 +194,3 @@ def _rank_label(plan: Plan, rank: int) -> str:
     kinds = plan.cluster.gpu_kinds if plan.cluster else None
     name = f"rank {rank}" if kinds is None else f"rank {rank}: {kinds[rank]}"
     return f"{name}\n{work.num_microbatches} x {work.micro_batch_size} samples"
-
-
-# A simulated iteration as a chart, in the form of the charts of executed ones.
-
-
-def draw_timeline(
-    path: Path, *, plan: Plan, result: SimulationResult, title: str, max_rows: int = MAX_ROWS
-) -> Path:
-    """Draw what each rank did, and when.
-
-    Of ranks of one group that did the same amount of work and waiting, and were simulated, one is
-    drawn where there are more than `max_rows`.
-    """
-    simulated = set(result.simulated_ranks)
-    rows = rows_of(
-        plan,
-        # Times that differ by rounding only look the same.
-        look=lambda rank: (rank in simulated, f"{result.usage[rank].busy_s:.6g}"),
-        weight=lambda rank: result.usage[rank].busy_s if rank in simulated else -1.0,
-        most=max_rows,
-    )
-    ranks = [row.rank for row in rows if row.rank in simulated]
-    if len(ranks) < plan.world_size:
-        title += f" ({len(ranks)} of {plan.world_size} ranks)"
-    spans = {rank: result.spans(rank) for rank in ranks}
-    return draw_gantt(path, plan=plan, spans=spans, title=title, ranks=ranks)
