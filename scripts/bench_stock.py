@@ -28,7 +28,7 @@ import yaml
 from scripts.bench_stock_tables import Row, draw, gain, tables, with_tables
 from scripts.validation.peaks import peaks_without
 from scripts.where_time_goes import ideal_s, lost_s
-from zorse_megatron.cli.gpu_selection import Found, find
+from zorse_megatron.cli.gpu_selection import Found, GpuSearches
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_of_workload
 from zorse_megatron.emulate.emulator import flags_of_grid
@@ -154,7 +154,14 @@ def measured(case: Case, directory: Path) -> Row:
     costs, costs_of = case.costs()
     whole = costs.inputs
     started_s = _cpu_s()
-    ours = find(costs, costs_of, "zorse", None, may_leave_out=True)
+    ours = GpuSearches(
+        costs=costs,
+        costs_of=costs_of,
+        strategy="zorse",
+        on_progress=None,
+        may_leave_out=True,
+        with_stock=True,
+    ).find()
     planning_s = _cpu_s() - started_s
     stock = stock_at_best(whole)
     bound = link_bound(whole)

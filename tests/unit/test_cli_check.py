@@ -154,7 +154,6 @@ def test_a_profile(run, tmp_path):
         ("a.txt", '{"chunks": [], "schema_version": 1}', "plan"),
         ("a.json", '{"schema_version": 1, "sources": [], "times": [{"gpu_kind": "T4"', "profile"),
         ("a.json", '{"schema_version": 2, "chunks": [{"group": 0, "layers": [0,', "plan"),
-        ("a.txt", '{"architecture": []}', "model"),
         ("a.yaml", "{name: x, node: 3}", "cluster"),
         ("a-directory", None, None),
     ],

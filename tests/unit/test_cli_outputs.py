@@ -42,7 +42,7 @@ OUTPUTS = {
     "plan": ((*PLAN, "--out"), "zorse_megatron.planner.find_plan.find_plan"),
     "timeline": ((*EXPLAIN, "--timeline"), "zorse_megatron.cli.commands.explain.simulated"),
     "trace": ((*EXPLAIN, "--trace"), "zorse_megatron.cli.commands.explain.simulated"),
-    "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.launched_job.load_plan"),
+    "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.commands.launch.load_plan"),
     "compare": ((*COMPARE, "--out"), "zorse_megatron.cli.commands.emulate._compared"),
     "discover": (("discover", "--out"), "zorse_megatron.cli.commands.measure.as_ranks"),
 }

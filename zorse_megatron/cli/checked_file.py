@@ -1,11 +1,9 @@
 """One file that `zorse check` validates: of which kind it is, and what is in it."""
 
 import dataclasses
-import difflib
-import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from zorse_megatron.costs.measured_curves import fit_curve, unlikely_times
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.files.strict import FileKind, read_file
 from zorse_megatron.files.wording import number_of
-from zorse_megatron.files.yaml_text import read_yaml
 from zorse_megatron.flags.torch_builds import build_notes
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster import Cluster
@@ -35,7 +32,6 @@ Content = Plan | Cluster | Workload | Profile
 # Of equally likely kinds the first one is taken.
 _KINDS = (PLAN_FILE, CLUSTER_FILE, CONFIG_FILE, PROFILE_FILE)
 _ANY_KIND = "a plan, cluster, model or profile"
-_MAX_KEY = 40  # longer than any key of ours
 _YAML_KINDS = (CLUSTER_FILE, CONFIG_FILE)
 _OF_HUGGING_FACE = "config.json"
 # The last two are of YAML files, which are refused as models.
@@ -49,7 +45,7 @@ _PARSERS: dict[str, Callable[..., Content]] = {
 # Below this a correction is the rounding of a fall between two points.
 _SMALL_CHANGE = 0.005
 _MOST_SEEN = 100_000
-"""Bytes of a file that cannot be read in which keys are looked for."""
+"""Bytes of a file in which keys are looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,44 +103,23 @@ def check_file(path: Path) -> CheckedFile:
 
 
 def _kind_of(data: bytes, path: Path) -> FileKind:
-    """The kind whose keys are at the top level; where none is, what the name suggests."""
-    keys = _top_level_keys(data)
+    """The kind that alone has most of the file's keys; where none has any, what the name suggests.
+
+    Keys are looked for in the text, as the file may be cut off.
+    """
+    keys = {each.decode() for each in re.findall(rb"\w+(?=[\"']?\s*:)", data[:_MOST_SEEN])}
     if "model_type" in keys or path.name.endswith(_OF_HUGGING_FACE):
         return CONFIG_FILE
-    fields = {kind.name: set(_keys_of(kind)) for kind in _KINDS}
+    fields = {
+        kind.name: [field.name for field in dataclasses.fields(kind.root)]
+        for kind in (PLAN_FILE, CLUSTER_FILE, PROFILE_FILE)
+    }
+    fields[CONFIG_FILE.name] = list(_OF_MODELS)
     # Keys that several kinds have, such as `name`, say nothing.
     counts = Counter(field for names in fields.values() for field in names)
-    matches = {
-        name: sum(_is_among(key, (field for field in names if counts[field] == 1)) for key in keys)
-        for name, names in fields.items()
-    }
-    best = max(matches.values())
-    if not best:
-        return _kind_of_name(path)
-    return next(kind for kind in _KINDS if matches[kind.name] == best)
-
-
-def _keys_of(kind: FileKind) -> Iterable[str]:
-    if kind is CONFIG_FILE:
-        return _OF_MODELS
-    return [field.name for field in dataclasses.fields(kind.root)]
-
-
-def _is_among(key: str, names: Iterable[str]) -> bool:
-    """Whether a key is one of the names, or a slip of the keyboard away from one."""
-    return bool(difflib.get_close_matches(key[:_MAX_KEY], list(names), n=1, cutoff=0.85))
-
-
-def _top_level_keys(data: bytes) -> set[str]:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        try:
-            value, _, _ = read_yaml(data, "file", CLUSTER_FILE)
-        except ZorseError:
-            # Cut off, say: what is there of its keys, and of those inside them.
-            return {each.decode() for each in re.findall(rb'"(\w{1,64})"\s*:', data[:_MOST_SEEN])}
-    return set(value) if isinstance(value, dict) else set()
+    own = {name: keys & {each for each in of if counts[each] == 1} for name, of in fields.items()}
+    best = max(_KINDS, key=lambda kind: len(own[kind.name]))
+    return best if own[best.name] else _kind_of_name(path)
 
 
 def _kind_of_name(path: Path) -> FileKind:

@@ -69,61 +69,30 @@ class Found:
         return tuple(sorted(set(range(self.num_gpus)) - set(self.ranks)))
 
 
-def find(
-    costs: WorkloadCosts,
-    costs_of: CostsOf,
-    strategy: "Strategy",
-    on_progress: OnProgress,
-    *,
-    may_leave_out: bool,
-    with_stock: bool = True,
-) -> Found:
-    """Search for the plan of all GPUs, or of those that train fastest. `costs`: on all of them.
-
-    `with_stock`: and for what stock Megatron takes, which the strategies zorse and stock need.
-    Raises NoPlanError where nothing fits, that of all GPUs; FoundSoFar where it is interrupted and
-    has found a plan.
-    """
-    searches = _Searches(
-        costs=costs,
-        costs_of=costs_of,
-        strategy=strategy,
-        on_progress=on_progress,
-        may_leave_out=may_leave_out,
-        with_stock=with_stock,
-    )
-    try:
-        return searches.found()
-    except KeyboardInterrupt:
-        if not searches.outcomes:
-            raise
-        raise FoundSoFar(searches.found_so_far()) from None
-
-
-class FoundSoFar(KeyboardInterrupt):
-    """An interrupt after a plan was found."""
-
-    def __init__(self, found: Found) -> None:
-        super().__init__()
-        self.found = found
-
-
 @dataclass(kw_only=True)
-class _Searches:
+class GpuSearches:
     """Whole searches on some of the GPUs, each of them once."""
 
     costs: WorkloadCosts
+    """On all of them."""
     costs_of: CostsOf
     strategy: "Strategy"
     on_progress: OnProgress
     may_leave_out: bool
+    """Whether GPUs that slow the others are left out."""
     with_stock: bool
+    """Whether to search for what stock Megatron takes, which the strategies zorse and stock need.
+    """
     outcomes: dict[tuple[int, ...], tuple[WorkloadCosts, "Outcome"]] = field(default_factory=dict)
     failure: "NoPlanError | None" = None
     """The first one."""
 
-    def found(self) -> Found:
-        """The plan of the GPUs that train fastest, as far as they may be chosen."""
+    def find(self) -> Found:
+        """Search for the plan of all GPUs, or of those that train fastest.
+
+        Raises NoPlanError where nothing fits, that of all GPUs. Where it is interrupted,
+        `found_so_far` has what was found by then, if `outcomes` has any.
+        """
         from zorse_megatron.planner.gpu_selection import explore
 
         if self.strategy == "stock":

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -27,7 +27,7 @@ from zorse_megatron.cli.workload_costs import (
 )
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
 from zorse_megatron.files.wording import memory
-from zorse_megatron.gpus.gpu import Dtype, GpuKind
+from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.profile import Profile
 from zorse_megatron.inputs.rank_placement import cluster_problems
@@ -45,25 +45,6 @@ class Checked:
     found: str = ""
     """For people; empty where there are problems."""
     error: ZorseError | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Said:
-    """What the command line says beside files; None: nothing."""
-
-    flags: Sequence[str] | None
-    """Of the training command."""
-    dtype: Dtype | None
-    global_batch_size: int | None
-    seq_length: int | None
-    margin: float
-    """Share of each GPU's memory that is to stay free."""
-
-    def workload(self, model: Workload, plan: Plan) -> Workload:
-        """What is trained of a model, with what the plan says of it."""
-        length = self.seq_length or (plan.model.seq_length if model.lacks_seq_length else None)
-        workload = model if length is None else at_seq_length(model, length)
-        return replace(workload, dtype=self.dtype, global_batch_size=self.global_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +76,8 @@ def check(*, files: Files, given: WorkloadOptions, margin: Margin = 0.0) -> Outp
     is checked too.
     """
     name, flags = model_or_flags(given.model, given.flags)
-    said = Said(
-        flags=flags,
-        dtype=dtype_named(given.dtype),
-        global_batch_size=given.global_batch_size,
-        seq_length=given.seq_length,
-        margin=checked_share(margin, "--margin"),
-    )
+    dtype_named(given.dtype)
+    checked_share(margin, "--margin")
     paths = [*(files.paths or ()), *([files.cluster] if files.cluster else ()), *given.profiles]
     checked = [*map(check_file, paths), *map(check_model, [name] if name else ())]
     if not checked:
@@ -111,13 +87,21 @@ def check(*, files: Files, given: WorkloadOptions, margin: Margin = 0.0) -> Outp
             "a plan, cluster, model or profile, or --model",
             "Such as: zorse check plan.json cluster.yaml --model llama-7b",
         )
-    together = checks_of(checked, said)
-    results: list[CheckedFile | Checked] = [*checked, *together]
-    errors = [each.error for each in results if each.error is not None]
+    together = _checks_of(checked, flags, given, margin)
+    found = (*(each.error for each in checked), *(each.error for each in together))
+    errors = [error for error in found if error is not None]
     plans = [file.content for file in checked if isinstance(file.content, Plan)]
     lists = [str(lower_plan(plan)) for plan in plans if files.actions]
     return Output(
-        values={**_as_json(checked, together, errors), "actions": [*map(str.splitlines, lists)]},
+        values={
+            "problems": plain_problems([each for error in errors for each in error.problems]),
+            "files": [file.values for file in checked],
+            "together": [
+                {"what": each.what, "ok": each.error is None, "found": each.found}
+                for each in together
+            ],
+            "actions": [text.splitlines() for text in lists],
+        },
         shown=[
             *(each for file in checked for each in file.shown),
             *(str(each.error or f"{each.what}: OK, {each.found}") for each in together),
@@ -127,23 +111,20 @@ def check(*, files: Files, given: WorkloadOptions, margin: Margin = 0.0) -> Outp
     )
 
 
-def _as_json(
-    files: Sequence[CheckedFile], together: Sequence[Checked], errors: Sequence[ZorseError]
-) -> dict[str, Any]:
-    return {
-        "problems": plain_problems([problem for error in errors for problem in error.problems]),
-        "files": [file.values for file in files],
-        "together": [
-            {"what": each.what, "ok": each.error is None, "found": each.found} for each in together
-        ],
-    }
-
-
-def checks_of(files: Sequence[CheckedFile], said: Said) -> list[Checked]:
+def _checks_of(
+    files: Sequence[CheckedFile],
+    flags: Sequence[str] | None,
+    given: WorkloadOptions,
+    margin: float,
+) -> list[Checked]:
     """Compare every plan with every cluster and model among the valid files, and with the flags."""
     plans = [(file.path, file.content) for file in files if isinstance(file.content, Plan)]
-    if plans or said.flags is None or any(file.error for file in files):
-        return [check for path, plan in plans for check in _of_plan(path, plan, files, said)]
+    if plans or flags is None or any(file.error for file in files):
+        return [
+            check
+            for path, plan in plans
+            for check in _of_plan(path, plan, files, flags, given, margin)
+        ]
     problem = Problem(
         where="--",
         found="training flags without a plan",
@@ -154,7 +135,14 @@ def checks_of(files: Sequence[CheckedFile], said: Said) -> list[Checked]:
     return [Checked(what="training command", error=error)]
 
 
-def _of_plan(path: Path, plan: Plan, files: Sequence[CheckedFile], said: Said) -> list[Checked]:
+def _of_plan(  # noqa: PLR0917
+    path: Path,
+    plan: Plan,
+    files: Sequence[CheckedFile],
+    flags: Sequence[str] | None,
+    given: WorkloadOptions,
+    margin: float,
+) -> list[Checked]:
     """Compare a plan with all else; its memory with each of what it goes with."""
     checks: list[Checked] = []
     attempt = partial(_attempt, checks)
@@ -168,23 +156,30 @@ def _of_plan(path: Path, plan: Plan, files: Sequence[CheckedFile], said: Said) -
             clusters += [(file.path, each) for each in attempt(what, on)]
         elif isinstance(file.content, Workload):
             what = f"{path} for {file.path}"
-            workload = said.workload(file.content, plan)
+            workload = _trained(file.content, plan, given)
             problems = workload_problems(plan, workload, str(path))
             of = partial(_matched, what, problems, "the same model", workload)
             workloads += [(str(file.path), each) for each in attempt(what, of)]
-    if said.flags is not None:
+    if flags is not None:
         kinds = {name: gpu for _, each in clusters for name, gpu in each.kinds.items()}
-        in_flags = attempt(
-            f"{path} with the training command", partial(_fits_flags, plan, said, path, kinds)
-        )
+        fits_flags = partial(_fits_flags, plan, flags, given, path, kinds)
+        in_flags = attempt(f"{path} with the training command", fits_flags)
         workloads += [("the training command", each) for each in in_flags]
     profiles = [file.path for file in files if isinstance(file.content, Profile)]
     for cluster_path, cluster in clusters:
         for name, workload in workloads:
             costs = partial(costs_on, plan, cluster, workload, profiles)
-            fits_memory = partial(_fits_memory, plan, costs, path, said.margin)
+            fits_memory = partial(_fits_memory, plan, costs, path, margin)
             attempt(f"memory of {path} on {cluster_path} with {name}", fits_memory)
     return checks
+
+
+def _trained(model: Workload, plan: Plan, given: WorkloadOptions) -> Workload:
+    """What is trained of a model, with what the plan says of it."""
+    length = given.seq_length or (plan.model.seq_length if model.lacks_seq_length else None)
+    workload = model if length is None else at_seq_length(model, length)
+    dtype = dtype_named(given.dtype)
+    return replace(workload, dtype=dtype, global_batch_size=given.global_batch_size)
 
 
 def _attempt(checks: list[Checked], what: str, check: Callable[[], tuple[str, T]]) -> list[T]:
@@ -205,17 +200,20 @@ def _matched(what: str, problems: Iterator[Problem], found: str, value: T) -> tu
 
 
 def _fits_flags(
-    plan: Plan, said: Said, path: Path, kinds: Mapping[str, GpuKind]
+    plan: Plan,
+    flags: Sequence[str],
+    given: WorkloadOptions,
+    path: Path,
+    kinds: Mapping[str, GpuKind],
 ) -> tuple[str, Workload]:
-    assert said.flags is not None
     workload, has_vocabulary = workload_in_flags(
-        said.flags,
+        flags,
         plan,
         path,
         kinds,
-        dtype=said.dtype,
-        global_batch_size=said.global_batch_size,
-        seq_length=said.seq_length,
+        dtype=given.dtype,
+        global_batch_size=given.global_batch_size,
+        seq_length=given.seq_length,
     )
     found = "the same model"
     if workload.global_batch_size is not None:

@@ -20,7 +20,7 @@ from zorse_megatron.cli.console import (
     progress_shown,
     refuse,
 )
-from zorse_megatron.cli.gpu_selection import CostsOf, find
+from zorse_megatron.cli.gpu_selection import CostsOf, GpuSearches
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     ClusterFile,
@@ -462,14 +462,14 @@ def _planned(
     """Plan as `zorse plan` does. `costs`: of all GPUs."""
     from zorse_megatron.emulate.compare import Planned
 
-    found = find(
-        costs,
-        costs_of,
-        strategy,
-        lambda progress: tell(f"plan of {strategy}: {progress.phase}"),
+    found = GpuSearches(
+        costs=costs,
+        costs_of=costs_of,
+        strategy=strategy,
+        on_progress=lambda progress: tell(f"plan of {strategy}: {progress.phase}"),
         may_leave_out=not use_all,
         with_stock=strategy == "zorse",
-    )
+    ).find()
     return Planned(
         ranks=found.ranks,
         outcome=found.outcome,

@@ -18,7 +18,7 @@ from zorse_megatron.cli.console import (
     refusal,
     reported_errors,
 )
-from zorse_megatron.cli.gpu_selection import CostsOf, Found, FoundSoFar, find
+from zorse_megatron.cli.gpu_selection import CostsOf, Found, GpuSearches
 from zorse_megatron.cli.next_command import NextCommand, next_command
 from zorse_megatron.cli.observed_run import ObservedRun, observed_run
 from zorse_megatron.cli.options import ClusterFile, PlannedWorkload, answers
@@ -93,18 +93,21 @@ def plan(
 
 def _found(task: "_Task", search: SearchOptions, tell: Tell) -> Found:
     """Search; an interrupt ends that, and what was found by then is the answer."""
+    searches = GpuSearches(
+        costs=task.costs,
+        costs_of=task.costs_of,
+        strategy=task.strategy,
+        on_progress=tell,
+        may_leave_out=search.may_leave_out,
+        # Stock Megatron does not go on with a run, and has no LoRA.
+        with_stock=task.run is None and task.costs.workload.computing.lora is None,
+    )
     try:
-        return find(
-            task.costs,
-            task.costs_of,
-            task.strategy,
-            tell,
-            may_leave_out=search.may_leave_out,
-            # Stock Megatron does not go on with a run, and has no LoRA.
-            with_stock=task.run is None and task.costs.workload.computing.lora is None,
-        )
-    except FoundSoFar as cut:
-        return cut.found
+        return searches.find()
+    except KeyboardInterrupt:
+        if not searches.outcomes:
+            raise
+        return searches.found_so_far()
 
 
 @dataclass(frozen=True, kw_only=True)
