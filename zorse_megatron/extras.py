@@ -29,23 +29,11 @@ class MissingExtra(ZorseError):
 
 def refuse_without(*extras: str, what: str) -> None:
     """Raise MissingExtra with all that is absent of these extras. `what` needs them: a command."""
-    absent = {extra: absent_of(extra) for extra in extras}
+    absent = {
+        extra: tuple(name for name in MODULES[extra] if not _is_there(name)) for extra in extras
+    }
     if any(absent.values()):
         raise MissingExtra(f"{what} cannot be run", [_problem(absent, what)])
-
-
-def absent_of(extra: str) -> tuple[str, ...]:
-    """Return the modules of an extra that this interpreter does not find."""
-    return tuple(name for name in MODULES[extra] if not _is_there(name))
-
-
-def missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
-    """Say which extra an import lacked; None where the module is of no extra, or is there."""
-    module = (error.name or "").partition(".")[0]
-    for extra, modules in MODULES.items():
-        if module in modules and not _is_there(module):
-            return MissingExtra("the command cannot be run", [_problem({extra: (module,)}, "it")])
-    return None
 
 
 def _is_there(module: str) -> bool:

@@ -31,7 +31,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 
 from zorse_megatron.adapter.plan_run import PlanRun, RankSetup
 from zorse_megatron.errors import FlagError, ZorseError
@@ -69,7 +68,11 @@ def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
     try:
         command = split_command(argv)
         cluster = _cluster_of(command, launched, environment)
-        checked = None if command.plan is None else _checked_plan(command, command.plan, cluster)
+        checked = None
+        if command.plan is not None:
+            from zorse_megatron.plan.plan_file import load_plan
+
+            checked = _checked(command, load_plan(command.plan), str(command.plan), cluster)
         refuse_without("train", what="training")
     except ZorseError as error:
         _tell_other_nodes(error, argv)
@@ -127,17 +130,10 @@ class _CheckedPlan:
     """For how long ranks wait for one another."""
 
 
-def _checked_plan(command: PretrainCommand, path: Path, cluster: Cluster | None) -> _CheckedPlan:
-    """Check plan and flags before torch and Megatron are imported: bad input fails in a second."""
-    from zorse_megatron.plan.plan_file import load_plan
-
-    return _checked(command, load_plan(path), str(path), cluster)
-
-
 def _checked(
     command: PretrainCommand, plan: Plan, source: str, cluster: Cluster | None
 ) -> _CheckedPlan:
-    """Compare a plan with the command. `source`: what it is called."""
+    """Compare a plan with the command, before torch is imported. `source`: what it is called."""
     from zorse_megatron.flags.check import check_command
     from zorse_megatron.flags.command import read_command
     from zorse_megatron.flags.model_in_flags import compute_dtypes, job_dtype

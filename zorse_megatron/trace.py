@@ -182,9 +182,3 @@ class Trace:
 
 def _text(span: Span) -> bytes:
     return json.dumps(asdict(span)).encode()
-
-
-def load_trace(path: Path) -> tuple[int, tuple[Span, ...]]:
-    """Read back what `Trace.save` wrote: the rank and its spans."""
-    data = json.loads(path.read_text())
-    return data["rank"], tuple(Span(**span) for span in data["spans"])

@@ -15,13 +15,13 @@ from tests.megatron.comparison import (
 from tests.megatron.plans import LAYOUTS, computing_in, plan_of, replica, sending_in
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_mixed_precision import SINGLE_SAMPLES, flags
+from tests.traces import load_trace
 from tests.unit.planner_cases import simulated
 from zorse_megatron.flags.model_in_flags import shape_from_flags
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
-from zorse_megatron.trace import load_trace
 
 SAVED, STEPS = 2, 4
 MAIN = "optimizer.state.fp32_param."

@@ -13,11 +13,11 @@ from tests.megatron.comparison import (
     run_from_norm,
     stock_run,
 )
+from tests.traces import load_trace
 from tests.unit.planner_cases import fits, random_case, simulated
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
-from zorse_megatron.trace import load_trace
 
 STEPS = 2
 

@@ -113,8 +113,8 @@ def test_json(run):
     assert answer["ok"] is True and answer["problems"] == []
     cluster, plan, model = answer["files"]
     assert (cluster["path"], cluster["kind"], cluster["ok"]) == ("cluster.yaml", "cluster", True)
-    assert (plan["kind"], plan["groups"][0]["layers"]) == ("plan", [[0, 5]])
-    assert [each["shard_percent"] for each in plan["groups"][0]["replicas"]] == [25] * 4
+    assert (plan["kind"], plan["plan"]["chunks"][0]["layers"]) == ("plan", [0, 5])
+    assert plan["fingerprint"] == fingerprint(load(plan["plan"]))
     assert model["kind"] == "model"
     assert len(answer["together"]) == 3
 

@@ -267,7 +267,8 @@ def test_the_file_is_json_and_may_show_some_ranks_only(tmp_path):
 
 
 def test_saved_traces_are_those_of_a_run(tmp_path):
-    from zorse_megatron.trace import Trace, load_trace
+    from tests.traces import load_trace
+    from zorse_megatron.trace import Trace
 
     plan = UNEVEN_PLAN
     result = run(plan)

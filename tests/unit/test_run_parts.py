@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import plans
+from tests.traces import load_trace
 from tests.unit.plan_samples import good, load
 from zorse_megatron import trace as trace_module
 from zorse_megatron.adapter.loss import (
@@ -33,7 +34,7 @@ from zorse_megatron.runtime.batch_sampler import (
 from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
-from zorse_megatron.trace import HostClock, Span, Trace, load_trace
+from zorse_megatron.trace import HostClock, Span, Trace
 
 
 @pytest.mark.slow

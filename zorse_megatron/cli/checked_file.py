@@ -11,11 +11,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.tables import plan_line, plan_summary, plan_table
+from zorse_megatron.cli.tables import plan_line, plan_table
 from zorse_megatron.cli.workload import Workload, model_in, named_model
 from zorse_megatron.costs.measured_curves import fit_curve, unlikely_times
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.files.strict import FileKind, read_file
+from zorse_megatron.files.strict import FileKind, plain, read_file
 from zorse_megatron.files.wording import number_of
 from zorse_megatron.flags.torch_builds import build_notes
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
@@ -24,7 +24,7 @@ from zorse_megatron.inputs.cluster_yaml import CLUSTER_FILE, parse_cluster
 from zorse_megatron.inputs.hugging_face import CONFIG_FILE, config_path
 from zorse_megatron.inputs.profile import PROFILE_FILE, Profile, Times, parse_profile
 from zorse_megatron.plan.plan import Plan
-from zorse_megatron.plan.plan_file import PLAN_FILE, parse_plan
+from zorse_megatron.plan.plan_file import PLAN_FILE, fingerprint, parse_plan
 from zorse_megatron.schedule.lower import refuse_unsupported
 
 Content = Plan | Cluster | Workload | Profile
@@ -133,7 +133,8 @@ def _described(content: Content) -> tuple[str, Sequence[str | Table], dict[str, 
     """What is in a valid file: in one line, what goes below it, and as JSON values."""
     match content:
         case Plan():
-            return plan_line(content), [plan_table(content)], plan_summary(content)
+            values = {"fingerprint": fingerprint(content), "plan": plain(content)}
+            return plan_line(content), [plan_table(content)], values
         case Cluster():
             return _cluster(content)
         case Workload():

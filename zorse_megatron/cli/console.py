@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from zorse_megatron.errors import Problem, ZorseError
-from zorse_megatron.extras import missing_extra
 from zorse_megatron.files.json_text import layout
 
 _WIDTH_IN_FILES = 120
@@ -136,11 +135,7 @@ def reported_errors(
 ) -> Iterator[None]:
     """Turn a ZorseError into its list of problems and an exit status."""
     try:
-        try:
-            yield
-        except ModuleNotFoundError as error:
-            absent = missing_extra(error)
-            raise absent or error from error
+        yield
     except ZorseError as error:
         if as_json:
             print_json(failure_as_json(error))

@@ -157,11 +157,10 @@ def observed_run(
 
 def _adapter_problems(plan: Plan, workload: Workload, name: str) -> Iterator[Problem]:
     """A run goes on with what it trains, also where nothing is said of it."""
-    said, trained = workload.computing.lora, plan.model.lora
-    if (said is None) != (trained is None):
+    if workload.computing.lora is None and plan.model.lora is not None:
         yield Problem(
             where=f"{name}: model.lora",
-            found=f"{trained or 'none'}, and {said or 'none'} is to be trained",
+            found=f"{plan.model.lora}, and none is to be trained",
             expected="the same in both",
             remedy="Give the run's own command, or --lora as it has it.",
         )

@@ -61,16 +61,8 @@ DtypeName = Annotated[
     typer.Option(
         "--dtype",
         help="Compute dtype: bfloat16, float16, tf32 or float32. Default: the first of bfloat16, "
-        "float16 and float32 that every kind of GPU supports.",
-    ),
-]
-DtypeOrAuto = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        help="Compute dtype: bfloat16, float16, tf32 or float32. Default: the first of bfloat16, "
-        "float16 and float32 that every kind of GPU in the cluster supports. auto: the same choice "
-        "for each group of GPUs by itself.",
+        "float16 and float32 that every kind of GPU in the cluster supports. Where a plan is "
+        "searched, auto is the same choice for each group of GPUs by itself.",
     ),
 ]
 LoraText = Annotated[
@@ -175,6 +167,7 @@ class WorkloadOptions:
     global_batch_size: GlobalBatchSize = None
     seq_length: SeqLength = None
     dtype: DtypeName = None
+    lora: LoraText = None
 
     @property
     def flags(self) -> tuple[str, ...] | None:
@@ -199,34 +192,17 @@ class WorkloadOptions:
         dtype_may_be_auto: bool = False,
     ) -> Workload:
         """Return what is trained; see `workload_of`. `flags`: in place of those after `--`."""
-        return workload_of(
+        flags = self.flags if flags is None else flags
+        found = workload_of(
             model=self.model,
-            flags=self.flags if flags is None else flags,
+            flags=flags,
             global_batch_size=self.global_batch_size,
             seq_length=self.seq_length,
             dtype=self.dtype,
             dtype_may_be_auto=dtype_may_be_auto,
             plan=plan,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedWorkload(WorkloadOptions):
-    """The same for a command that plans: each group may have a dtype of its own."""
-
-    dtype: DtypeOrAuto = None
-    lora: LoraText = None
-
-    def workload(
-        self,
-        plan: Plan | None = None,
-        *,
-        flags: Sequence[str] | None = None,
-        dtype_may_be_auto: bool = False,
-    ) -> Workload:
-        """The same, with the adapters that alone are trained."""
-        found = super().workload(plan, flags=flags, dtype_may_be_auto=dtype_may_be_auto)
-        _, in_command = model_or_flags(self.model, self.flags if flags is None else flags)
+        _, in_command = model_or_flags(self.model, flags)
         return with_lora(found, self.lora, has_command=in_command is not None)
 
 

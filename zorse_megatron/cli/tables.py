@@ -1,9 +1,8 @@
-"""A plan, its ranks' time and memory, and its critical path: as tables and as JSON."""
+"""A plan in one line, and as a table."""
 
 from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -24,35 +23,6 @@ def plan_line(plan: Plan) -> str:
         f"{number_of(plan.global_batch_size, 'sample')} per iteration, "
         f"schedule {plan.schedule.name}"
     )
-
-
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """What a plan says, as JSON values."""
-    return {
-        "fingerprint": fingerprint(plan),
-        "world_size": plan.world_size,
-        "global_batch_size": plan.global_batch_size,
-        "schedule": plan.schedule.name,
-        "groups": [_summary(plan, index) for index in range(len(plan.groups))],
-    }
-
-
-def _summary(plan: Plan, index: int) -> dict[str, Any]:
-    group = plan.groups[index]
-    return {
-        "name": group.name,
-        "compute_dtype": group.compute_dtype,
-        "layers": [list(plan.chunks[chunk].layers) for chunk in plan.chunks_of_group(index)],
-        "replicas": [
-            {
-                "ranks": list(replica.ranks),
-                "micro_batch_size": replica.micro_batch_size,
-                "num_microbatches": replica.num_microbatches,
-                "shard_percent": _shard_percent(group, replica),
-            }
-            for replica in group.replicas
-        ],
-    }
 
 
 def plan_table(plan: Plan) -> Table:

@@ -214,6 +214,14 @@ def workload_problems(plan: Plan, workload: Workload, source: str = "plan") -> I
     widest = max(len(each.ranks) for group in plan.groups for each in group.replicas)
     if workload.model.experts is not None and widest > 1:
         yield no_tp_with_experts(f"{source}: ranks of a replica", str(widest))
+    lora = workload.computing.lora
+    if lora is not None and plan.model.lora is None:
+        yield Problem(
+            where=f"{source}: model.lora",
+            found=f"none, while {lora} is to be trained",
+            expected="the same in both",
+            remedy="Leave the adapters out, or make a plan for them.",
+        )
     batch = workload.global_batch_size
     if batch is not None and batch != plan.global_batch_size:
         yield Problem(

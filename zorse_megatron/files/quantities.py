@@ -158,11 +158,7 @@ def spell_bandwidth(bytes_per_s: float) -> str:
     >>> spell_bandwidth(6.25e9)
     '6.2 GB/s'
     """
-    return _spell(bytes_per_s, "B/s")
-
-
-def _spell(value: float, unit: str) -> str:
     for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= factor:
-            return f"{value / factor:.1f} {prefix}{unit}"
-    return f"{value:.0f} {unit}"
+        if bytes_per_s >= factor:
+            return f"{bytes_per_s / factor:.1f} {prefix}B/s"
+    return f"{bytes_per_s:.0f} B/s"

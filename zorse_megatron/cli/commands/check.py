@@ -18,7 +18,13 @@ from zorse_megatron.cli.simulated import (
     simulated,
     types_of,
 )
-from zorse_megatron.cli.workload import Workload, at_seq_length, dtype_named, model_or_flags
+from zorse_megatron.cli.workload import (
+    Workload,
+    at_seq_length,
+    dtype_named,
+    model_or_flags,
+    with_lora,
+)
 from zorse_megatron.cli.workload_costs import (
     WorkloadCosts,
     costs_on,
@@ -177,7 +183,7 @@ def _of_plan(  # noqa: PLR0917
 def _trained(model: Workload, plan: Plan, given: WorkloadOptions) -> Workload:
     """What is trained of a model, with what the plan says of it."""
     length = given.seq_length or (plan.model.seq_length if model.lacks_seq_length else None)
-    workload = model if length is None else at_seq_length(model, length)
+    workload = with_lora(model if length is None else at_seq_length(model, length), given.lora)
     dtype = dtype_named(given.dtype)
     return replace(workload, dtype=dtype, global_batch_size=given.global_batch_size)
 

@@ -21,7 +21,7 @@ from zorse_megatron.cli.console import (
 from zorse_megatron.cli.gpu_selection import CostsOf, Found, GpuSearches
 from zorse_megatron.cli.next_command import NextCommand, next_command
 from zorse_megatron.cli.observed_run import ObservedRun, observed_run
-from zorse_megatron.cli.options import ClusterFile, PlannedWorkload, answers
+from zorse_megatron.cli.options import ClusterFile, WorkloadOptions, answers
 from zorse_megatron.cli.plan_files import PlanOutputs, page_of
 from zorse_megatron.cli.plan_options import (
     AnswerOptions,
@@ -60,7 +60,7 @@ _SAY_WHAT_FITS_UP_TO_RANKS = 128
 def plan(
     *,
     cluster: ClusterFile,
-    given: PlannedWorkload,
+    given: WorkloadOptions,
     search: SearchOptions,
     shown: AnswerOptions,
     as_json: bool,
@@ -127,7 +127,7 @@ class _Task:
 
 def _task(
     cluster: Path,
-    given: PlannedWorkload,
+    given: WorkloadOptions,
     search: SearchOptions,
     outputs: PlanOutputs,
     *,
@@ -189,7 +189,7 @@ def _left(cluster: Cluster, search: SearchOptions, source: str) -> NodesLeft:
 
 
 def _answered(
-    task: _Task, found: Found, outputs: PlanOutputs, given: PlannedWorkload, cluster: Path
+    task: _Task, found: Found, outputs: PlanOutputs, given: WorkloadOptions, cluster: Path
 ) -> tuple[Answer, NotWritten | None]:
     """Write the plan, and say what is known of it; also return why it could not be written."""
     if task.run is not None:
@@ -206,7 +206,7 @@ def _answered(
 
 
 def _next_command(
-    answer: Answer, given: PlannedWorkload, out: Path | None, cluster: Path
+    answer: Answer, given: WorkloadOptions, out: Path | None, cluster: Path
 ) -> NextCommand:
     """Where stock Megatron is recommended, the command that starts its layout."""
     written = answer.written
