@@ -276,7 +276,6 @@ def _errors(simulated: Row, run: Any) -> Row:
     pairs = zip(simulated["tensor_bytes"], run.peak_bytes, strict=True)
     return {
         "iteration_s": run.iteration_s,
-        "is_valid": run.self_test.is_valid,
         "time_error": simulated["iteration_s"] / run.iteration_s - 1,
         "memory_error": max((said / found - 1 for said, found in pairs), key=abs),
     }

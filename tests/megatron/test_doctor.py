@@ -118,7 +118,7 @@ def assert_staged_is_gloo(run: DoctorRun) -> None:
 
 
 def assert_ranks_connect(run: DoctorRun) -> None:
-    """What the ranks of the two checks that need NCCL do, over gloo."""
+    """What the ranks of the check that needs NCCL do, over gloo."""
     taken = run.connected()
     assert run.connected() is taken
     planned = planned_communicators(UNEVEN_PLAN)
@@ -126,7 +126,6 @@ def assert_ranks_connect(run: DoctorRun) -> None:
     found = Counter((row["use"], tuple(row["ranks"])) for row in taken)
     of_plan = {(each.use, each.ranks): len(each.ranks) for each in planned}
     assert found == Counter(of_plan) + Counter(contexts)
-    assert 0 < run.answer("gather", "1000000", world_size=2) < 10
 
 
 def assert_speed_is_measured(run: DoctorRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def _with_clock(body, address):
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
-    clock = RankClock(call(address, rank), world_size=world)
+    clock = RankClock(call(address, rank))
     register(clock, TensorSizes())
     store = dist.FileStore(f"{address}-store", world)
     dist.init_process_group(BACKEND, rank=rank, world_size=world, store=store)

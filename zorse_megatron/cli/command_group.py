@@ -49,6 +49,7 @@ REMOVED = {
     "schema": "The schema is in the package: zorse_megatron/plan/plan.schema.json.",
     "replan": "Run zorse plan --without NODE --out PLAN: the cluster file of the other nodes is "
     "written beside the plan.",
+    "emulate --dilation": "Leave it out: emulated times do not depend on this machine's clock.",
     "explain --no-replan": "Leave it out: zorse explain searches with --search only.",
     **{
         f"{command} --slow-{what}": _SLOW

@@ -39,7 +39,7 @@ from zorse_megatron.doctor.plans import (
     PlanCase,
     with_split_backward,
 )
-from zorse_megatron.doctor.timed import gathers, offload, prediction, speed
+from zorse_megatron.doctor.timed import prediction, speed
 from zorse_megatron.errors import OutOfTime, RankFailure, ZorseError
 from zorse_megatron.gpus.gpu import BF16_FROM, TRITON_FROM
 from zorse_megatron.inputs.status import load_status
@@ -282,19 +282,6 @@ CHECKS: tuple[Check, ...] = (
         "doctor.json",
         is_quick=True,
         limit_s=180.0,
-    ),
-    Check(
-        name="offload",
-        title="What offload costs on one GPU",
-        run=offload,
-        remedy="Plan without offload (docs/performance.md), and report it with doctor.json",
-        limit_s=180.0,
-    ),
-    Check(
-        name="gathers",
-        title="Which share of all-gathers computation hides",
-        run=gathers,
-        remedy=_REPORT_IT,
     ),
     Check(
         name="engine",

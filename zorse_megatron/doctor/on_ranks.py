@@ -34,7 +34,6 @@ from zorse_megatron.runtime.transport import connect, link_groups, world_options
 from zorse_megatron.schedule.communicators import WORLD_CTAS, Communicator, planned_communicators
 
 _TIMEOUT = timedelta(seconds=60)
-_COPIED_BYTES = 256 * 10**6
 _KERNEL_BYTES, _LAUNCHES = 512 * 10**6, 10
 _KERNEL_S = 1e-3
 """What a kernel takes at least: several times what the host takes to launch the next one."""
@@ -68,17 +67,6 @@ def _driver() -> str | None:
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.check_output(words, text=True).splitlines()[0]
     return None
-
-
-def copies() -> float:
-    """Bytes per second between pinned host memory and the GPU, of the slower direction."""
-    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
-    here = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-    pairs = ((there, here), (here, there))
-    return _COPIED_BYTES / max(
-        _each_s(partial(target.copy_, source, non_blocking=True), there.device)
-        for target, source in pairs
-    )
 
 
 def kernels() -> dict[str, Any]:
@@ -125,14 +113,6 @@ def _disagreement(make: Callable[..., Case], device: torch.device) -> str | None
     except AssertionError as error:
         return str(error)
     return None
-
-
-def gather(num_bytes: str) -> float:
-    """Seconds to gather so many bytes with nothing beside it."""
-    device, size = _start(), dist.get_world_size()
-    shard = torch.zeros(int(num_bytes) // size, dtype=torch.uint8, device=device)
-    gathered = torch.empty(size * shard.numel(), dtype=torch.uint8, device=device)
-    return _each_s(lambda: dist.all_gather_into_tensor(gathered, shard), device)
 
 
 def communicators(plan_file: str) -> list[dict[str, Any]]:
@@ -251,7 +231,7 @@ def _wait_for(device: torch.device) -> None:
 def main() -> None:
     """Entry point."""
     check, path, *arguments = sys.argv[1:]
-    checks = {each.__name__: each for each in (machine, communicators, kernels, copies, gather)}
+    checks = {each.__name__: each for each in (machine, communicators, kernels)}
     answer = checks[check](*arguments)
     if os.environ["RANK"] == "0":
         Path(path).write_text(json.dumps(answer), encoding="utf-8")

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Literal
 
 from zorse_megatron.doctor.doctor_run import (
     DoctorRun,
@@ -17,14 +16,12 @@ from zorse_megatron.doctor.doctor_run import (
     Trained,
     compared,
     failed,
-    not_possible,
     passed,
 )
 from zorse_megatron.doctor.plans import (
     ONE_F_ONE_B,
     WITHIN_ROUNDING,
     gpt_flags,
-    in_host,
     plan_of,
     replica,
 )
@@ -35,10 +32,8 @@ from zorse_megatron.gpus.gpu import BF16_FROM
 from zorse_megatron.gpus.known_gpus import CAPABILITIES, GPU_KINDS, kind_of_device
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.profile import load_profile
-from zorse_megatron.plan.plan import Group, Plan, Recompute, Schedule
+from zorse_megatron.plan.plan import Group, Plan, Recompute
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.schedule.actions import Kind
-from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.iteration import simulate
 
 # How large the GPT is: the host takes about 10 ms to launch a layer's kernels. The faster the GPU,
@@ -47,7 +42,6 @@ from zorse_megatron.simulate.iteration import simulate
 
 _SEQUENCE, _LAYERS = 1024, 4
 _VOCABULARY = ("--vocab-size", "256")
-_WEIGHT_BYTES = 2
 _STATE_BYTES = 18
 """Per parameter, with a 16-bit weight: that, and fp32 weight, gradient and both moments."""
 _FLOPS = 8
@@ -87,8 +81,7 @@ class TimedSize:
         return {"hidden_size": self.hidden, "micro_batch_size": self.micro_batch}
 
 
-# By work. Samples grow with the width, no faster: what a layer keeps must fit into what `offload`
-# leaves of the training state.
+# By work. Samples grow with the width, no faster: what a layer keeps must fit beside the state.
 SIZES = tuple(
     TimedSize(hidden=hidden, micro_batch=micro_batch)
     for hidden, micro_batch in ((2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8), (8192, 4))
@@ -119,28 +112,11 @@ def peak_flops_per_s(gpu: Gpu) -> float:
 _ITERATIONS, _WARM_UP = 5, 2
 
 
-def timed_plan(
-    size: TimedSize,
-    layers: int,
-    micro_batches: int,
-    *,
-    ranks: int = 1,
-    parameters: Literal["per_pass", "resident"] | None = None,
-    recompute: Literal["none", "full"] = "full",
-    offloaded: bool = False,
-) -> Plan:
-    """One group of equal replicas with so many micro-batches each.
-
-    `parameters`: of breadth-first with a chunk per layer, which `offloaded` needs; None:
-    1F1B with one chunk.
-    """
-    replicas = tuple(replica(rank, size.micro_batch, micro_batches) for rank in range(ranks))
-    group = Group(replicas=replicas, recompute=Recompute(mode=recompute))
-    groups = (in_host(group) if offloaded else group,)
-    if parameters is None:
-        return plan_of(groups, [(0, layers)], ONE_F_ONE_B)
-    schedule = Schedule(name="breadth_first", parameters={"parameters": parameters})
-    return plan_of(groups, [(0, 1)] * layers, schedule)
+def timed_plan(size: TimedSize, layers: int, *, recomputes: bool) -> Plan:
+    """One rank with four micro-batches; whether it recomputes all layers, or none."""
+    recompute = Recompute(mode="full" if recomputes else "none")
+    group = Group(replicas=(replica(0, size.micro_batch, 4),), recompute=recompute)
+    return plan_of((group,), ((0, layers),), ONE_F_ONE_B)
 
 
 def timed_flags(
@@ -165,14 +141,8 @@ def timed_flags(
     return (*gpt_flags(flags), *WITHOUT_EVALUATION, *more, *layers)
 
 
-def _trained_s(run: DoctorRun, name: str, plan: Plan, *more: str) -> tuple[Trained, float]:
-    """Train; with the median of the iterations after the warm-up."""
-    flags = timed_flags(plan, size_for(run.machine), run.machine.layer_flags)
-    trained = run.trained(name, plan, (*flags, *more))
-    return trained, _median_s(trained)
-
-
 def _median_s(trained: Trained) -> float:
+    """Of the iterations after the warm-up."""
     return median(s for step, s in trained.elapsed_s.items() if step > _WARM_UP)
 
 
@@ -216,25 +186,14 @@ _TURNS = ("stock", "plan", "plan", "stock")
 """GPUs change their clocks, which this evens out."""
 _TURN_ITERATIONS = 10
 _MAX_SLOWER = 0.01
-_OFFLOAD_MICRO_BATCHES = 24
-"""By the simulator, offloading then costs all known kinds at most 4 % beyond its copies."""
-_COPIED_BYTES = 14
-"""Per parameter, to the GPU for the step: fp32 weight, both moments, 16-bit weight. Its gradient
-comes twice, for the norm and for the step. Less goes back meanwhile. Nothing hides these copies
-(docs/performance.md)."""
-_HELD = 0.6
-"""What the offloaded run may hold, of its training state: the gradients alone are 0.22 of that."""
-_MAX_SLOWDOWN = 0.05
-"""Beyond those copies."""
 _FILLED, _MAX_LAYERS = 0.85, 96
 """Of the GPU's memory, as predicted: the rest is for CUDA's context and fragmentation."""
 _MAX_TIME_ERROR, _MAX_PEAK_ERROR = 0.10, 0.08
-_MOST_GATHERING = 4
 
 
 def speed_plan(size: TimedSize) -> Plan:
     """What stock does by itself."""
-    return timed_plan(size, _LAYERS, 4, recompute="none")
+    return timed_plan(size, _LAYERS, recomputes=False)
 
 
 def speed(run: DoctorRun) -> Finding:
@@ -272,96 +231,12 @@ def speed(run: DoctorRun) -> Finding:
     return passed(said, **figures)
 
 
-def offload_plans(size: TimedSize) -> tuple[Plan, Plan]:
-    """With everything on the GPU, and with everything in host memory."""
-    return (
-        timed_plan(size, _LAYERS, _OFFLOAD_MICRO_BATCHES),
-        timed_plan(size, _LAYERS, _OFFLOAD_MICRO_BATCHES, parameters="per_pass", offloaded=True),
-    )
-
-
-def offload(run: DoctorRun) -> Finding:
-    """The same model under both plans.
-
-    The second run stops if it needs the memory that the state alone would take on the GPU.
-    """
-    size = size_for(run.machine)
-    limit_bytes = round(_HELD * size.state_bytes)
-    on_gpu, in_memory = offload_plans(size)
-    copies_s = step_copies_s(run.machine, run.answer("copies"))
-    resident, resident_s = _trained_s(run, "resident", on_gpu)
-    limit = ("--zorse-memory-limit", str(limit_bytes / 1e9))
-    offloaded, offloaded_s = _trained_s(run, "offloaded", in_memory, *limit)
-    same = compared(offloaded, resident, WITHIN_ROUNDING)
-    beyond = (offloaded_s - copies_s) / resident_s - 1
-    figures = {
-        **size.figures,
-        "resident_s": resident_s,
-        "offloaded_s": offloaded_s,
-        "offloaded_within_bytes": limit_bytes,
-        "step_copies_s": copies_s,
-        "slowdown": offloaded_s / resident_s - 1,
-        "slowdown_beyond_copies": beyond,
-    }
-    if same.status is Status.FAIL:
-        return failed(f"offloaded: {same.said}", **figures)
-    said = (
-        f"resident {resident_s:.3g} s, offloaded {offloaded_s:.3g} s, of which copies around the "
-        f"step {copies_s:.3g} s, within {_HELD:.0%} of the training state's memory"
-    )
-    if beyond > _MAX_SLOWDOWN:
-        return failed(f"{said}; expected at most {_MAX_SLOWDOWN:.0%} more beside it", **figures)
-    return passed(said, **figures)
-
-
-def step_copies_s(machine: Machine, bytes_per_s: float) -> float:
-    """What copies around the optimizer step take, at the speed of the link to the host.
-
-    Megatron accumulates gradients in fp32 with --bf16, and in 16 bits with --fp16.
-    """
-    gradient_bytes = 4 if machine.dtype_flag == "--bf16" else _WEIGHT_BYTES
-    num_parameters = _LAYERS * size_for(machine).layer_parameters
-    return num_parameters * (_COPIED_BYTES + 2 * gradient_bytes) / bytes_per_s
-
-
-def gathers(run: DoctorRun) -> Finding:
-    """One group with its parameters gathered per pass, and unsharded; and the gathers alone.
-
-    There is no target: the share depends on the link and on the number of micro-batches.
-    """
-    ranks, size = min(_MOST_GATHERING, len(run.machine.gpus)), size_for(run.machine)
-    if ranks < 2:
-        return not_possible("one GPU gathers nothing")
-    layer_bytes = _WEIGHT_BYTES * size.layer_parameters
-    each_s = run.answer("gather", str(layer_bytes), world_size=ranks)
-    per_pass = timed_plan(size, _LAYERS, 16, ranks=ranks, parameters="per_pass")
-    unsharded = timed_plan(size, _LAYERS, 16, ranks=ranks, parameters="resident")
-    _, per_pass_s = _trained_s(run, "gathered per pass", per_pass)
-    _, unsharded_s = _trained_s(run, "unsharded", unsharded)
-    alone_s = each_s * _num_gathers(per_pass)
-    # What the unsharded run gathers after its step is not hidden.
-    exposed_s = per_pass_s - (unsharded_s - each_s * _num_gathers(unsharded))
-    hidden = 1 - exposed_s / alone_s
-    return passed(
-        f"{ranks} ranks: gathers alone {alone_s:.3g} s an iteration, of which {hidden:.0%} "
-        "does not lengthen it",
-        **size.figures,
-        gathered_per_pass_s=per_pass_s,
-        unsharded_s=unsharded_s,
-        gathers_alone_s=alone_s,
-        hidden_share=hidden,
-    )
-
-
-def _num_gathers(plan: Plan) -> int:
-    return sum(action.kind is Kind.UNSHARD for action in lower_plan(plan).ranks[0])
-
-
 def prediction(run: DoctorRun) -> Finding:
     """Measure this GPU's layers, choose a model that fills it, simulate it, and train it."""
     size, place = size_for(run.machine), run.place("profile")
     plan, (expected_s, expected_bytes) = _filling(run, size, place / "profile.json")
-    _, found_s = _trained_s(run, "filled", plan, "--zorse-memory", str(place))
+    flags = timed_flags(plan, size, run.machine.layer_flags)
+    found_s = _median_s(run.trained("filled", plan, (*flags, "--zorse-memory", str(place))))
     peaks = json.loads((place / "memory-rank0.json").read_text())["peaks"]
     found_bytes = peaks.get("allocated", peaks["total"])["num_bytes"]
     time_error, peak_error = expected_s / found_s - 1, expected_bytes / found_bytes - 1
@@ -391,11 +266,11 @@ def _filling(run: DoctorRun, size: TimedSize, profile: Path) -> tuple[Plan, tupl
     flags, gpu = run.machine.layer_flags, run.machine.gpus[0]
     words = ("profile", "measure", "--out", str(profile))
     most = ("--max-micro-batch", str(size.micro_batch))
-    one_layer = timed_flags(timed_plan(size, 1, 1), size, flags)
+    one_layer = timed_flags(timed_plan(size, 1, recomputes=True), size, flags)
     run.run("profile", "zorse_megatron", (*words, *most, "--", *one_layer, *_VOCABULARY))
 
     def simulated(layers: int) -> tuple[Plan, tuple[float, int]]:
-        plan = timed_plan(size, layers, 4)
+        plan = timed_plan(size, layers, recomputes=True)
         return plan, predicted(plan, size, gpu, flags, profile)
 
     def is_too_large(layers: int) -> bool:

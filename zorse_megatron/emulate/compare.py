@@ -163,8 +163,6 @@ class ComparisonRow:
     layout: str
     reason: str
     """Why it does not fit or cannot be trained; empty where it can."""
-    valid: bool | None
-    """Whether its self-test was passed; None: it was simulated only."""
     iteration_s: float | None
     """Emulated, the median; simulated where nothing is emulated."""
     tokens_per_s: float | None
@@ -247,7 +245,6 @@ def _row(result: Result, *, tokens: float, alone: float, stock_s: float | None) 
         system=compared.name,
         layout=compared.layout,
         reason=compared.reason,
-        valid=(run is not None and run.self_test.is_valid) if result.is_emulated else None,
         iteration_s=seconds,
         tokens_per_s=rate,
         speedup_vs_stock=stock_s / seconds if stock_s and seconds else None,
@@ -294,9 +291,8 @@ class ComparisonReport:
     def of(
         cls, results: Sequence[Result], inputs: Inputs, *, title: str, notes: Sequence[str]
     ) -> "ComparisonReport":
-        """Compute the rows; who has no number and why, and each self-test, becomes a note."""
+        """Compute the rows; who has no number and why becomes a note."""
         runs = {r.compared.name: r.run for r in results if r.run is not None}
-        tests = {str(run.self_test): name for name, run in runs.items()}
         full = {name: run.out_of_memory for name, run in runs.items() if run.out_of_memory}
         why = {r.compared.name: r.compared.reason for r in results if r.compared.reason} | full
         return cls(
@@ -305,7 +301,6 @@ class ComparisonReport:
             rows=tuple(rows_of(results, inputs)),
             notes=(
                 *(f"{name}: {reason}" for name, reason in why.items()),
-                *(f"{name}: {test}" for test, name in tests.items()),
                 *notes,
             ),
             kinds=inputs.kinds,
@@ -391,11 +386,10 @@ def _cells(row: ComparisonRow, outcome: str) -> tuple[str, ...]:
     simulated = _said(row.predicted_iteration_s, "{:.4g} s")
     if row.prediction_error is not None:
         simulated += f" ({100 * row.prediction_error:+.1f} %)"
-    mark = " (NOT VALID)" if row.valid is False else ""
     return (
         row.system,
         row.layout,
-        f"{row.iteration_s:.4g} s{mark}",
+        f"{row.iteration_s:.4g} s",
         _said(row.tokens_per_s, "{:,.0f}"),
         _said(row.speedup_vs_stock, "{:.2f} x"),
         _said(row.efficiency_of_aggregate, "{:.2f}"),

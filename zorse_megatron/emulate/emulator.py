@@ -1,4 +1,4 @@
-"""Runs jobs on an emulated cluster: a self-test, then the training. Without torch."""
+"""Trains on an emulated cluster. Without torch."""
 
 import contextlib
 import dataclasses
@@ -15,13 +15,7 @@ from typing import Any
 from zorse_megatron.costs.interface import WHOLE, DtypeCosts, ModelSection, TpCosts, TpShard
 from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate.conductor import conducted
-from zorse_megatron.emulate.emulated_job import (
-    VARIABLE,
-    EmulatedJob,
-    JobTpGroups,
-    SelfTest,
-    self_test_of,
-)
+from zorse_megatron.emulate.emulated_job import VARIABLE, EmulatedJob, JobTpGroups
 from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.rank_jobs import SERVER, ForkClient, RankJob, RanksEnd
 from zorse_megatron.emulate.tiny_model import HIDDEN_SIZE, TinyTraining, training_flags
@@ -61,7 +55,6 @@ class EmulatedRun:
     """What came of one job. Times in seconds of the emulated cluster."""
 
     system: System
-    self_test: SelfTest
     iterations_s: tuple[float, ...]
     """Empty where the job ran out of memory."""
     losses: tuple[float, ...]
@@ -71,10 +64,6 @@ class EmulatedRun:
     """Rank -> most that its GPU held."""
     out_of_memory: str | None
     """What the rank said that ran out of memory."""
-    late_s: float | None
-    """How far this machine was behind, where it is to keep pace (`--dilation`)."""
-    wall_s: float
-    """On this machine."""
 
     @property
     def iteration_s(self) -> float:
@@ -97,7 +86,6 @@ class Emulator:
     directory: Path
     server: ForkClient
     perturbation: Perturbation = NO_PERTURBATION
-    dilation: float | None = None
     tell: Callable[[str], None] = lambda _phase: None
     """Takes what is being done, for people who wait."""
     timeout_s: float = 1800.0
@@ -105,7 +93,6 @@ class Emulator:
     _weights: Path | None = None
     """What jobs start from."""
     _number: int = 0
-    _tests: dict[tuple[int, ...], SelfTest] = field(default_factory=dict)
 
     def run(self, system: System, *, ended_by: Callable[[Path], None] | None = None) -> EmulatedRun:
         """Run one job. Raises RankFailure where it fails other than by running out of memory.
@@ -113,12 +100,8 @@ class Emulator:
         `ended_by`: runs beside it, is given the job's directory, and may end its ranks. Then the
         run is what was trained until then.
         """
-        self.tell(f"{system.name}: self-test of {len(system.gpus)} ranks")
-        test = self._tests.get(system.gpus) or self.self_test(system.gpus)
         self.tell(f"{system.name}: training {self.training.iterations} iterations")
-        if self.dilation is None:  # then nothing but the GPUs can change what comes of it
-            self._tests[system.gpus] = test
-        with self._job(system, self.perturbation) as job:
+        with self._job(system) as job:
             metrics = job.directory / "metrics.jsonl"
             flags = [*self._flags(system, job), "--zorse-metrics", str(metrics)]
             with _beside(ended_by, job.directory):
@@ -129,27 +112,12 @@ class Emulator:
                 ended.check()
             return EmulatedRun(
                 system=system,
-                self_test=test,
                 iterations_s=() if out_of_memory else _iterations_s(reports),
                 losses=() if out_of_memory else _losses(metrics),
                 spans=tuple(tuple(map(tuple, r["spans"])) for r in reports),
                 peak_bytes=tuple(r["peak_bytes"] for r in reports),
                 out_of_memory=out_of_memory,
-                late_s=max((r["late_s"] for r in reports if r["late_s"] is not None), default=None),
-                wall_s=ended.wall_s,
             )
-
-    def self_test(self, gpus: Sequence[int]) -> SelfTest:
-        """Let the ranks run a schedule whose duration is known, on the cluster as it is said to be.
-
-        Raises RankFailure.
-        """
-        system = System(name="self-test", gpus=tuple(gpus))
-        with self._job(system, NO_PERTURBATION) as job:
-            entry = "zorse_megatron.emulate.on_ranks.self_test_main"
-            self._start(job, system, [], entry=entry).check()
-            reports = [job.report(rank) for rank in range(len(gpus))]
-            return self_test_of(self.inputs.comm, gpus, reports)
 
     def write_corpus(self) -> None:
         """Write the text that all jobs train on."""
@@ -189,10 +157,10 @@ class Emulator:
         self._weights = directory
 
     @contextlib.contextmanager
-    def _job(self, system: System, perturbation: Perturbation) -> Iterator[EmulatedJob]:
+    def _job(self, system: System) -> Iterator[EmulatedJob]:
         gpus, plan = system.gpus, system.plan
         layout, kinds = plan or system.stock_layout, tuple(self.inputs.kinds[gpu] for gpu in gpus)
-        factors = perturbation.link_factors
+        factors = self.perturbation.link_factors
         with conducted(LinkModel(self.inputs.comm, gpus, link_factors=factors)) as address:
             self._number += 1
             directory = self.directory / f"job_{self._number}"
@@ -204,11 +172,10 @@ class Emulator:
                 capacities_bytes=self._tensor_bytes(gpus, plan),
                 host_bytes_per_s=tuple(map(self.inputs.comm.host_link_bytes_per_s, gpus)),
                 costs=costs_of_ranks(self.inputs, layout, len(gpus)),
-                perturbation=perturbation,
+                perturbation=self.perturbation,
                 sequence_length=self.training.shape.sequence_length,
                 hidden_size=HIDDEN_SIZE,
                 tp_groups=None if layout is None else tp_groups_of_job(self.inputs, layout, kinds),
-                dilation=self.dilation,
                 directory=directory,
             )
             shutil.rmtree(directory)
@@ -223,19 +190,12 @@ class Emulator:
             inputs.capacities_bytes[gpu] - beside for gpu, beside in zip(gpus, fixed, strict=True)
         )
 
-    def _start(
-        self,
-        job: EmulatedJob,
-        system: System,
-        arguments: Sequence[str],
-        *,
-        entry: str = "zorse_megatron.emulate.on_ranks.rank_main",
-    ) -> RanksEnd:
+    def _start(self, job: EmulatedJob, system: System, arguments: Sequence[str]) -> RanksEnd:
         stock = stock_environment() if system.plan is None else {}
         return self.server.run(
             RankJob(
                 name=system.name,
-                entry=entry,
+                entry="zorse_megatron.emulate.on_ranks.rank_main",
                 arguments=tuple(arguments),
                 world_size=len(job.gpus),
                 directory=job.directory,
@@ -282,7 +242,6 @@ def emulator(
     training: TinyTraining,
     *,
     perturbation: Perturbation = NO_PERTURBATION,
-    dilation: float | None = None,
     tell: Callable[[str], None] = lambda _phase: None,
 ) -> Iterator[Emulator]:
     """An emulated cluster, with Megatron imported and a corpus written."""
@@ -297,7 +256,6 @@ def emulator(
             directory=Path(directory),
             server=server,
             perturbation=perturbation,
-            dilation=dilation,
             tell=tell,
         )
         made.write_corpus()
@@ -320,7 +278,6 @@ _EMPTY: dict[str, Any] = {
     "spans": [],
     "peak_bytes": 0,
     "out_of_memory": None,
-    "late_s": None,
 }
 
 

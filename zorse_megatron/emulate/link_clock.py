@@ -179,12 +179,6 @@ class LinkModel:
             self._works[operation] = self._work(operation)
         return self._works[operation]
 
-    def alone_s(self, operation: Operation) -> float:
-        """How long an operation takes on idle links."""
-        work = self.work(operation)
-        assert work is not None
-        return work.alone_s
-
     def _work(self, operation: Operation) -> TaskWork:
         if isinstance(operation, Transfer):
             return self._transfer(operation)

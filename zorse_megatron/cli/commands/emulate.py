@@ -75,13 +75,6 @@ NOTE = (
 class EmulationOptions:
     """How a cluster is emulated."""
 
-    dilation: Annotated[
-        float | None,
-        typer.Option(
-            help="Run in real time: wall-clock seconds per emulated second. Default: as fast as "
-            "possible, on a virtual clock."
-        ),
-    ] = None
     stock: Annotated[
         bool,
         typer.Option(
@@ -111,13 +104,6 @@ class EmulationOptions:
                 found=f"{plan.world_size} ranks",
                 expected=f"at most {MAX_RANKS}: each is a process on this machine",
                 remedy="Emulate a part of the cluster, or use zorse explain.",
-            )
-        if self.dilation is not None and not 0 < self.dilation < float("inf"):
-            yield Problem(
-                where="--dilation",
-                found=f"{self.dilation}",
-                expected="a number above 0",
-                remedy="With 10, one emulated second takes ten seconds on this machine.",
             )
         given = {"--rebalance": self.rebalance, "--status": self.status}
         for option in (name for name, value in given.items() if self.stock and value):
@@ -155,19 +141,13 @@ def emulate(
         job = _ours(plan, costs, emulation) if layout is None else _stocks(plan, costs, *layout)
         predicted = simulated(job.plan, job.costs, source=str(path), framework=job.framework)
         training = _tiny(costs, [job.plan], iterations, job.recompute)
-        with emulator(
-            costs.inputs,
-            training,
-            perturbation=perturbation,
-            dilation=emulation.dilation,
-            tell=tell,
-        ) as emulated:
+        with emulator(costs.inputs, training, perturbation=perturbation, tell=tell) as emulated:
             run = emulated.run(job.system)
     return Output(
         values=_as_json(run, predicted),
         shown=_shown_run(path, run, costs, predicted),
         notes=[NOTE, *costs.notes],
-        ok=run.self_test.is_valid and run.out_of_memory is None,
+        ok=run.out_of_memory is None,
     )
 
 
@@ -288,9 +268,6 @@ def _shown_run(
             yield (f"the last iteration takes {duration(run.iterations_s[-1])}")
         yield _ranks(run, costs)
         yield (f"losses of the tiny model: {', '.join(f'{loss:.4f}' for loss in run.losses)}")
-    yield (str(run.self_test))
-    if run.late_s is not None:
-        yield (f"largest lag of this machine: {duration(run.late_s)} of emulated time")
 
 
 def _tokens(predicted: "SimulationResult") -> float:
@@ -311,8 +288,6 @@ def _as_json(run: "EmulatedRun", predicted: "SimulationResult") -> dict[str, Any
     ran = run.out_of_memory is None
     return {
         "ok": ran,
-        "valid": run.self_test.is_valid,
-        "self_test_error": run.self_test.error,
         "out_of_memory": run.out_of_memory,
         "iteration_s": run.iteration_s if ran else None,
         "iterations_s": list(run.iterations_s),
@@ -320,7 +295,6 @@ def _as_json(run: "EmulatedRun", predicted: "SimulationResult") -> dict[str, Any
         "predicted_iteration_s": predicted.iteration_s,
         "losses": list(run.losses),
         "peak_memory_bytes": list(run.peak_bytes),
-        "late_s": run.late_s,
     }
 
 

@@ -150,13 +150,11 @@ class Pacer:
             self._write()
 
     def _write(self) -> None:
-        pace = self.clock.pace
         record = {
             "norms_s": self.norms_s,
             "spans": self.spans,
             "peak_bytes": self.cap.peak_bytes,
             "out_of_memory": self.cap.overflow,
-            "late_s": None if pace is None else pace.late_s,
         }
         self.report.write_text(json.dumps(record))
 
@@ -319,7 +317,7 @@ class Pacer:
         """The first part of an update comes when the norm is known, which all ranks wait for."""
         if not self._norm_is_noted:
             self._norm_is_noted = True
-            self.norms_s.append(self.clock.measured_s)
+            self.norms_s.append(self.clock.now_s)
             self.spans, self._spans = self._spans, []
 
     def _step_piece(self, optimizer: Any) -> None:

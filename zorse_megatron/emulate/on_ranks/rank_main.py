@@ -30,7 +30,7 @@ def emulate(job: EmulatedJob, rank: int) -> RankSetup:
     from zorse_megatron.emulate.on_ranks.pacer import Pacer
     from zorse_megatron.emulate.rank_clock import EmulatedTime, RankClock
 
-    clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
+    clock = RankClock(call(job.address, rank))
     atexit.register(clock.finish)
     memory, capacity_bytes = job.costs[rank].memory, job.capacities_bytes[rank]
     sizes = ModelSizes(job, rank)
