@@ -2,8 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any
 
 import pytest
 import torch
@@ -214,34 +212,6 @@ def test_what_does_not_fit_is_said_at_once(implementation: str) -> None:
     numbers = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
     half, short = torch.zeros(4, dtype=torch.float16), torch.zeros(3)
     with pytest.raises(ValueError) as caught:
-        adamw_shard(torch.zeros(4), half, short, half, numbers, clip=torch.zeros(2))
-    for said in ("exp_avg in torch.float16", "exp_avg_sq with 3 elements", "clip with 2 elements"):
+        adamw_shard(torch.zeros(4), half, short, half, numbers)
+    for said in ("exp_avg of shape (4,) in torch.float16", "exp_avg_sq of shape (3,)"):
         assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(("one", "other"), list(combinations(range(5), 2)))
-def test_two_in_the_same_memory_are_refused(implementation: str, one: int, other: int) -> None:
-    names = ("main", "exp_avg", "exp_avg_sq", "grad", "copy")
-    numbers = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
-    memory = torch.ones(40, device=DEVICE)
-    tensors = [memory[8 * at : 8 * at + 8] for at in range(5)]
-    tensors[other] = memory[8 * one + 7 : 8 * one + 15]  # its first element is the last of `one`
-    *state, copy = tensors
-    with pytest.raises(ValueError, match=f"found {names[one]} and {names[other]} in the same"):
-        adamw_shard(*state, numbers, copy=copy)
-    assert bool((memory == 1).all())
-
-
-def test_numbers_that_cannot_be_are_said_at_once() -> None:
-    good: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-    good |= {"weight_decay": 0.1, "step": 1}
-    AdamW(**good)
-    bad = {"lr": math.nan, "beta2": 1.0, "eps": math.inf, "weight_decay": -math.inf, "step": 0}
-    with pytest.raises(ValueError) as caught:
-        AdamW(**(good | bad))
-    for said in ("lr nan", "betas (0.9, 1.0)", "eps inf", "weight_decay -inf", "step 0"):
-        assert f"found {said}" in str(caught.value)
-    for name in ("lr", "eps", "weight_decay"):
-        for value in (math.nan, math.inf):
-            with pytest.raises(ValueError, match=f"found {name} {value}; expected a finite number"):
-                AdamW(**(good | {name: value}))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -91,86 +90,39 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-# Argument checks of the kernels, and the pieces in which plain torch works.
+# What the kernels take, and the pieces in which plain torch works.
 
 
-NARROW = (torch.bfloat16, torch.float16)
-FLOATS = (torch.float32, *NARROW)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 CHUNK = 1 << 22
 """Elements that plain torch works on at a time: few launches, and a few temporaries of 16 MiB (in
 fp64 of 32 MiB), however long the shards are and however many parts are added."""
 
 
-class Problems:
-    """Collects what is wrong with a call, to raise it all at once."""
+def check_flat(
+    kernel: str,
+    tensors: Mapping[str, torch.Tensor],
+    like: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+) -> None:
+    """Triton would read and write beyond a tensor that does not fit.
 
-    def __init__(self, kernel: str) -> None:
-        self.kernel = kernel
-        self.found: list[str] = []
-
-    def need(self, fits: bool, problem: Callable[[], str]) -> None:
-        """Note a problem where something does not fit; the host has no time to word the others."""
-        if not fits:
-            self.found.append(problem())
-
-    def need_flat(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        dtypes: tuple[torch.dtype, ...],
-        like: torch.Tensor | None = None,
-    ) -> None:
-        """A contiguous 1-D tensor of one of `dtypes`, as long as `like` and on its device."""
-        self.need(
-            tensor.ndim == 1 and tensor.is_contiguous(),
-            lambda: (
-                f"found {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
-                "expected it 1-D and contiguous"
-            ),
+    Raises ValueError unless all are contiguous, 1-D and of one of `dtypes`, with as many elements
+    as `like`, on its device.
+    """
+    wrong = [
+        f"{name} of shape {tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"
+        for name, tensor in tensors.items()
+        if not (tensor.is_contiguous() and tensor.shape == (like.numel(),))
+        or tensor.dtype not in dtypes
+        or tensor.device != like.device
+    ]
+    if wrong:
+        raise ValueError(
+            f"{kernel}: found {'; '.join(wrong)}; expected {like.numel()} contiguous elements in "
+            f"{' or '.join(map(str, dtypes))} on {like.device}"
         )
-        self.need_dtype(name, tensor, dtypes)
-        if like is not None:
-            self.need(
-                tensor.numel() == like.numel() and tensor.device == like.device,
-                lambda: (
-                    f"found {name} with {tensor.numel()} elements on {tensor.device}; expected "
-                    f"{like.numel()} on {like.device}"
-                ),
-            )
-
-    def need_dtype(self, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-        """A tensor of one of `dtypes`."""
-        self.need(
-            tensor.dtype in dtypes,
-            lambda: f"found {name} in {tensor.dtype}; expected {' or '.join(map(str, dtypes))}",
-        )
-
-    def need_factor(self, name: str, factor: float | torch.Tensor, device: torch.device) -> None:
-        """A number, or a tensor with one fp32 element on `device`."""
-        if isinstance(factor, torch.Tensor):
-            self.need_dtype(name, factor, (torch.float32,))
-            self.need(
-                factor.numel() == 1 and factor.device == device,
-                lambda: (
-                    f"found {name} with {factor.numel()} elements on {factor.device}; "
-                    f"expected one on {device}"
-                ),
-            )
-
-    def need_apart(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Contiguous tensors; no two share memory, as one is written while another is read."""
-        places = [(t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items()]
-        filled = sorted(place for place in places if place[0] < place[1])
-        for (_, stop, one), (start, _, other) in pairwise(filled):
-            if stop > start:
-                names = " and ".join(name for name in tensors if name in {one, other})
-                self.found.append(f"found {names} in the same memory; expected them apart")
-
-    def stop(self) -> None:
-        """Raise ValueError if there is any problem."""
-        if self.found:
-            raise ValueError(f"{self.kernel}: " + "; ".join(self.found))
 
 
 def chunks(numel: int) -> Iterator[slice]:

@@ -8,17 +8,13 @@ GPUs too: Triton has no instructions of tensor cores for them, cuBLAS has.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 
 from zorse_megatron.gpus.gpu import PRODUCTS_IN_TRITON_FROM
 from zorse_megatron.kernels import dispatch
-from zorse_megatron.kernels.dispatch import FLOATS, Kernel, Problems
-
-_MOST_ELEMENTS = 2**31
-"""Of one weight: places within it have 32 bits."""
+from zorse_megatron.kernels.dispatch import Kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +73,8 @@ def grouped_linear(
 
     `x`: [T, h], contiguous, sorted by expert, in fp32, bf16 or fp16. `counts`: [E] int64, tokens of
     each expert; they add up to T. In Triton nothing waits for them (`placed_counts`).
-    `weights`: E tensors [n, h], contiguous, of x's dtype and device; all of them need a gradient or
-    none. 16-bit products are added in fp32, fp32 ones without TF32.
+    `weights`: E tensors [n, h], contiguous, of x's dtype and device, each below 2^31 elements; all
+    of them need a gradient or none. 16-bit products are added in fp32, fp32 ones without TF32.
 
     Gradients of weights: without `main_grads` autograd gets E tensors (of zeros for an expert
     without tokens). Else they are added, unrounded, to `main_grads`, E contiguous tensors [n, h] of
@@ -88,9 +84,8 @@ def grouped_linear(
     Each sum has an order that depends on the shapes only: two runs give the same bits.
 
     `later`: gets what the backward would have computed weights' gradients from, and calls its
-    `accumulate`, at once or later. Raises ValueError with all that does not fit.
+    `accumulate`, at once or later.
     """
-    _check(x, counts, weights, main_grads)
     result: torch.Tensor = _GroupedLinear.apply(main_grads, later, x, counts, *weights)
     return result
 
@@ -188,58 +183,3 @@ def _in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.device.type == "cuda" and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
-
-
-def _check(
-    x: torch.Tensor,
-    counts: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    main_grads: Sequence[torch.Tensor] | None,
-) -> None:
-    problems = Problems("grouped_linear")
-    problems.need_dtype("x", x, FLOATS)
-    problems.need_flat("counts", counts, (torch.int64,))
-    totals = weights if main_grads is None else main_grads
-    problems.need(
-        0 < len(weights) == counts.numel() == len(totals),
-        lambda: (
-            f"found {counts.numel()} counts, {len(weights)} weights and {len(totals)} gradients; "
-            "expected one each of every expert"
-        ),
-    )
-    problems.need(
-        counts.device == x.device or counts.is_cpu,
-        lambda: f"found counts on {counts.device}; expected them on {x.device} or the CPU",
-    )
-    needs = {weight.requires_grad for weight in weights}
-    problems.need(len(needs) < 2, lambda: "found some weights frozen; expected all or none")
-    if len(weights):
-        shape = (*weights[0].shape[:1], *x.shape[1:])
-        _check_alike(problems, "x", [x], (*x.shape[:1], *weights[0].shape[1:]), x)
-        _check_alike(problems, "weights", weights, shape, x)
-        _check_alike(problems, "main_grads", totals, shape, totals[0])
-        problems.need(
-            prod(shape) < _MOST_ELEMENTS,
-            lambda: f"found weights of shape {shape}; expected each below 2^31 elements",
-        )
-    problems.stop()
-
-
-def _check_alike(
-    problems: Problems,
-    name: str,
-    tensors: Sequence[torch.Tensor],
-    shape: tuple[int, ...],
-    like: torch.Tensor,
-) -> None:
-    """Contiguous matrices of this shape, as `like` in dtype and device."""
-    expected = (shape, like.dtype, like.device, True)
-    # At once: there are hundreds of them, in each layer. In order, so that messages are the same.
-    found = dict.fromkeys((t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors)
-    if found.keys() != {expected} or len(shape) != 2 or like.dtype not in FLOATS:
-        words = "{} in {} on {}, contiguous: {}"
-        wrong = [each for each in found if each != expected] or found
-        given = "; ".join(words.format(tuple(one[0]), *one[1:]) for one in wrong)
-        problems.found.append(
-            f"found {name} {given}; expected all in 2-D, {words.format(*expected)}"
-        )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zorse_megatron.kernels.dispatch import FLOATS, Problems, chunks, pick
+from zorse_megatron.kernels.dispatch import check_flat, chunks, pick
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +26,6 @@ class AdamW:
     """Counted from 1: the first update has 1."""
     decoupled: bool = True
     """Whether weights decay by themselves (AdamW); else weight decay is added to the gradient."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for what is not finite, betas outside [0, 1), or a step below 1."""
-        problems = Problems("AdamW")
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not math.isfinite(value):
-                problems.found.append(f"found {name} {value}; expected a finite number")
-        problems.need(
-            0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
-            lambda: f"found betas ({self.beta1}, {self.beta2}); expected them in [0, 1)",
-        )
-        problems.need(
-            self.step >= 1, lambda: f"found step {self.step}; expected steps counted from 1"
-        )
-        problems.stop()
 
     @property
     def step_size(self) -> float:
@@ -88,21 +72,14 @@ def adamw_shard(
     megatron/core/optimizer/optimizer.py `MixedPrecisionOptimizer.step`. Plain torch gives the bits
     of `torch.optim.AdamW`; Triton fuses no multiplication with an addition, as torch does on some
     processors, and agrees within a few units in the last place. Infinite or NaN gradients go
-    through, into `main`: skip the step instead (`norm_and_flag`). Raises ValueError with all that
-    does not fit.
+    through, into `main`: skip the step instead (`norm_and_flag`). Raises ValueError for lengths,
+    types or devices that differ.
     """
-    problems = Problems("adamw_shard")
     stepped = {"main": main, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    check_flat("adamw_shard", stepped, main, (torch.float32,))
     others = {"grad": grad} if copy is None else {"grad": grad, "copy": copy}
-    for tensors, dtypes in ((stepped, (torch.float32,)), (others, FLOATS)):
-        for name, tensor in tensors.items():
-            problems.need_flat(name, tensor, dtypes, like=main)
-    problems.need_apart(stepped | others)
-    factors = {"inv_scale": inv_scale, "clip": clip}
-    for name, factor in factors.items():
-        problems.need_factor(name, factor, main.device)
-    problems.stop()
-    scales = tuple(_on_device(factor, main.device) for factor in factors.values())
+    check_flat("adamw_shard", others, main)
+    scales = tuple(_on_device(factor, main.device) for factor in (inv_scale, clip))
     update = pick("adamw_shard", main.device, adamw_shard_torch)
     update(main, exp_avg, exp_avg_sq, grad, numbers, scales=scales, copy=copy)
 
@@ -180,17 +157,8 @@ def norm_and_flag(shards: Sequence[torch.Tensor], device: torch.device) -> NormA
 
     `shards`: 1-D and contiguous, on `device`, of any sizes (0 too), in fp32, bf16 or fp16; there
     may be none. Squares are exact in fp64 and added in fp64 in an order that depends on the sizes
-    only, so two runs give the same bits, and a finite element never overflows. Raises ValueError
-    with all that does not fit.
+    only, so two runs give the same bits, and a finite element never overflows.
     """
-    problems = Problems("norm_and_flag")
-    for number, shard in enumerate(shards):
-        problems.need_flat(f"shards[{number}]", shard, FLOATS)
-        if shard.device != device:
-            problems.found.append(
-                f"found shards[{number}] on {shard.device}; expected it on {device}"
-            )
-    problems.stop()
     return NormAndFlag(both=pick("norm_and_flag", device, norm_and_flag_torch)(shards, device))
 
 
@@ -223,22 +191,12 @@ def sum_parts(
 
     Each part is widened to fp32 (exact), multiplied (rounded once) and added (rounded once) in the
     order of `parts`, never fused: the bits depend on the arguments alone, not on what arrived
-    first nor on the device. With no parts `out` becomes zero. Raises ValueError with all that does
-    not fit.
+    first nor on the device. With no parts `out` becomes zero. Raises ValueError for lengths, types
+    or devices that differ.
     """
     factors = (1.0,) * len(parts) if weights is None else tuple(map(float, weights))
-    problems = Problems("sum_parts")
-    problems.need_flat("out", out, (torch.float32,))
-    problems.need(
-        len(factors) == len(parts),
-        lambda: f"found {len(factors)} weights for {len(parts)} parts; expected one each",
-    )
-    for number, part in enumerate(parts):
-        problems.need_flat(f"parts[{number}]", part, FLOATS, like=out)
-        is_out = part.data_ptr() == out.data_ptr() and part.dtype == out.dtype
-        if not is_out:
-            problems.need_apart({"out": out, f"parts[{number}]": part})
-    problems.stop()
+    check_flat("sum_parts", {"out": out}, out, (torch.float32,))
+    check_flat("sum_parts", {f"parts[{at}]": part for at, part in enumerate(parts)}, out)
     pick("sum_parts", out.device, sum_parts_torch)(out, tuple(parts), factors)
 
 
