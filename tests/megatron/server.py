@@ -7,8 +7,7 @@ import importlib
 import pkgutil
 import sys
 
-from zorse_megatron.emulate.fork_server import serve
-from zorse_megatron.emulate.on_ranks import server_main
+from zorse_megatron.emulate import fork_server
 
 # What a run imports of this project, most of it late: after the plan and Megatron's flags are read.
 RUN_PACKAGES = ("plan", "inputs", "schedule", "runtime", "adapter", "flags", "live")
@@ -18,7 +17,7 @@ def preload() -> None:
     """Import what every rank needs, and start no thread and no process group."""
     # It wraps stdout, and no test logs to it.
     sys.modules["wandb"] = None  # type: ignore[assignment]
-    server_main.preload()
+    fork_server.preload()
     for name in RUN_PACKAGES:
         package = importlib.import_module(f"zorse_megatron.{name}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -30,4 +29,4 @@ def preload() -> None:
 
 
 if __name__ == "__main__":
-    serve(preload)
+    fork_server.serve(preload)

@@ -22,9 +22,8 @@ from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate import emulator as rank_server
 from zorse_megatron.emulate.emulator import System, emulator, flags_of_grid
-from zorse_megatron.emulate.on_ranks import server_main
 from zorse_megatron.emulate.on_ranks.tensor_sizes import TpSizes
-from zorse_megatron.emulate.rank_jobs import RankJob
+from zorse_megatron.emulate.rank_jobs import SERVER, RankJob
 from zorse_megatron.emulate.tiny_model import (
     LORA_RANK,
     VOCABULARY,
@@ -106,7 +105,7 @@ def client_of_tests(module):
 
     That one preloads as this one does.
     """
-    assert module == server_main.__name__
+    assert module == SERVER
     return SimpleNamespace(run=default_server().run_job, close=lambda: None)
 
 

@@ -49,9 +49,8 @@ from zorse_megatron.inputs.lora import is_adapter
 from zorse_megatron.live.checkpoint_choice import SKIP
 from zorse_megatron.live.checkpoint_files import TRACKER
 from zorse_megatron.plan.plan import Plan, TpShards
-from zorse_megatron.weights.base_digest import base_digest
 from zorse_megatron.weights.convert import Imported, import_model
-from zorse_megatron.weights.opened import iteration_folder
+from zorse_megatron.weights.opened import base_digest, iteration_folder
 
 ALL = ("--zorse-lora", "rank=4,alpha=12,targets=q,k,v,o,gate,up,down")
 SOME = ("--zorse-lora", "rank=3,alpha=2,targets=q,v,up")

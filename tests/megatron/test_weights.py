@@ -27,9 +27,8 @@ from zorse_megatron.live.checkpoint_check import State, look_at
 from zorse_megatron.live.checkpoint_files import read_tracker
 from zorse_megatron.plan.plan import Plan, TpShards
 from zorse_megatron.plan.plan_file import save_plan
-from zorse_megatron.weights.base_digest import base_digest
 from zorse_megatron.weights.convert import export_model, import_model
-from zorse_megatron.weights.opened import iteration_folder, opened
+from zorse_megatron.weights.opened import base_digest, iteration_folder, opened
 
 MOST = {"logits": 1e-5, "loss": 2e-6}
 """The issue asks for 1e-4 of logits up to 2; seen: 2e-6."""

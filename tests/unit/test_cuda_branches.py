@@ -56,7 +56,7 @@ BRANCHES = {
     "doctor/on_ranks _wait_for": (1, DOCTOR),
     "doctor/staged _staged": (1, DOCTOR),
     "emulate/fork_server _refuse_broken_cuda": (2, "tests/unit/test_rank_environment.py"),
-    "emulate/on_ranks/server_main preload": (2, CHOOSES_CPU_MODE),
+    "emulate/fork_server preload": (2, CHOOSES_CPU_MODE),
     "kernels/dispatch why_not_triton": (1, DISPATCH),
     "kernels/dispatch say_by_kind": (1, DISPATCH),
     "kernels/dispatch _reason": (2, DISPATCH),

@@ -9,12 +9,13 @@ import torch
 
 from tests.unit.fake_costs import FakeComm, node_links
 from zorse_megatron.emulate.conductor import Conductor, call, conducted
-from zorse_megatron.emulate.link_clock import LinkClock, LinkModel
-from zorse_megatron.emulate.messages import (
+from zorse_megatron.emulate.link_clock import (
     Answer,
     Collective,
     Failure,
     Finish,
+    LinkClock,
+    LinkModel,
     PartExchange,
     PostOperation,
     Transfer,

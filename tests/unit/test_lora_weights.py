@@ -15,10 +15,9 @@ from tests.unit.adapter_checkpoints import ALL, LAYERS, Made, in_each_layer, sav
 from zorse_megatron.cli.main import app
 from zorse_megatron.errors import CheckpointError, OutputError
 from zorse_megatron.weights import convert
-from zorse_megatron.weights.archive import Archive
-from zorse_megatron.weights.base_digest import _blocks, base_digest
 from zorse_megatron.weights.convert import export_adapter, export_model, import_model
-from zorse_megatron.weights.opened import iteration_folder
+from zorse_megatron.weights.opened import _blocks, base_digest, iteration_folder
+from zorse_megatron.weights.torch_dist import Archive
 
 pytestmark = pytest.mark.slow  # transformers and peft take seconds to import
 MOST = 1e-5

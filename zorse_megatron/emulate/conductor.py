@@ -17,11 +17,12 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.emulate.link_clock import LinkClock, LinkModel
-from zorse_megatron.emulate.messages import (
+from zorse_megatron.emulate.link_clock import (
     Answer,
     Failure,
     Finish,
+    LinkClock,
+    LinkModel,
     Name,
     Operation,
     PostOperation,

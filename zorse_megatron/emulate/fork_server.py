@@ -30,6 +30,33 @@ _POLL_S = 0.01
 _GRACE_FOR_TRACEBACKS_S = 1.0
 
 
+def preload() -> None:
+    """Import what every rank needs, and start no thread and no process group."""
+    from zorse_megatron.adapter import cpu_mode
+
+    if cpu_mode.needed():
+        cpu_mode.enable()
+    from zorse_megatron.adapter.patches.rebind import REGISTRY
+    from zorse_megatron.adapter.preload import (
+        hooks_of_forked_ranks,
+        import_late_modules_of_stock,
+        remember_flags,
+    )
+
+    import_late_modules_of_stock()
+    REGISTRY.apply(hooks_of_forked_ranks(on_gpu=not cpu_mode.enabled()))
+    remember_flags()
+    # What a rank imports late, once it has its plan and its flags.
+    import zorse_megatron.adapter.gpt_entry
+    import zorse_megatron.adapter.recording
+    import zorse_megatron.adapter.training
+    import zorse_megatron.emulate.conductor
+    import zorse_megatron.emulate.on_ranks.memory_cap
+    import zorse_megatron.emulate.on_ranks.model_sizes
+    import zorse_megatron.emulate.on_ranks.pacer
+    import zorse_megatron.pretrain  # noqa: F401
+
+
 def serve(preload: Callable[[], None]) -> None:
     """Run jobs until stdin closes. `preload` imports what ranks need, and starts no thread."""
     # Stock prints while it is imported; the answers need a channel of their own.
@@ -191,3 +218,7 @@ def _kill_group(pid: int) -> None:
 def _client_is_gone() -> bool:
     """Whether stdin has closed: the client sends nothing while a job runs."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+if __name__ == "__main__":
+    serve(preload)

@@ -4,7 +4,7 @@ import contextlib
 import threading
 from multiprocessing.connection import Connection
 
-from zorse_megatron.emulate.messages import (
+from zorse_megatron.emulate.link_clock import (
     Answer,
     Failure,
     Finish,

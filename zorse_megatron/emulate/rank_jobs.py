@@ -20,7 +20,7 @@ from zorse_megatron.log import say
 from zorse_megatron.processes import end_with_parent, free_port, rank_variables
 
 TAIL_LINES = 40
-SERVER = "zorse_megatron.emulate.on_ranks.server_main"
+SERVER = "zorse_megatron.emulate.fork_server"
 _POLL_S = 0.05
 
 

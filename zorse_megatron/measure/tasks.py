@@ -279,7 +279,7 @@ def measured_layers(
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "zorse_megatron.measure.on_ranks.layers_main"),
+                *(sys.executable, "-m", "zorse_megatron.measure.on_ranks.layer_timing"),
                 *(str(writing), request.to_json()),
                 *([str(script)] if script else []),
                 *flags,

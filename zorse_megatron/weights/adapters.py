@@ -20,7 +20,6 @@ from zorse_megatron.inputs.lora import (
     is_adapter,
     parse_lora,
 )
-from zorse_megatron.weights.base_digest import base_digest
 from zorse_megatron.weights.model_folder import Description
 from zorse_megatron.weights.names import (
     MODULES,
@@ -28,7 +27,7 @@ from zorse_megatron.weights.names import (
     adapter_tensors,
     names_of_adapter,
 )
-from zorse_megatron.weights.opened import argument_in, misfits, read
+from zorse_megatron.weights.opened import argument_in, base_digest, misfits, read
 from zorse_megatron.weights.torch_dist import CheckpointTensors
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

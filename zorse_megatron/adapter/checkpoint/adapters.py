@@ -28,8 +28,7 @@ from zorse_megatron.live.checkpoint_choice import TITLE, Chooser, Load, newest_w
 from zorse_megatron.live.checkpoint_files import Checkpoint, read_tracker
 from zorse_megatron.log import say
 from zorse_megatron.runtime.collectives import on_rank_0
-from zorse_megatron.weights.base_digest import base_digest
-from zorse_megatron.weights.opened import argument_in
+from zorse_megatron.weights.opened import argument_in, base_digest
 
 _LOAD, _BASE = "--load", "--pretrained-checkpoint"
 

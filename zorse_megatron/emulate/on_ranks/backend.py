@@ -16,7 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.emulate.messages import Collective, CollectiveKind, Name, PartExchange, Transfer
+from zorse_megatron.emulate.link_clock import (
+    Collective,
+    CollectiveKind,
+    Name,
+    PartExchange,
+    Transfer,
+)
 from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
 from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.runtime.collectives import OperationKind, StageSizes

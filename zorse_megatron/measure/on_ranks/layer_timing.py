@@ -1,12 +1,21 @@
 """Times the parts of a model and its optimizer's step, with growing micro-batches.
 
+    python -m zorse_megatron.measure.on_ranks.layer_timing PIPE REQUEST [SCRIPT.py] MEGATRON_FLAGS
+
+A process of its own, as the only rank of a job: whatever Megatron sets up, and whatever memory its
+model took, is gone when it ends. PIPE is the number of an open file; answers go there, as what
+Megatron prints goes to the standard output.
+
 Beside it: how much memory a computation holds (the allocator's word on a GPU, live tensors on a
 CPU), and which core attention a layer ran, by what it kept for its backward.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +24,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from zorse_megatron.adapter.measuring_run import run_until_built
+from zorse_megatron.errors import ZorseError
 from zorse_megatron.gpus.gpu import Attention
 from zorse_megatron.inputs.profile import Part
+from zorse_megatron.log import complain
 from zorse_megatron.measure.on_ranks.ranks import REPEATS, WARM_UP, median_s, timed_s
-from zorse_megatron.measure.tasks import Answer, LayerRequest, MeasuredPass, MeasuredStep
+from zorse_megatron.measure.tasks import (
+    Answer,
+    LayerRequest,
+    MeasuredPass,
+    MeasuredStep,
+    answer_to_json,
+)
+from zorse_megatron.processes import end_with_parent
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.model.model_passes import ModelPasses, PartPass
@@ -231,3 +250,31 @@ def _weight_gradients_s(passes: "ModelPasses", one: "PartPass") -> float | None:
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether GPU or host memory ran out (c10's CPU allocator raises a plain RuntimeError)."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def main() -> None:
+    """Entry point; exits with status 2 and all problems on flags that cannot be used."""
+    # A rank that is ended must not leave this process behind with its GPU.
+    end_with_parent()
+    pipe, request, *command = sys.argv[1:]
+    has_script = bool(command) and command[0].endswith(".py")
+    script = Path(command[0]) if has_script else None
+
+    def measure(model: Any, optimizer: Any) -> None:
+        from zorse_megatron.adapter.model.model_passes import ModelPasses
+
+        with os.fdopen(int(pipe), "w") as out:
+            for answer in answers(
+                ModelPasses(model), optimizer.step, LayerRequest.from_json(request)
+            ):
+                print(answer_to_json(answer), file=out, flush=True)
+
+    try:
+        run_until_built(script, command[has_script:], measure)
+    except ZorseError as error:
+        complain(str(error), everywhere=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
