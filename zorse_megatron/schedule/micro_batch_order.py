@@ -18,6 +18,7 @@ executed: see `validate`.
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from zorse_megatron.plan.plan import Plan
@@ -34,58 +35,39 @@ from zorse_megatron.schedule.samples import Boundaries, Link, MicroBatch
 _NEVER = 1 << 100
 
 
+@dataclass(kw_only=True, slots=True, eq=False, repr=False)
 class Line:
     """A replica's computations of one kind in one chunk, one for each of its micro-batches."""
 
-    __slots__ = (
-        "arrives",
-        "chunk",
-        "duration",
-        "forwards",
-        "is_forward",
-        "kept_later",
-        "kind",
-        "last_part",
-        "links",
-        "missing",
-        "replica",
-        "reserved",
-        "started",
-        "targets",
-        "ways",
-        "weight",
-        "weights",
-    )
-
-    def __init__(self, replica: "ReplicaProgress", kind: Kind, chunk: int, duration: int) -> None:
-        self.replica = replica
-        self.kind, self.is_forward = kind, kind is Kind.FORWARD
-        self.chunk = chunk
-        self.duration = duration
-        self.weight = 1
-        """What a micro-batch counts in flight."""
-        self.started = 0
-        """Number of micro-batches."""
-        self.missing: list[int] = []
-        """Of each micro-batch, how many parts of its input have not been sent."""
-        self.last_part: list[int] = []
-        """When the last of those that have been sent arrives."""
-        self.arrives: list[int] = []
-        """When all of it is there, as soon as that is known."""
-        self.forwards: Line | None = None
-        """Of a backward: the forwards that it follows."""
-        self.weights: Line | None = None
-        """Of a backward: the weight gradients that follow it, where they are apart."""
-        self.links: Sequence[Sequence[Link]] = ()
-        """Of each micro-batch, what it is sent to."""
-        self.targets: Mapping[int, Line] = {}
-        """Replica of the group that it is sent to -> the line there."""
-        self.ways: Mapping[int, int] = {}
-        """Number of samples -> how long they are on their way."""
-        self.reserved = 0
-        """Of the replica's limit, what is kept for this chunk's forwards."""
-        self.kept_later: Sequence[Line] = ()
-        """Forwards of later chunks that something is kept for."""
+    replica: "ReplicaProgress"
+    kind: Kind
+    is_forward: bool
+    chunk: int
+    duration: int
+    weight: int = 1
+    """What a micro-batch counts in flight."""
+    started: int = 0
+    """Number of micro-batches."""
+    missing: list[int] = field(default_factory=list)
+    """Of each micro-batch, how many parts of its input have not been sent."""
+    last_part: list[int] = field(default_factory=list)
+    """When the last of those that have been sent arrives."""
+    arrives: list[int] = field(default_factory=list)
+    """When all of it is there, as soon as that is known."""
+    forwards: "Line | None" = None
+    """Of a backward: the forwards that it follows."""
+    weights: "Line | None" = None
+    """Of a backward: the weight gradients that follow it, where they are apart."""
+    links: Sequence[Sequence[Link]] = ()
+    """Of each micro-batch, what it is sent to."""
+    targets: "Mapping[int, Line]" = field(default_factory=dict)
+    """Replica of the group that it is sent to -> the line there."""
+    ways: Mapping[int, int] = field(default_factory=dict)
+    """Number of samples -> how long they are on their way."""
+    reserved: int = 0
+    """Of the replica's limit, what is kept for this chunk's forwards."""
+    kept_later: "Sequence[Line]" = ()
+    """Forwards of later chunks that something is kept for."""
 
     def awaits(self, links: Mapping[int, Sequence[Sequence[Link]]] | None) -> None:
         """Take from where its input comes; `links`: by replica, None: it needs none."""
@@ -115,52 +97,34 @@ Computation = tuple[Line, int]
 """A forward, a backward or weight gradients of one of a replica's micro-batches."""
 
 
+@dataclass(kw_only=True, slots=True, eq=False, repr=False)
 class ReplicaProgress:
     """One replica, while the pipeline is simulated."""
 
-    __slots__ = (
-        "busy_with",
-        "delayed",
-        "delayed_weight",
-        "ends",
-        "first_start",
-        "forced",
-        "in_flight",
-        "key",
-        "limit",
-        "most_delayed",
-        "most_held",
-        "number",
-        "passes",
-        "queue",
-        "rounds",
-    )
-
-    def __init__(self, key: Worker, number: int, queue: Sequence[MicroBatch]) -> None:
-        self.key = key
-        self.number = number
-        """Whose turn it is where several start at once: the lowest one's."""
-        self.queue = queue
-        self.rounds: Sequence[int] = ()
-        """Of each micro-batch: a round goes through all chunks before the next one."""
-        self.limit: int | None = None
-        """Most that is in flight may count; None: no backward follows."""
-        self.most_delayed: int | None = None
-        """Most that weight gradients that wait may count; None: backwards compute them."""
-        self.passes: Sequence[Sequence[Line]] = ()
-        """Forwards and backwards; first what it prefers to start, of these the earliest chunk of
-        forwards and the latest of backwards."""
-        self.in_flight = 0
-        self.delayed: deque[Computation] = deque()
-        """Weight gradients that can be computed."""
-        self.delayed_weight = 0
-        self.most_held = 0
-        """Of both together."""
-        self.busy_with: Computation | None = None
-        self.first_start: int | None = None
-        self.ends = 0
-        """When it is, or was last, done with what it has started."""
-        self.forced: Computation | None = None
+    key: Worker
+    number: int
+    """Whose turn it is where several start at once: the lowest one's."""
+    queue: Sequence[MicroBatch]
+    rounds: Sequence[int]
+    """Of each micro-batch: a round goes through all chunks before the next one."""
+    limit: int | None = None
+    """Most that is in flight may count; None: no backward follows."""
+    most_delayed: int | None = None
+    """Most that weight gradients that wait may count; None: backwards compute them."""
+    passes: Sequence[Sequence[Line]] = ()
+    """Forwards and backwards; first what it prefers to start, of these the earliest chunk of
+    forwards and the latest of backwards."""
+    in_flight: int = 0
+    delayed: deque[Computation] = field(default_factory=deque)
+    """Weight gradients that can be computed."""
+    delayed_weight: int = 0
+    most_held: int = 0
+    """Of both together."""
+    busy_with: Computation | None = None
+    first_start: int | None = None
+    ends: int = 0
+    """When it is, or was last, done with what it has started."""
+    forced: Computation | None = None
 
     @property
     def work(self) -> int:
@@ -271,9 +235,9 @@ class Pipeline:
     def _progress(self, plan: Plan, number: int, key: Worker) -> ReplicaProgress:
         group, index = key
         chunks = plan.chunks_of_group(group)
-        replica = ReplicaProgress(key, number, self.boundaries.queues[group][index])
-        rounds = self.policy.samples_per_round
-        replica.rounds = [each.turn // rounds for each in replica.queue]
+        queue, of_round = self.boundaries.queues[group][index], self.policy.samples_per_round
+        rounds = [each.turn // of_round for each in queue]
+        replica = ReplicaProgress(key=key, number=number, queue=queue, rounds=rounds)
         forwards = [self._line(plan, replica, Kind.FORWARD, chunk) for chunk in chunks]
         replica.passes = (forwards,)
         if self.forward_only:
@@ -294,7 +258,13 @@ class Pipeline:
 
     def _line(self, plan: Plan, replica: ReplicaProgress, kind: Kind, chunk: int) -> Line:
         index = replica.key[1]
-        line = Line(replica, kind, chunk, self.durations.of(kind, chunk, index))
+        line = Line(
+            replica=replica,
+            kind=kind,
+            is_forward=kind is Kind.FORWARD,
+            chunk=chunk,
+            duration=self.durations.of(kind, chunk, index),
+        )
         if self.policy.counts_layers:
             line.weight = plan.chunks[chunk].num_layers * replica.queue[0].size
         if kind is not Kind.WEIGHT_GRADIENT:
