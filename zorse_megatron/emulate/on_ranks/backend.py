@@ -23,13 +23,51 @@ from zorse_megatron.emulate.link_clock import (
     PartExchange,
     Transfer,
 )
-from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
 from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.runtime.collectives import OperationKind, StageSizes
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 
 BACKEND = "emulated"
 _CPU = torch.device("cpu")
+
+
+class TensorSizes:
+    """How many bytes a tensor stands for in the emulated job; here for itself."""
+
+    def message_bytes(self, tensor: torch.Tensor) -> int:
+        """Size of a tensor that is sent from rank to rank."""
+        return tensor.nbytes
+
+    def buffer_bytes(self, tensor: torch.Tensor) -> int:
+        """Size of a tensor that a collective works on."""
+        return tensor.nbytes
+
+    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        """Size of each rank's part of a tensor that a collective works on."""
+        return [part.nbytes for part in parts]
+
+    def on_operation(self) -> None:
+        """Told that gradients are about to be summed, or parameters gathered."""
+
+    def is_tp_group(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks are this rank's tensor-parallel group, of several."""
+        return False
+
+    def inside_bytes(self, tensor: torch.Tensor) -> int | None:
+        """Size of a tensor that a collective of the TP group works on; None: it takes no time."""
+        return tensor.nbytes
+
+    def activation_bytes(self, num_elements: int) -> int:
+        """Size of an activation of so many elements."""
+        raise AssertionError("without TP groups nothing asks for this")
+
+    def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
+        """(source, target) -> size of what one sends the other in an exchange of parts."""
+        sizes: dict[tuple[int, int], int] = {}
+        for tensor in exchanged.unit:
+            for pair, count in exchanged.messages(tensor).items():
+                sizes[pair] = sizes.get(pair, 0) + 4 * count
+        return sizes
 
 
 class EmulatedWork:

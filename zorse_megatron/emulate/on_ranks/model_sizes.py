@@ -3,26 +3,27 @@
 The tiny model has as many layers as the real one, so that both are cut in the same way. Each of its
 parameters counts as (real / tiny) parameters, with the quotient of its part of the model: layers,
 embedding or head. An activation [sequence, samples, hidden] counts as the real one of as many
-samples, and a part of its sequence as that part. For what TP groups communicate see `tensor_sizes`.
+samples, and a part of its sequence as that part.
 """
 
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from zorse_megatron.adapter.model.chunk_view import (
-    ChunkView,
-    CountedSection,
-    FlatBuffer,
-    owned_shares,
-)
-from zorse_megatron.emulate.emulated_job import EmulatedJob
-from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes, TpSizes
-from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
+from zorse_megatron.costs.interface import ModelSection
+from zorse_megatron.emulate.emulated_job import EmulatedJob, JobTpGroups
+from zorse_megatron.emulate.on_ranks.backend import TensorSizes
+from zorse_megatron.emulate.tiny_model import LORA_RANK
+from zorse_megatron.runtime.mixed_tp_exchange import Exchanged, MixedTpTensor
 from zorse_megatron.schedule.shards import shard_bounds
+from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
+
+if TYPE_CHECKING:
+    from zorse_megatron.adapter.model.chunk_view import ChunkView, CountedSection, FlatBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +50,16 @@ class _Scale:
 class ModelSizes(TensorSizes):
     """Those of one rank of a training run."""
 
+    in_tp_group = False
+    """Whether the rank computes parts of layers, with others."""
+
     def __init__(self, job: EmulatedJob, rank: int) -> None:
-        self.memory = job.costs[rank].memory
-        self.tp_sizes = None if job.tp_groups is None else TpSizes(job, job.tp_groups, rank)
-        """Where the plan has TP groups."""
+        self.memory = self.whole_memory = job.costs[rank].memory
+        self.computed: ModelSection | None = None
+        """Which section of the model this rank computes."""
         self.on_operation: Callable[[], None] = lambda: None
         """Called when gradients are about to be summed or parameters gathered."""
-        self._boundary = job.sequence_length, job.hidden_size
+        self._tiny = job.sequence_length, job.hidden_size
         self._scales: dict[int, _Scale] = {}
         """By storage, which stays the same object while its memory comes and goes."""
         self._buffers: dict[tuple[int, int], _Scale] = {}
@@ -63,10 +67,8 @@ class ModelSizes(TensorSizes):
         self._element_bytes: int | None = None
         """Size of the tiny model's elements; None while it has no parameters."""
 
-    def add(self, chunk: ChunkView) -> None:
+    def add(self, chunk: "ChunkView") -> None:
         """Learn the buffers of a chunk."""
-        if self.tp_sizes is not None:
-            self.tp_sizes.add(chunk)
         self._element_bytes = next(chunk.wrapped.parameters()).element_size()
         real = self.real_parameters(chunk)
         # A rank may hold none of the embedding.
@@ -86,7 +88,7 @@ class ModelSizes(TensorSizes):
                     self._scales[tensor.untyped_storage()._cdata] = scale
                     self._buffers.setdefault((id(chunk), number), scale)
 
-    def real_parameters(self, chunk: ChunkView) -> dict[CountedSection, int]:
+    def real_parameters(self, chunk: "ChunkView") -> "dict[CountedSection, int]":
         """Number of parameters of each section of a chunk in the real model."""
         memory = self.memory
         own_head = memory.head_parameters(tied_on_same_rank=True)
@@ -100,11 +102,10 @@ class ModelSizes(TensorSizes):
             real["head"] = own_head
         return real
 
-    def owned_parameters(self, chunk: ChunkView) -> int:
+    def owned_parameters(self, chunk: "ChunkView") -> int:
         """Real parameters of a chunk that this rank's optimizer steps."""
-        unlike = None if self.tp_sizes is None else self.tp_sizes.owned_parameters(chunk)
-        if unlike is not None:
-            return unlike
+        from zorse_megatron.adapter.model.chunk_view import owned_shares
+
         return sum(
             round(self._buffers[id(chunk), owned.buffer].parameters(*owned.bucket) * owned.share)
             for owned in owned_shares(chunk)
@@ -134,11 +135,10 @@ class ModelSizes(TensorSizes):
         """Activations, and gradients of the tied embedding, count as in the real model."""
         if tensor.untyped_storage()._cdata in self._scales:
             return self.buffer_bytes(tensor)
-        length, hidden = self._boundary
+        length, hidden = self._tiny
         if tensor.dim() == 3 and tensor.shape[2] == hidden:
             own = self._element_bytes or tensor.element_size()
-            memory = self.memory if self.tp_sizes is None else self.tp_sizes.memory
-            whole = memory.boundary_bytes(tensor.shape[1]) * tensor.shape[0] // length
+            whole = self.whole_memory.boundary_bytes(tensor.shape[1]) * tensor.shape[0] // length
             # What crosses to a group that computes in another type is in the narrower of the two.
             return whole * tensor.element_size() // own
         if tensor.dim() == 1 and tensor.is_floating_point():
@@ -146,37 +146,11 @@ class ModelSizes(TensorSizes):
             return self.memory.gradient_bytes(round(tensor.numel() * self._tied_factor))
         return tensor.nbytes
 
-    def is_tp_group(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks are this rank's tensor-parallel group."""
-        return (
-            self.tp_sizes is not None
-            and self.tp_sizes.degree > 1
-            and tuple(ranks) == self.tp_sizes.ranks
-        )
-
-    def inside_bytes(self, tensor: torch.Tensor) -> int | None:
-        """Of what the TP group communicates; None: it takes no time. Known buffers count as
-        always."""
-        if tensor.untyped_storage()._cdata in self._scales:
-            return self.buffer_bytes(tensor)
-        assert self.tp_sizes is not None
-        return self.tp_sizes.inside_bytes(tensor)
-
-    def activation_bytes(self, num_elements: int) -> int:
-        """Of an activation of so many elements."""
-        assert self.tp_sizes is not None
-        return self.tp_sizes.activation_bytes(num_elements)
-
-    def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
-        """(source, target) -> what one sends the other in an exchange of parts."""
-        assert self.tp_sizes is not None
-        return self.tp_sizes.exchange_bytes(exchanged)
-
 
 def _scale(
-    buffer: FlatBuffer,
+    buffer: "FlatBuffer",
     tensor: torch.Tensor,
-    factors: dict[CountedSection, float],
+    factors: "dict[CountedSection, float]",
     to_bytes: Callable[[int], int],
 ) -> _Scale:
     bounds, slopes = [0], [0.0]
@@ -192,3 +166,134 @@ def _scale(
         slopes=tuple(slopes),
         to_bytes=to_bytes,
     )
+
+
+# Sizes of what tensor-parallel groups communicate in the real model, from one rank's tiny tensors.
+#
+# An activation counts by its number of elements; what the loss sums, and samples that are
+# broadcast, by the number of tokens; gradients that are summed over the TP group because all its
+# ranks have the whole parameter, and what replicas that differ in TP shards exchange, by how many
+# parameters are cut in one way.
+
+
+class TpModelSizes(ModelSizes):
+    """Of one rank of a job with TP groups, whether it is in one or alone."""
+
+    def __init__(self, job: EmulatedJob, tp_groups: JobTpGroups, rank: int) -> None:
+        """`tp_groups`: of the job."""
+        super().__init__(job, rank)
+        self.whole_memory = tp_groups.memories[rank]
+        """Of a rank which is a TP group of its own."""
+        self.tp_groups = tp_groups
+        self.ranks = tp_groups.ranks[rank]
+        self.in_tp_group = len(self.ranks) > 1
+        self.measured = tp_groups.measured[rank]
+        self.on_exchange: Callable[[], None] = lambda: None
+        """Called when one begins."""
+        self._adapter_factor = tp_groups.adapter_share * job.hidden_size / LORA_RANK
+        """Real A x beside the tiny one, each as a share of an activation."""
+        self._num_whole = 0
+        """Of one layer of the tiny model: parameters that TP groups do not cut."""
+        self._factors: dict[MixedTpTensor, float] = {}
+        """Real elements for each of the tiny tensor's."""
+        self._owned: dict[int, int] = {}
+        """By chunk: real parameters that this rank owns, where replicas differ in TP shards."""
+        self._chunks: list[ChunkView] = []
+
+    def add(self, chunk: "ChunkView") -> None:
+        """Learn a chunk."""
+        self._num_whole = chunk.num_whole or self._num_whole
+        self._chunks.append(chunk)
+        super().add(chunk)
+
+    def is_tp_group(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks are this rank's tensor-parallel group."""
+        return self.in_tp_group and tuple(ranks) == self.ranks
+
+    def inside_bytes(self, tensor: torch.Tensor) -> int | None:
+        """Of a tensor that the TP group sums, gathers or broadcasts; None: that was measured.
+
+        Known buffers count as always.
+        """
+        if tensor.untyped_storage()._cdata in self._scales:
+            return self.buffer_bytes(tensor)
+        if tensor.dim() == 3:  # [positions, samples, hidden], or A x of adapters
+            count = tensor.numel()
+            if tensor.shape[2] % self._tiny[1]:
+                count = round(count * self._adapter_factor)
+            return None if self.computed in self.measured else self.activation_bytes(count)
+        if tensor.dim() == 2:  # a number for each token
+            if tensor.is_floating_point() and self.computed in self.measured:
+                return None
+            return tensor.nbytes * self.tp_groups.sequence_length // self._tiny[0]
+        if tensor.numel() > 1 and tensor.is_floating_point():
+            factor = self._real_whole("layer", 1) / max(1, self._num_whole)
+            return self.whole_memory.gradient_bytes(round(tensor.numel() * factor))
+        return tensor.nbytes
+
+    def activation_bytes(self, num_elements: int) -> int:
+        """Of an activation of so many elements."""
+        length, hidden = self._tiny
+        return self.whole_memory.boundary_bytes(1) * num_elements // (length * hidden)
+
+    def owned_parameters(self, chunk: "ChunkView") -> int:
+        """Real parameters of a chunk that this rank's optimizer steps."""
+        if not getattr(chunk.wrapped, "mixed_tp", None):
+            return super().owned_parameters(chunk)
+        if id(chunk) not in self._owned:
+            self._learn(chunk)
+        return self._owned[id(chunk)]
+
+    def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
+        """(source, target) -> what one sends the other."""
+        for chunk in self._chunks:
+            self.owned_parameters(chunk)
+        self.on_exchange()
+        elements: dict[tuple[int, int], float] = {}
+        for tensor in exchanged.unit:
+            for pair, count in exchanged.messages(tensor).items():
+                elements[pair] = elements.get(pair, 0.0) + count * self._factors[tensor]
+        memory = self.whole_memory
+        to_bytes = memory.gradient_bytes if exchanged.sums else memory.parameter_bytes
+        return {pair: to_bytes(round(count)) for pair, count in elements.items()}
+
+    def _learn(self, chunk: "ChunkView") -> None:
+        from zorse_megatron.adapter.model.chunk_view import mixed_tp_parameters
+
+        found = list(mixed_tp_parameters(chunk))
+        tiny: dict[tuple[ModelSection, UnitKind | None], int] = {}
+        for each in found:
+            count = torch.Size(each.tensor.part.shape).numel()
+            tiny[each.section, each.kind] = tiny.get((each.section, each.kind), 0) + count
+        owned = 0.0
+        for each in found:
+            real = self._real(each.section, each.kind, chunk)
+            self._factors[each.tensor] = real / tiny[each.section, each.kind]
+            owned += each.num_owned * self._factors[each.tensor]
+        self._owned[id(chunk)] = round(owned)
+
+    def _real(self, section: ModelSection, kind: UnitKind | None, chunk: "ChunkView") -> int:
+        """Parameters of the real chunk that are cut in this way."""
+        layers = len(chunk.layers) if section == "layer" else 1
+        if kind is not None:
+            return layers * self._cut(section)[kind]
+        return self._real_whole(section, layers, has_table=chunk.has_own_output_table)
+
+    def _real_whole(self, section: ModelSection, layers: int, *, has_table: bool = True) -> int:
+        memory = self.whole_memory
+        if section == "head":
+            total = memory.head_parameters(tied_on_same_rank=not has_table)
+            cut = sum(self._cut(section).values()) if has_table else 0
+            return max(0, total - cut)
+        total = memory.layer_parameters() if section == "layer" else memory.embedding_parameters()
+        return layers * (total - sum(self._cut(section).values()))
+
+    def _cut(self, section: ModelSection) -> Mapping[UnitKind, int]:
+        return self.tp_groups.cut_parameters[section]
+
+
+def sizes_of_rank(job: EmulatedJob, rank: int) -> ModelSizes:
+    """What tensors of this rank stand for."""
+    if job.tp_groups is None:
+        return ModelSizes(job, rank)
+    return TpModelSizes(job, job.tp_groups, rank)

@@ -30,7 +30,7 @@ from zorse_megatron.costs.interface import (
 from zorse_megatron.emulate.emulated_job import EmulatedJob
 from zorse_megatron.emulate.on_ranks.host_copies import EmulatedHostLink
 from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
-from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
+from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes, TpModelSizes
 from zorse_megatron.emulate.rank_clock import RankClock
 
 
@@ -58,8 +58,8 @@ class Pacer:
         self.host = EmulatedHostLink(clock, sizes, self.chunks, bytes_per_s=bytes_per_s)
         cap.chunks, cap.host = self.chunks, self.host
         sizes.on_operation = cap.look  # a replica without micro-batches does nothing else
-        if sizes.tp_sizes is not None:
-            sizes.tp_sizes.on_exchange = cap.check
+        if isinstance(sizes, TpModelSizes):
+            sizes.on_exchange = cap.check
         self.norms_s: list[float] = []
         """When the norm of each training step was known."""
         self._norm_is_noted = False
@@ -90,7 +90,7 @@ class Pacer:
         for number, layer in enumerate(chunk.layers):
             recomputed = number < chunk.num_recomputed
             how: RecomputeMode = "full" if recomputed else chunk.recompute
-            if self.in_tp_group:
+            if self.sizes.in_tp_group:
                 self._watch_layer_of_tp_group(layer, how)
             else:
                 layer.register_forward_hook(partial(self._layer, how))
@@ -108,11 +108,6 @@ class Pacer:
         """Whether an update is made chunk by chunk, as under a plan."""
         return any(isinstance(c.wrapped, UnevenDistributedDataParallel) for c in self.chunks)
 
-    @property
-    def in_tp_group(self) -> bool:
-        """Whether the rank computes parts of layers, with others."""
-        return self.sizes.tp_sizes is not None and self.sizes.tp_sizes.degree > 1
-
     def _watch_layer_of_tp_group(self, layer: Any, how: RecomputeMode) -> None:
         layer.register_forward_pre_hook(self._entering("layer"))
         attention, mlp = layer.self_attention, layer.mlp
@@ -123,7 +118,7 @@ class Pacer:
 
     def _watch_embedding(self, embedding: Any) -> None:
         embedding.register_forward_pre_hook(self._entering("embedding"))
-        if self.in_tp_group:  # it ends in a sum
+        if self.sizes.in_tp_group:  # it ends in a sum
             table = embedding.word_embeddings
             table.register_forward_pre_hook(lambda _, inputs: self._embed(inputs[0].shape[0]))
         else:
@@ -215,8 +210,7 @@ class Pacer:
         """What notes which section of the model the rank computes."""
 
         def note(*_: Any) -> None:
-            if self.sizes.tp_sizes is not None:
-                self.sizes.tp_sizes.computed = section
+            self.sizes.computed = section
 
         return note
 
