@@ -54,7 +54,6 @@ BRANCHES = {
     "doctor/on_ranks _free_bytes": (1, DOCTOR),
     "doctor/on_ranks _start": (1, DOCTOR),
     "doctor/on_ranks _wait_for": (1, DOCTOR),
-    "doctor/staged _staged": (1, DOCTOR),
     "emulate/fork_server _refuse_broken_cuda": (2, "tests/unit/test_rank_environment.py"),
     "emulate/fork_server preload": (2, CHOOSES_CPU_MODE),
     "kernels/dispatch why_not_triton": (1, DISPATCH),

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from zorse_megatron.cli.main import app
 from zorse_megatron.doctor.checks import CHECKS, Check, examine
 from zorse_megatron.doctor.doctor_run import (
-    STAGED,
     DoctorRun,
     Gpu,
     Machine,
@@ -344,20 +343,15 @@ def test_ranks_that_share_a_gpu_are_told_so(gpus, shared, tmp_path):
 
 
 @pytest.mark.parametrize("names", [["communicators", "plans"], ["plans"]])
-def test_where_nccl_refuses_to_share_ranks_talk_through_host_memory(names, tmp_path):
+def test_where_nccl_refuses_to_share_plans_of_more_ranks_are_not_possible(names, tmp_path):
     """Also where nobody asked for the communicators: they are tried once, before the first plan."""
     words = "Traceback\nncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0\nbye"
     ranks = Ranks(failure={"communicators": words})
     findings = findings_of(names, machine(A100), ranks, tmp_path)
-    for each in findings:
-        if each.check == "communicators":
-            assert each.status == Status.NOT_POSSIBLE
-            assert "Duplicate GPU detected" in each.said and "gloo" in each.said
-        else:
-            assert each.status == Status.PASS
+    assert {each.status for each in findings} == {Status.NOT_POSSIBLE}
+    said = "NCCL runs no two ranks on one GPU here (ncclInvalidUsage: Duplicate GPU detected"
+    assert all(each.said.startswith(said) for each in findings)
     assert [job.name for job in ranks.jobs].count("communicators") == 1
-    assert {job.world_size > 1 for job in ranks.of_training()} == {True, False}
-    assert all((job.entry == STAGED) == (job.world_size > 1) for job in ranks.of_training())
 
 
 def test_communicators_are_those_of_a_plan_and_are_compared_with_what_the_planner_takes(tmp_path):

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron.doctor.doctor_run import (
+    CANNOT_SHARE,
     NO_CUDA,
+    CannotShare,
     DoctorRun,
     Finding,
     Status,
@@ -63,8 +65,7 @@ def communicators(run: DoctorRun) -> Finding:
         if not shares_gpus or run.is_time_up:
             raise
         return not_possible(
-            f"NCCL runs no two ranks on one GPU here ({_reason(failure)}); plans with more ranks "
-            "than GPUs are trained over host memory and gloo instead"
+            f"{CANNOT_SHARE} ({_reason(failure)}), and so no plans with more ranks than GPUs"
         )
     figures, listed = {}, []
     for use in dict.fromkeys(row["use"] for row in taken):
@@ -149,8 +150,6 @@ def resumes(run: DoctorRun) -> Finding:
 
 def moves(run: DoctorRun) -> Finding:
     """A run that is asked for another plan goes on under it, to the losses of one that stays."""
-    if run.is_staged(_LEFT.plan.world_size):
-        return not_possible("NCCL runs no two ranks on one GPU here, and gloo's stay as they are")
     stays = _of_plan(run, _LEFT)
     status = run.place("moved") / "status"
     status.mkdir()
@@ -318,6 +317,8 @@ def _made(check: Check, run: DoctorRun) -> Finding:
         return not_possible(NO_CUDA)
     try:
         return check.run(run)
+    except CannotShare as error:
+        return not_possible(f"{CANNOT_SHARE} ({_reason(error)})")
     except ZorseError as error:
         is_cut_off = isinstance(error, OutOfTime) and run.is_time_up
         return no_time() if is_cut_off else failed(str(error))

@@ -150,11 +150,17 @@ class Report:
 
 T = TypeVar("T")
 ON_RANKS = "zorse_megatron.doctor.on_ranks"
-STAGED = "zorse_megatron.doctor.staged"
 _CORPUS_BYTES = 200_000
 _CONNECTION_LIMIT_S = 60.0
 _LEAST_S = 1.0
 """With less left, nothing is begun."""
+
+
+CANNOT_SHARE = "NCCL runs no two ranks on one GPU here"
+
+
+class CannotShare(RankFailure):
+    """More ranks than GPUs, where NCCL refuses to have several on one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,16 +332,6 @@ class DoctorRun:
 
         return self._once("communicators", connect)
 
-    def is_staged(self, world_size: int) -> bool:
-        """Whether so many ranks talk through host memory, as they share GPUs and NCCL refuses."""
-        if not self.machine.shares_gpus(world_size):
-            return False
-        try:
-            self.connected()
-        except RankFailure:
-            return True
-        return False
-
     def trained(
         self,
         name: str,
@@ -346,25 +342,26 @@ class DoctorRun:
     ) -> Trained:
         """Train, or look at what was trained under that name; stock on one rank without a plan.
 
-        `flags`: Megatron's and ours, but for data and plan. Raises RankFailure.
+        `flags`: Megatron's and ours, but for data and plan. Raises RankFailure, CannotShare.
         """
 
         def train() -> Trained:
             metrics, own = self.place(name) / "metrics.jsonl", []
             world_size = 1 if plan is None else plan.world_size
+            if self.machine.shares_gpus(world_size):
+                try:
+                    self.connected()
+                except RankFailure as failure:
+                    if self.is_time_up:
+                        raise
+                    raise CannotShare(CANNOT_SHARE, failure.problems) from failure
             if plan is not None:
                 own = ["--zorse-plan", str(metrics.with_name("plan.json"))]
                 save_plan(plan, Path(own[1]))
-            entry = STAGED if self.is_staged(world_size) else "zorse_megatron.pretrain"
             words = (*self._corpus(), *flags, *own, "--zorse-metrics", str(metrics))
             began_s = time.monotonic()
-            self.run(
-                name,
-                entry,
-                words,
-                world_size=world_size,
-                environment=environment,
-            )
+            entry = "zorse_megatron.pretrain"
+            self.run(name, entry, words, world_size=world_size, environment=environment)
             job_s, trained = time.monotonic() - began_s, read_metrics(metrics)
             return replace(trained, around_s=job_s - sum(trained.elapsed_s.values()))
 

@@ -384,7 +384,7 @@ def register(clock: RankClock, sizes: TensorSizes) -> None:
     def create(options: Any, _: Any) -> EmulatedGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         return EmulatedGroup(
-            gloo_group(options),
+            _gloo_group(options),
             ranks=ranks,
             label=str(options.group_id),
             clock=clock,
@@ -394,7 +394,7 @@ def register(clock: RankClock, sizes: TensorSizes) -> None:
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
 
 
-def gloo_group(options: Any) -> dist.ProcessGroup:
+def _gloo_group(options: Any) -> dist.ProcessGroup:
     """The same group as `init_process_group("gloo")` makes."""
     rank, size = options.group_rank, options.group_size
     group = dist.ProcessGroup(options.store, rank, size)
