@@ -8,7 +8,7 @@ from tests.unit.test_simulate_tp import tp_groups_of
 from zorse_megatron.emulate.tiny_model import TinyShape
 from zorse_megatron.inputs.model import MODELS
 from zorse_megatron.plan.plan import TpShards
-from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, tp_problems
+from zorse_megatron.plan.rules import DividedSizes, tp_problems
 
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_query_groups=8)
 

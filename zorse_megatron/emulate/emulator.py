@@ -24,7 +24,7 @@ from zorse_megatron.inputs.lora import LORA_FLAG, parse_lora
 from zorse_megatron.launch.rank_environment import stock_environment
 from zorse_megatron.plan.plan import Plan, Replica, tp_group_of_rank
 from zorse_megatron.plan.plan_file import save_plan
-from zorse_megatron.plan.tensor_parallel_rules import tp_groups_of
+from zorse_megatron.plan.rules import tp_groups_of
 from zorse_megatron.planner.baselines.stock_layouts import Grid
 from zorse_megatron.planner.baselines.stock_plans import layout_flags
 from zorse_megatron.planner.inputs.search_inputs import Inputs

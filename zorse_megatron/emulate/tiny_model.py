@@ -11,7 +11,7 @@ from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITH
 from zorse_megatron.inputs.lora import LORA_FLAG, TARGETS, Lora
 from zorse_megatron.inputs.model import JobRecompute, ModelShape, PositionEmbedding
 from zorse_megatron.plan.plan import ModelFingerprint, Plan, Replica, TpShards
-from zorse_megatron.plan.tensor_parallel_rules import tp_groups_of
+from zorse_megatron.plan.rules import tp_groups_of
 
 # Sizes of the tiny model, such that TP groups cut it as they cut the real one.
 #

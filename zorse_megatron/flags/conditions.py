@@ -27,7 +27,7 @@ from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.live.batch_schedule import BatchSchedule
 from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import Plan, has_equal_tp_shards
-from zorse_megatron.plan.tensor_parallel_rules import DividedSizes, tp_groups_of, tp_problems
+from zorse_megatron.plan.rules import DividedSizes, tp_groups_of, tp_problems
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 
 Filled = Iterator[Mapping[str, object]]

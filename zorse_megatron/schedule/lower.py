@@ -19,7 +19,7 @@ from zorse_megatron.plan.memory_settings import (
     said_settings,
 )
 from zorse_megatron.plan.plan import Group, Plan, has_equal_tp_shards
-from zorse_megatron.plan.tensor_parallel_rules import sizes_of, tp_groups_of, tp_problems
+from zorse_megatron.plan.rules import sizes_of, tp_groups_of, tp_problems
 from zorse_megatron.schedule.action_sequence import (
     Event,
     GroupEvent,

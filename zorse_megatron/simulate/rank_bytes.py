@@ -36,7 +36,7 @@ from zorse_megatron.plan.plan import (
     has_equal_tp_shards,
     ranks_by_region,
 )
-from zorse_megatron.plan.tensor_parallel_rules import tp_groups_of
+from zorse_megatron.plan.rules import tp_groups_of
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 from zorse_megatron.schedule.shards import RegionShards, intersection, regions_of
