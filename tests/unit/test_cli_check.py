@@ -143,10 +143,8 @@ def test_a_profile(run, tmp_path):
     ("name", "text", "kind"),
     [
         ("a.yaml", "nodes: [{gpus: 8 x T4}]", "cluster"),
-        ("a.yaml", "{preset: llama-7b}", "model"),
         ("a.json", '{"hidden_size": 8}', "model"),
         ("a.yaml", "", "cluster"),
-        ("my-model.yml", "", "model"),
         ("a.json", '{"nodes": ["p4d.24xlarge"]}', "cluster"),
         ("a.json", "{", "plan"),
         ("my-profile.json", "{", "profile"),

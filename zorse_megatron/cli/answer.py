@@ -13,7 +13,6 @@ from zorse_megatron.cli.plan_options import Tokens
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
 from zorse_megatron.files.strict import plain
-from zorse_megatron.files.wording import memory
 from zorse_megatron.flags.torch_builds import build_notes
 from zorse_megatron.launch.elastic.replan import NodesLeft
 from zorse_megatron.schedule.lower import refuse_unsupported
@@ -133,9 +132,7 @@ class Answer:
     @property
     def sentences(self) -> tuple[str, ...]:
         """Why the plan takes as long as it does."""
-        if self.explanation is not None:
-            return self.explanation.sentences
-        return _prediction(self.costs, self.outcome)
+        return () if self.explanation is None else self.explanation.sentences
 
     @property
     def notes(self) -> list[str]:
@@ -171,22 +168,6 @@ def answer_of(
         written=written,
         left=left,
         run=run,
-    )
-
-
-def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:
-    """Time and memory of a plan that is too large to be explained beside the search."""
-    from zorse_megatron.planner.explanation import bound_sentence, iteration_sentence
-
-    predictions, capacities = outcome.plan.predictions, costs.inputs.capacities_bytes
-    assert predictions is not None and predictions.peak_memory_bytes is not None, "just found"
-    peaks = predictions.peak_memory_bytes
-    rank = max(range(len(peaks)), key=lambda each: peaks[each] / capacities[each])
-    return (
-        iteration_sentence(outcome.iteration_s, outcome.tokens_per_s, outcome.efficiency),
-        bound_sentence(outcome.bound_s, outcome.recomputing_bound_s, outcome.link_bound),
-        f"Fullest GPU: rank {rank} ({costs.inputs.kinds[rank]}), {memory(peaks[rank])} of "
-        f"{memory(capacities[rank])} usable.",
     )
 
 

@@ -32,10 +32,8 @@ Content = Plan | Cluster | Workload | Profile
 # Of equally likely kinds the first one is taken.
 _KINDS = (PLAN_FILE, CLUSTER_FILE, CONFIG_FILE, PROFILE_FILE)
 _ANY_KIND = "a plan, cluster, model or profile"
-_YAML_KINDS = (CLUSTER_FILE, CONFIG_FILE)
 _OF_HUGGING_FACE = "config.json"
-# The last two are of YAML files, which are refused as models.
-_OF_MODELS = ("architectures", "hidden_size", "num_layers", "preset")
+_OF_MODELS = ("architectures", "hidden_size")
 _PARSERS: dict[str, Callable[..., Content]] = {
     "plan": parse_plan,
     "cluster": parse_cluster,
@@ -123,10 +121,11 @@ def _kind_of(data: bytes, path: Path) -> FileKind:
 
 
 def _kind_of_name(path: Path) -> FileKind:
-    kinds = _YAML_KINDS if path.suffix.lower() in (".yaml", ".yml") else _KINDS
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return CLUSTER_FILE
     if path.name.lower().endswith(_OF_HUGGING_FACE):
         return CONFIG_FILE
-    return next((kind for kind in kinds if kind.name in path.name.lower()), kinds[0])
+    return next((kind for kind in _KINDS if kind.name in path.name.lower()), PLAN_FILE)
 
 
 def _described(content: Content) -> tuple[str, Sequence[str | Table], dict[str, Any]]:

@@ -15,7 +15,6 @@ USAGE = 2
 """Exit status for options that cannot be read."""
 # The base of typer's errors is click's UsageError, of click itself or of the copy that typer has.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-_OTHER_NAMES = {"output": "out"}
 _FROM_STATUS = (
     "Run zorse plan --from-status DIR: it plans at the speeds of the run's GPUs, says what a move "
     "would gain, and prints the zorse move command."
@@ -62,11 +61,8 @@ REMOVED = {
 }
 """Command or option that was removed -> what to do now."""
 
-SETTINGS: dict[str, Any] = {
-    "help_option_names": ["-h", "--help"],
-    "token_normalize_func": lambda name: _OTHER_NAMES.get(name, name),
-}
-"""Settings of every command: `-h`, and a hidden `--output` for `--out`."""
+SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+"""Settings of every command."""
 
 
 class AnswersInJson(TyperGroup):

@@ -1,7 +1,7 @@
 """The command to type after `zorse plan`: start the plan, write it, or explain it."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,10 +70,9 @@ def next_command(
         words = (*launch, *(_for_stock(made) if is_stock else made))
         return NextCommand(words=words, lacks_data=True)
     what = ("--", *flags) if flags is not None else ("--model", model or "")
-    options = ("--profile", "--dtype", "--seq-length", "--margin")
-    kept = [
-        word for piece in _pieces(own) if piece[0].partition("=")[0] in options for word in piece
-    ]
+    profiles = (("--profile", str(path)) for path in given.profiles)
+    options = (("--dtype", given.dtype), ("--seq-length", given.seq_length), *profiles)
+    kept = [str(word) for option in options if option[1] is not None for word in option]
     return NextCommand(words=("zorse", "explain", *files, *kept, *what))
 
 
@@ -103,15 +102,3 @@ def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
         *WITHOUT_DROPOUT,  # as these models are trained
         *("--eval-interval", "1000"),  # without one Megatron ends
     )
-
-
-def _pieces(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each option with its values."""
-    piece: list[str] = []
-    for word in words:
-        if word.startswith("-") and piece:
-            yield piece
-            piece = []
-        piece.append(word)
-    if piece:
-        yield piece

@@ -32,7 +32,6 @@ MAX_LAYERS = 100_000
 MAX_SIZE = 100_000_000
 MAX_GLOBAL_BATCH_SIZE = 100_000
 _WAYS = "a config.json, a well-known model or the flags of a training command"
-_YAML = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +197,6 @@ def named_model(name: str) -> Workload:
     """
     if _is_file_name(name):
         path = config_path(name)
-        _refuse_yaml(path)
         return model_in(read_file(path, CONFIG_FILE), source=str(path))
     known = MODELS.get(canonical_model(name))
     if known is None:
@@ -213,7 +211,6 @@ def named_model(name: str) -> Workload:
 
 def model_in(data: bytes, source: str) -> Workload:
     """The model in a config.json. Raises ModelError with every problem."""
-    _refuse_yaml(Path(source))
     found = parse_config(data, source=source)
     flags = [f"Megatron's flags for {source}: {' '.join(found.flags)}"] if found.flags else []
     return Workload(
@@ -224,19 +221,6 @@ def model_in(data: bytes, source: str) -> Workload:
         file_flags=found.flags,
         notes=(*found.notes, *flags),
     )
-
-
-def _refuse_yaml(path: Path) -> None:
-    """Models were once in YAML files of their own."""
-    if path.suffix.lower() in _YAML:
-        problem = Problem(
-            where=str(path),
-            found="a YAML file: models in YAML are no longer read",
-            expected=_WAYS,
-            remedy="Such as --model config.json or --model llama-13b, with --seq-length 4096, or "
-            "Megatron's flags for a model of other sizes.",
-        )
-        raise ModelError(f"{path} cannot be used", [problem])
 
 
 def at_seq_length(workload: Workload, seq_length: int) -> Workload:
@@ -296,7 +280,7 @@ def _split(text: str) -> list[str]:
 
 def _is_file_name(name: str) -> bool:
     is_there = config_path(name).is_file()
-    return is_there or "/" in name or Path(name).suffix.lower() in (*_YAML, ".json")
+    return is_there or "/" in name or Path(name).suffix.lower() in (".json", ".yaml", ".yml")
 
 
 def _refuse_absurd(shape: ModelShape) -> None:

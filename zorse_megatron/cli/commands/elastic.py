@@ -42,7 +42,6 @@ _WEEK_S = 604_800
 _NOT_AGAIN = (
     "--cluster",
     "--out",
-    "--output",
     "--json",
     "--model",
     "--html",
