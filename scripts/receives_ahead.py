@@ -103,7 +103,7 @@ def ways_to_leave(plan: Plan, inputs: Inputs) -> Iterator[tuple[str, SimulationR
 
 def buffer_mib(result: SimulationResult) -> float:
     """Most that any GPU has in buffers."""
-    peaks = (rank.by_category[Category.BUFFERS].num_bytes for rank in result.memory)
+    peaks = (rank.by_category_bytes[Category.BUFFERS] for rank in result.memory)
     return max(peaks) / MIB
 
 

@@ -13,7 +13,7 @@ def peaks_without(result: SimulationResult, *left_out: Category) -> tuple[int, .
             n for category, n in zip(Category, start, strict=True) if category not in left_out
         ]
         total = highest = sum(counted)
-        for _, category, num_bytes, _ in changes:
+        for _, category, num_bytes in changes:
             if category not in left_out:
                 total += num_bytes
                 highest = max(highest, total)

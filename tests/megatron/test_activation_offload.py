@@ -89,7 +89,7 @@ def test_same_bits_in_the_memory_that_the_simulator_says(
         peaks = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())["peaks"]
         held = peaks.get("activations in the host", {"num_bytes": 0})
         assert held["num_bytes"] == in_host[rank]
-        head = predicted.memory[rank].by_category[Category.LOGITS].num_bytes
+        head = predicted.memory[rank].by_category_bytes[Category.LOGITS]
         copies = logits_bytes(plan, rank) if head else 0
         least = most_activation_bytes(predicted, rank, copies)
         # The head's part may still be there while what the next backward needs comes back.

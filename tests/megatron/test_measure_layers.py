@@ -10,7 +10,7 @@ from zorse_megatron.costs.model_memory import LayerActivations
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.model_in_flags import computing_from_flags, shape_from_flags
 from zorse_megatron.flags.table import WITHOUT_DROPOUT
-from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.inputs.model import Computing, ModelShape
 from zorse_megatron.measure.tasks import single_layer_flags
 
 SIZE, SEQUENCE = 2, 64
@@ -104,7 +104,7 @@ def test_experts(more: tuple[str, ...], beside: int) -> None:
         model=shape,
         element_bytes=4,
         attention="unfused",
-        auxiliary=computing.has_auxiliary_loss,
+        computing=Computing(has_auxiliary_loss=computing.has_auxiliary_loss),
     )
     expected = form.bytes_per_sample("none") + 2 * 2 * 4 * SEQUENCE
     assert facts["counted_bytes"] == SIZE * expected + SEQUENCE**2 + beside

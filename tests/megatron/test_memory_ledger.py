@@ -36,7 +36,6 @@ from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.inputs.model import USUAL, Experts, ModelShape
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule
 from zorse_megatron.plan.plan_file import save_plan
-from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.memory_ledger import Category, changes_of
 from zorse_megatron.simulate.result import SimulationResult
@@ -127,7 +126,7 @@ def test_peaks_are_those_of_the_simulator(
     for rank in range(plan.world_size):
         found: dict[str, Any] = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())
         peaks = {category: peak["num_bytes"] for category, peak in found["peaks"].items()}
-        expected = {c: moment.num_bytes for c, moment in predicted.memory[rank].by_category.items()}
+        expected = predicted.memory[rank].by_category_bytes
         assert peaks["parameters"] == pytest.approx(expected[Category.PARAMETERS], rel=0.01)
         assert peaks["optimizer state"] == pytest.approx(
             expected[Category.OPTIMIZER_STATE], rel=0.01
@@ -194,7 +193,7 @@ def test_peaks_of_a_tp_group_beside_a_rank(corpus: Path, tmp_path: Path) -> None
     for rank, degree in enumerate((1, 2, 2)):
         found: dict[str, Any] = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())
         peaks = {category: peak["num_bytes"] for category, peak in found["peaks"].items()}
-        expected = {c: moment.num_bytes for c, moment in predicted.memory[rank].by_category.items()}
+        expected = predicted.memory[rank].by_category_bytes
         for name in (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS):
             assert peaks[name.label] == pytest.approx(expected[name], rel=0.01), (rank, name)
         copies = 2 * SEQUENCE * VOCABULARY * 4 // degree
@@ -213,15 +212,16 @@ def most_activation_bytes(predicted: SimulationResult, rank: int, copies: int) -
 
     Changes at one moment count one after the other, as in `peak_memory`.
     """
-    track = predicted.timeline.program.tracks[rank]
+    forwards_s = {
+        span.start_s + span.waited_s for span in predicted.spans(rank) if "F" in span.action
+    }
     held = head = highest = 0
-    for _, category, num_bytes, position in changes_of(predicted.timeline, rank)[1]:
+    for time_s, category, num_bytes in changes_of(predicted.timeline, rank)[1]:
         if category is Category.ACTIVATIONS:
             held += num_bytes
         elif category is Category.LOGITS:
             head = max(0, num_bytes - copies)
-        in_forward = track.actions[position].kind is Kind.FORWARD
-        highest = max(highest, held + (head if in_forward else 0))
+        highest = max(highest, held + (head if time_s in forwards_s else 0))
     return highest
 
 

@@ -46,6 +46,34 @@ def costs_of(plan: Plan, *, compute=None, memory=None, comm=None, kinds=None, **
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    source: int
+    target: int
+    action: str
+    num_bytes: int
+    start_s: float
+    end_s: float
+
+
+def transfers_of(result: SimulationResult) -> list[Transfer]:
+    """All between chunks, by sender and in the order of its list."""
+    times, sizes = result.timeline.times, result.timeline.sizes
+    return [
+        Transfer(
+            source=rank,
+            target=action.peer,
+            action=str(action),
+            num_bytes=sizes.crossing_bytes(action),
+            start_s=times.start_s[task],
+            end_s=times.end_s[task],
+        )
+        for rank, track in result.timeline.program.tracks.items()
+        for action, task in zip(track.actions, track.tasks, strict=True)
+        if action.kind in SENDS
+    ]
+
+
 @dataclass(kw_only=True)
 class Reference:
     """Times of the lists without shared links, found by asking every rank in turn.

@@ -169,7 +169,7 @@ LAYER = 64 * 24
 def peaks(plan: Plan, rank: int, **costs: float) -> dict[Category, int]:
     comm = FakeComm(**costs)
     result = run(plan, memory=FakeMemory(layer_count=LAYER), comm=comm)
-    return {c: m.num_bytes for c, m in result.memory[rank].by_category.items()}
+    return result.memory[rank].by_category_bytes
 
 
 @pytest.mark.parametrize("num_chunks", range(1, 9))
@@ -207,11 +207,11 @@ def test_memory_of_unequal_chunks(plan: Plan, bytes_per_s: float) -> None:
         pairs = list(pairwise(chunks)) or [chunks]
         if not sizes.settings[rank].offload.parameters:
             highest = max(_bytes(sizes, rank, chunks, pair) for pair in pairs)
-            peak = result.memory[rank].by_category[Category.PARAMETERS].num_bytes
+            peak = result.memory[rank].by_category_bytes[Category.PARAMETERS]
             assert peak == 2 * highest
         # Backwards come from the last chunk: after a pair only shards are left.
         most = max(_bytes(sizes, rank, [c for c in chunks if c >= pair[0]], pair) for pair in pairs)
-        gradients = result.memory[rank].by_category[Category.GRADIENTS].num_bytes
+        gradients = result.memory[rank].by_category_bytes[Category.GRADIENTS]
         assert gradients <= 4 * most
 
 

@@ -133,7 +133,9 @@ def test_recomputing_an_mlp_is_for_dense_layers():
     alone = Computing(attention="flash")
     assert selective_share(MODEL, computing) == selective_share(MODEL, alone)
     assert selective_share(DENSE, computing) > selective_share(DENSE, alone)
-    form = LayerActivations(model=MODEL, element_bytes=2, modules=("core_attn", "mlp"))
+    form = LayerActivations(
+        model=MODEL, element_bytes=2, computing=Computing(modules=("core_attn", "mlp"))
+    )
     kept = LayerActivations(model=MODEL, element_bytes=2).bytes_per_sample("selective")
     assert form.bytes_per_sample("selective") == kept
 
@@ -172,8 +174,7 @@ def test_kept_rows_by_hand(router_bytes):
     form = LayerActivations(
         model=replace(DENSE, experts=experts),
         element_bytes=2,
-        auxiliary=True,
-        router_bytes=router_bytes,
+        computing=Computing(has_auxiliary_loss=True, router_bytes=router_bytes),
     )
     attention = 2 * (3 * HIDDEN + 3 * HIDDEN) + 4 * 16
     rows = 2 * CHOSEN * (HIDDEN + 3 * WIDTH)

@@ -66,8 +66,8 @@ def test_what_it_holds():
     comm = FakeComm(host_bytes_per_s=HOST_BYTES_PER_S)
     result = run(four_chunks(gradients=True), comm=comm)
     assert host_bytes(result, 0) == {"gradients": 3 * pinned_bytes(SHARD_BYTES)}
-    peak = result.memory[0].by_category[Category.GRADIENTS].num_bytes
+    peak = result.memory[0].by_category_bytes[Category.GRADIENTS]
     assert peak == 3 * SHARD_BYTES
-    kept = run(four_chunks(), comm=comm).memory[0].by_category[Category.GRADIENTS].num_bytes
+    kept = run(four_chunks(), comm=comm).memory[0].by_category_bytes[Category.GRADIENTS]
     assert kept == 4 * SHARD_BYTES
     assert FakeMemory().layer_parameters() * 4 == SHARD_BYTES

@@ -248,7 +248,7 @@ def test_computations_begin_before_what_they_receive_is_waited_for() -> None:
 
 def simulated(plan: Plan, bytes_per_s: float) -> list[int]:
     result = run(plan, memory=FakeMemory(boundary=6), comm=FakeComm(bytes_per_s=bytes_per_s))
-    return [rank.by_category[Category.BUFFERS].num_bytes for rank in result.memory]
+    return [rank.by_category_bytes[Category.BUFFERS] for rank in result.memory]
 
 
 @settings(deadline=None, max_examples=examples(20))

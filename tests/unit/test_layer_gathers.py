@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.made_plans import even_plan, one_group
-from tests.unit.simulation import run
+from tests.unit.simulation import run, transfers_of
 from zorse_megatron.plan.plan import Chunk, ModelFingerprint, Schedule
 
 RATE = 64.0
@@ -86,7 +86,9 @@ def test_no_layer_starts_before_the_input_has_arrived():
         comm=FakeComm(bytes_per_s=RATE, latency_s=50.0),
     )
     arrived_s = {
-        each.target: each.end_s for each in reversed(found.transfers()) if "SEND_F0" in each.action
+        each.target: each.end_s
+        for each in reversed(transfers_of(found))
+        if "SEND_F0" in each.action
     }
     for rank in (2, 3):
         span = next(each for each in found.spans(rank) if each.action == "1F0")

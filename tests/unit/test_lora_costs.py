@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in
-from tests.unit.fake_tp_costs import RingComm
+from tests.unit.fake_tp_costs import FakeTpCosts, RingComm
 from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.costs.analytic_compute import AnalyticCompute, shares_of, traffic_of
 from zorse_megatron.costs.interface import TpShard
@@ -25,7 +25,7 @@ from zorse_megatron.costs.tensor_parallel_communication import TpCollectives
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.lora import Lora, parse_lora
-from zorse_megatron.inputs.model import MODELS, USUAL, ModelShape
+from zorse_megatron.inputs.model import MODELS, USUAL, Computing, ModelShape
 from zorse_megatron.inputs.profile import parse_profile
 from zorse_megatron.plan.plan import TpShards
 from zorse_megatron.planner.closed_form.device_groups import (
@@ -93,7 +93,7 @@ def test_frozen_weights_are_whole_and_all_else_is_of_adapters():
     plan = plan_of([replica(0, count=4), replica(1, count=4)], layers=LAYERS)
     result = simulate_plan(inputs, plan)
     for memory in result.memory:
-        found = {each: moment.num_bytes for each, moment in memory.by_category.items()}
+        found = memory.by_category_bytes
         weights = LAYERS * LAYER + 2 * TABLE + HIDDEN
         assert found[Category.PARAMETERS] == 2 * (weights + LAYERS * ADAPTERS)
         assert found[Category.GRADIENTS] == 4 * LAYERS * ADAPTERS
@@ -122,7 +122,7 @@ def test_a_tied_table_has_a_copy_on_the_last_gpu_and_no_gradients(tied):
     plan = plan_of(*([replica(rank, count=8)] for rank in range(2)), layers=LAYERS)
     plan = replace(plan, model=inputs.model)
     result = simulate_plan(inputs, plan)
-    last = result.memory[1].by_category[Category.PARAMETERS].num_bytes
+    last = result.memory[1].by_category_bytes[Category.PARAMETERS]
     assert last == 2 * (2 * (LAYER + ADAPTERS) + TABLE + HIDDEN)
     assert RankSizes(plan, inputs.costs).tied_swaps == {}
 
@@ -165,9 +165,10 @@ def test_what_crosses_tp_groups_is_as_wide_as_the_rank(sequence_parallel):
     """A x of o and down forward, its gradient of q, k and v together, and of gate and up."""
     comm, ranks, activation = RingComm(bytes_per_s=100.0), (0, 1), 2 * HIDDEN
     bare, beside = (
-        TpCollectives(comm=comm, sequence_parallel=sequence_parallel, adapter_shares=shares).of(
-            "layer", ranks, activation, 1
-        )
+        TpCollectives(
+            comm=comm,
+            tp_costs=FakeTpCosts(sequence_parallel=sequence_parallel, adapter_shares=shares),
+        ).of("layer", ranks, activation, 1)
         for shares in (((), ()), lora_of("q,k,v,o,gate,up,down").crossing_shares(MODEL))
     )
 
@@ -191,7 +192,9 @@ def test_layers_keep_the_inputs_of_adapters():
 
     def kept(targets, attention="flash"):
         lora = None if targets is None else lora_of(targets)
-        layer = LayerActivations(model=MODEL, element_bytes=2, attention=attention, lora=lora)
+        layer = LayerActivations(
+            model=MODEL, element_bytes=2, attention=attention, computing=Computing(lora=lora)
+        )
         return layer.bytes_per_sample("none") / (2 * MODEL.seq_length)
 
     everything = kept(None)

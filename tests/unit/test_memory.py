@@ -76,8 +76,7 @@ def test_activations_are_those_of_korthikanti(ranks):
         model=GPT,
         element_bytes=2,
         attention="unfused",
-        hidden_dropout=True,
-        attention_dropout=True,
+        computing=Computing(hidden_dropout=True, attention_dropout=True),
     )
     plain = layer.bytes_per_sample("none", tensor_parallel=ranks)
     assert plain == s * h * (10 + 24 // ranks) + 5 * a * s * s // ranks
@@ -90,7 +89,7 @@ def test_activations_are_those_of_korthikanti(ranks):
 
 def test_flash_attention_keeps_no_scores():
     s, h = GPT.seq_length, GPT.hidden_size
-    layer = LayerActivations(model=GPT, element_bytes=2, hidden_dropout=True)
+    layer = LayerActivations(model=GPT, element_bytes=2, computing=Computing(hidden_dropout=True))
     assert layer.bytes_per_sample("none") == 34 * s * h + 4 * s * GPT.num_attention_heads
     assert layer.bytes_per_sample("selective") == 34 * s * h
 

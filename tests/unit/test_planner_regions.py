@@ -553,8 +553,8 @@ def test_arriving_sums_are_counted_beside_the_gradients():
                 alone = rank > 1
                 packed = (2 * 768 - own) if alone else int(2 * 768 * 5 / 6) // 2
             expected = 4 * (others * own + packed)
-            buffers = result.memory[rank].by_category[Category.BUFFERS]
-            assert buffers.num_bytes == sizes.exchange_bytes(Kind.REDUCE_GRAD, rank, 0) == expected
+            buffers = result.memory[rank].by_category_bytes[Category.BUFFERS]
+            assert buffers == sizes.exchange_bytes(Kind.REDUCE_GRAD, rank, 0) == expected
             gathered = sizes.exchange_bytes(Kind.UNSHARD, rank, 0)
             assert gathered == (0 if others == 1 else expected // 2)
 

@@ -14,7 +14,7 @@ from matplotlib.path import Path as MatplotlibPath
 from tests.examples import examples
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.made_plans import even_plan
-from tests.unit.simulation import run
+from tests.unit.simulation import run, transfers_of
 from tests.unit.test_simulate_memory import priced_with_options
 from tests.unit.test_simulate_times import run_case
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
@@ -229,7 +229,7 @@ def test_structure(case):
     # Each arrow has one tail and one head, and does not go back in time.
     tails, heads = ({e["id"]: e for e in events[phase]} for phase in "sf")
     assert tails.keys() == heads.keys()
-    assert len(tails) == len(events["s"]) == len(events["f"]) == len(result.transfers())
+    assert len(tails) == len(events["s"]) == len(events["f"]) == len(transfers_of(result))
     for number, tail in tails.items():
         assert tail["ts"] <= heads[number]["ts"]
     # Everything is named.

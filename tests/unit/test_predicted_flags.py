@@ -139,7 +139,9 @@ def test_modules_that_are_recomputed_are_not_kept(simulated, modules, recompute_
 def test_softmax_in_fp32_is_kept_beside_its_16_bit_copy():
     layer = {"model": MODELS["gpt-6.7b"], "element_bytes": 2, "attention": "unfused"}
     narrow = LayerActivations(**layer).bytes_per_sample("none")
-    wide = LayerActivations(**layer, softmax_in_fp32=True).bytes_per_sample("none")
+    wide = LayerActivations(**layer, computing=Computing(softmax_in_fp32=True)).bytes_per_sample(
+        "none"
+    )
     model = MODELS["gpt-6.7b"]
     assert wide - narrow == 4 * model.num_attention_heads * model.seq_length**2
 

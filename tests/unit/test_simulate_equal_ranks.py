@@ -11,7 +11,7 @@ from tests.examples import examples
 from tests.strategies import with_random_transfers
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.made_plans import even_plan, ministages, one_group, plan_of, replica, with_owners
-from tests.unit.simulation import run
+from tests.unit.simulation import run, transfers_of
 from zorse_megatron.plan.plan import (
     ModelFingerprint,
     Offload,
@@ -222,9 +222,7 @@ def merged_as_whole(case, framework, *, ranks_per_node, nic, spine):
         for name in ("busy_s", "communication_s", "wait_s", "idle_s"):
             one, other = (getattr(r.usage[rank], name) for r in (merged, whole))
             assert one == pytest.approx(other, rel=1e-9, abs=1e-9)
-        first, second = (
-            {c: m.num_bytes for c, m in r.memory[rank].by_category.items()} for r in (merged, whole)
-        )
+        first, second = (r.memory[rank].by_category_bytes for r in (merged, whole))
         # What arrives at the same moment may arrive in another order when times are rounded.
         assert first == pytest.approx(second, abs=2 * 6 * 4 * 4)
     for rank in merged.simulated_ranks:
@@ -298,7 +296,7 @@ def test_a_shared_nic_counts_all_copies():
     comm = FakeComm(bytes_per_s=8.0, links=node_links(4, 8.0))
     result = run(plan, memory=FakeMemory(boundary=8), comm=comm, merge_equal_ranks=True)
     assert result.simulated_ranks == (0, 4)
-    assert [t.end_s - t.start_s for t in result.transfers()] == [4.0, 4.0]
+    assert [t.end_s - t.start_s for t in transfers_of(result)] == [4.0, 4.0]
 
 
 def lopsided(source, target):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeMemory, node_links
 from tests.unit.made_plans import even_plan, one_group
-from tests.unit.simulation import run
+from tests.unit.simulation import run, transfers_of
 from zorse_megatron.simulate.assumptions import Perturbation, SimulationError, SlowSpell
 
 
@@ -28,7 +28,7 @@ def test_a_slow_link_slows_what_crosses_it(factor):
     comm = FakeComm(bytes_per_s=8.0, links=node_links(1, 8.0))
     slow = Perturbation(link_factors={"nic0>": factor})
     result = run(even_plan(2, 1, 1), memory=FakeMemory(boundary=8), comm=comm, perturbation=slow)
-    there, back = (t.end_s - t.start_s for t in result.transfers())
+    there, back = (t.end_s - t.start_s for t in transfers_of(result))
     assert there == pytest.approx(1 / factor)
     assert back == 1.0
 

@@ -11,7 +11,7 @@ from tests.examples import examples
 from tests.strategies import plans
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.made_plans import dealt_out, even_plan, one_group
-from tests.unit.simulation import Reference, run
+from tests.unit.simulation import Reference, run, transfers_of
 from zorse_megatron.costs.interface import DtypeCosts
 from zorse_megatron.plan.plan import (
     Group,
@@ -132,7 +132,7 @@ def test_a_shared_nic_halves_two_concurrent_transfers():
     def activation_s(nic_bytes_per_s):
         comm = FakeComm(bytes_per_s=8.0, links=node_links(2, nic_bytes_per_s))
         result = run(even_plan(2, 2, 1), memory=memory, comm=comm)
-        return [t.end_s - t.start_s for t in result.transfers() if "SEND_F" in t.action]
+        return [t.end_s - t.start_s for t in transfers_of(result) if "SEND_F" in t.action]
 
     assert activation_s(16.0) == [1.0, 1.0]  # wide enough for both
     assert activation_s(8.0) == [2.0, 2.0]
@@ -311,7 +311,7 @@ def test_what_holds_of_every_iteration(case):
         parts = dataclasses.astuple(usage)
         assert sum(parts) == pytest.approx(result.iteration_s) and min(parts) >= -1e-9
     load = {}
-    for transfer in result.transfers():
+    for transfer in transfers_of(result):
         if transfer.num_bytes:
             for name, capacity in CONGESTED(transfer.source, transfer.target):
                 load.setdefault((name, capacity), []).append(transfer)
@@ -439,10 +439,10 @@ def test_groups_are_priced_in_the_types_that_they_compute_in():
     comm = FakeComm(bytes_per_s=1.0)
     costs = {"memory": FakeMemory(boundary=4), "comm": comm}
     result = run(plan, **costs, by_dtype={"fp32": slow})
-    assert [t.num_bytes for t in result.transfers()] == [4, 4]
+    assert [t.num_bytes for t in transfers_of(result)] == [4, 4]
     forward_s, backward_s = 3 + 4 + 1, 2 + 4 + 6
     assert result.iteration_s == forward_s + backward_s
     # Types without costs count as the job's.
     assert run(plan, **costs).iteration_s == (1 + 4 + 1) + (2 + 4 + 2)
     # The output, its narrower copy on its way, and the gradient that is already waited for.
-    assert result.memory[0].by_category[Category.BUFFERS].num_bytes == 12 + 4 + 4
+    assert result.memory[0].by_category_bytes[Category.BUFFERS] == 12 + 4 + 4

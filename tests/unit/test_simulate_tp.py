@@ -11,7 +11,7 @@ from tests.strategies import in_ascending_order, plans
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.fake_tp_costs import FakeTpCosts, RingComm
 from tests.unit.made_plans import even_plan, in_tp_groups, plan_of, replica
-from tests.unit.simulation import costs_of, run
+from tests.unit.simulation import costs_of, run, transfers_of
 from zorse_megatron.costs.tensor_parallel_communication import TpCollectives
 from zorse_megatron.plan.plan import Group, TpShards
 from zorse_megatron.schedule.actions import RECEIVES, SENDS
@@ -64,7 +64,8 @@ def test_an_embedding_with_learned_positions_is_summed_whole(learns_positions):
     `reduce_scatter_embeddings` asks for no position embedding.
     """
     comm = RingComm(bytes_per_s=100.0)
-    inside = TpCollectives(comm=comm, sequence_parallel=True, learns_positions=learns_positions)
+    tp_costs = FakeTpCosts(boundary=32, sequence_parallel=True, learns_positions=learns_positions)
+    inside = TpCollectives(comm=comm, tp_costs=tp_costs)
     found = inside.of("embedding", (0, 1, 2, 3), 64, 2)
     scatter_s, gather_s = (
         call((0, 1, 2, 3), (16,) * 4) for call in (comm.reduce_scatter_s, comm.all_gather_s)
@@ -73,7 +74,6 @@ def test_an_embedding_with_learned_positions_is_summed_whole(learns_positions):
     assert found.forward_s == pytest.approx(sum_s if learns_positions else scatter_s)
     assert found.backward_s == pytest.approx(gather_s)
     assert scatter_s < 0.6 * sum_s
-    tp_costs = FakeTpCosts(boundary=32, sequence_parallel=True, learns_positions=learns_positions)
     plain = FakeTpCosts(boundary=32, sequence_parallel=True)
     plan = tp_groups_of([(0, 1, 2, 3)])
     more_s = (simulated(plan, one, comm=comm).iteration_s for one in (tp_costs, plain))
@@ -144,7 +144,7 @@ def test_a_tp_group_starts_when_all_its_ranks_have_their_parts():
 
     tp_costs = FakeTpCosts(boundary=16)
     found = simulated(tp_groups_of([(0,)], [(1, 2)]), tp_costs, comm=Comm())
-    moved = {(t.source, t.target): t.num_bytes for t in found.transfers()}
+    moved = {(t.source, t.target): t.num_bytes for t in transfers_of(found)}
     assert moved == {(0, 1): 16, (0, 2): 16, (1, 0): 16, (2, 0): 16}
     starts = [next(s for s in found.spans(r) if s.action == "1F0").end_s for r in (1, 2)]
     assert starts == [pytest.approx(2 * 2 * 1.0 + 10.0 + 2 * 2 * 0.5)] * 2
@@ -157,7 +157,7 @@ def test_each_element_crosses_a_boundary_once(lower, upper):
     ranks = tuple(range(lower + upper))
     found = simulated(tp_groups_of([ranks[:lower]], [ranks[lower:]]), FakeTpCosts(boundary=48))
     of_kind = {name: 0 for name in ("SEND_F", "SEND_B")}
-    for transfer in found.transfers():
+    for transfer in transfers_of(found):
         of_kind["SEND_F" if "SEND_F" in transfer.action else "SEND_B"] += transfer.num_bytes
     assert of_kind == {"SEND_F": 2 * 48, "SEND_B": 2 * 48}
 
@@ -215,30 +215,30 @@ def test_random_tp_groups_end_and_give_all_memory_back(plan):
     for rank in range(plan.world_size):
         start, changes = changes_of(found.timeline, rank)
         left = dict.fromkeys(Category, 0)
-        for _, category, num_bytes, _ in changes:
+        for _, category, num_bytes in changes:
             left[category] += num_bytes
         assert not any(left.values())
-        assert found.memory[rank].by_category[Category.PARAMETERS].num_bytes >= start[0] > 0
+        assert found.memory[rank].by_category_bytes[Category.PARAMETERS] >= start[0] > 0
     lists = found.timeline.program.tracks
     sends = [a for t in lists.values() for a in t.actions if a.kind in SENDS]
     receives = [a for t in lists.values() for a in t.actions if a.kind in RECEIVES]
-    assert len(sends) == len(receives) == len(found.transfers())
+    assert len(sends) == len(receives)
 
 
 def test_memory_of_each_rank_is_that_of_its_degree():
     plan = tp_groups_of([(0,), (1, 2)], [(3, 4)], counts=[[1, 1], [2]])
     tp_costs = FakeTpCosts(cut=512, whole=128, boundary=32)
     found = simulated(plan, tp_costs)
-    saved = [each.by_category[Category.ACTIVATIONS].num_bytes for each in found.memory]
+    saved = [each.by_category_bytes[Category.ACTIVATIONS] for each in found.memory]
     assert saved == [2 * 2 * 1000, 2 * 2 * 500, 2 * 2 * 500, 2 * 2 * 500, 2 * 2 * 500]
     # TP groups of one degree hold no second copy of what they own; replicas that differ in TP
     # shards do.
-    parameters = [each.by_category[Category.PARAMETERS].num_bytes for each in found.memory]
+    parameters = [each.by_category_bytes[Category.PARAMETERS] for each in found.memory]
     owned = [2 * 320, 2 * (128 + 64), 2 * 128]
     held = [2 * 640, 2 * 384, 2 * 384]
     assert parameters[:3] == [2 * (h + o) for h, o in zip(held, owned, strict=True)]
     assert parameters[3:] == [2 * 2 * 384] * 2
-    state = [each.by_category[Category.OPTIMIZER_STATE].num_bytes for each in found.memory]
+    state = [each.by_category_bytes[Category.OPTIMIZER_STATE] for each in found.memory]
     assert state == [12 * o for o in owned] + [12 * 2 * 384] * 2
 
 
@@ -246,9 +246,9 @@ def test_sequence_parallel_tp_groups_have_parts_of_what_they_receive():
     plan = tp_groups_of([(0,)], [(1, 2)])
     whole = simulated(plan, FakeTpCosts(boundary=64))
     parts = simulated(plan, FakeTpCosts(boundary=64, sequence_parallel=True))
-    assert [len(each.transfers()) for each in (whole, parts)] == [4, 4]
+    assert [len(transfers_of(each)) for each in (whole, parts)] == [4, 4]
     buffers = [
-        [each.memory[r].by_category[Category.BUFFERS].num_bytes for r in (1, 2)]
+        [each.memory[r].by_category_bytes[Category.BUFFERS] for r in (1, 2)]
         for each in (whole, parts)
     ]
     assert buffers[0] > buffers[1] and min(buffers[1]) >= 64
@@ -290,8 +290,10 @@ def test_replicated_state():
     assert whole.iteration_s == pytest.approx(
         3.0 * plan.model.num_layers + 0.75 * 2 * 4 * parameters / 100 + 1e-3 * parameters
     )
-    state = [each.memory[0].by_category[Category.OPTIMIZER_STATE] for each in (sharded, whole)]
-    assert [moment.num_bytes for moment in state] == [12 * parameters // 4, 12 * parameters]
+    state = [
+        each.memory[0].by_category_bytes[Category.OPTIMIZER_STATE] for each in (sharded, whole)
+    ]
+    assert state == [12 * parameters // 4, 12 * parameters]
 
 
 def test_blocking_transfers_and_rebuilds_stop_the_ranks():

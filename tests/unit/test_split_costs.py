@@ -74,7 +74,7 @@ def test_a_tp_group_computes_its_part_and_sums_on_its_links(tmp_path, degree):
     expected_s = BATCH / SIZE * of_micro_batch + own.step_s("A100-40", owned)
     for rank in ranks:
         assert result.usage[rank].busy_s == pytest.approx(expected_s)
-        state = result.memory[rank].by_category[Category.OPTIMIZER_STATE].num_bytes
+        state = result.memory[rank].by_category_bytes[Category.OPTIMIZER_STATE]
         assert state == 12 * owned
 
 
@@ -85,7 +85,7 @@ def test_sequence_parallelism_makes_activations_smaller_by_the_degree(tmp_path):
         name = tmp_path / f"cluster{sequence_parallel}.yaml"
         inputs = inputs_on(name, "2 x A100-40", sequence_parallel=sequence_parallel)
         result = simulate_plan(inputs, one_tp_group(inputs, 2))
-        peaks.append(result.memory[0].by_category[Category.ACTIVATIONS].num_bytes)
+        peaks.append(result.memory[0].by_category_bytes[Category.ACTIVATIONS])
         alone = inputs.memory.activation_bytes(SIZE, "none", "A100-40")
     assert peaks[1] == MODEL.num_layers * alone // 2
     norms = 4 * SIZE * MODEL.seq_length * MODEL.hidden_size * 2  # what only the sequence cuts
@@ -158,10 +158,10 @@ def test_a_rank_that_holds_nothing_takes_no_time_and_no_memory_of_layers(tmp_pat
     expected_s = whole.iteration_s + BATCH // SIZE * sum(inside_s)
     # Norm and report are summed over two ranks.
     assert expected_s < found.iteration_s < expected_s + 1e-4
-    has = [each.by_category[Category.PARAMETERS].num_bytes for each in found.memory]
+    has = [each.by_category_bytes[Category.PARAMETERS] for each in found.memory]
     norms = (2 * MODEL.num_layers + 1) * MODEL.norm_parameters
     biases = MODEL.num_layers * 2 * MODEL.hidden_size  # added after the sums
-    assert has[0] == whole.memory[0].by_category[Category.PARAMETERS].num_bytes
+    assert has[0] == whole.memory[0].by_category_bytes[Category.PARAMETERS]
     assert has[1] == 2 * (norms + biases)
 
 

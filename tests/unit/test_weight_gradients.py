@@ -63,7 +63,7 @@ def test_all_stages_hold_as_many_micro_batches():
     plan = equal_stages(4, 16)
     memory = FakeMemory(saved={"none": 1000}, delayed=1000)
     peaks = [
-        each.by_category[Category.ACTIVATIONS].num_bytes for each in run(plan, memory=memory).memory
+        each.by_category_bytes[Category.ACTIVATIONS] for each in run(plan, memory=memory).memory
     ]
     assert peaks == [4000] * 4
 
@@ -81,7 +81,7 @@ def test_a_plan_may_let_fewer_weight_gradients_wait():
     less = replace(plan, groups=groups)
     memory = FakeMemory(saved={"none": 1000}, delayed=1000)
     found = run(less, memory=memory)
-    peaks = [each.by_category[Category.ACTIVATIONS].num_bytes for each in found.memory]
+    peaks = [each.by_category_bytes[Category.ACTIVATIONS] for each in found.memory]
     assert peaks == [4000, 4000, 3000, 2000]
     whole_s, full_s = (run(each).iteration_s for each in (unsplit(plan), plan))
     assert full_s < found.iteration_s < whole_s
@@ -91,9 +91,9 @@ def test_what_a_backward_leaves_is_held_until_its_weight_gradients():
     """A single rank: 1000 bytes from the forward, and 1500 in place of them until the W."""
     plan = equal_stages(1, 1)
     found = run(plan, memory=FakeMemory(saved={"none": 1000}, delayed=1500))
-    assert found.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 1500
+    assert found.memory[0].by_category_bytes[Category.ACTIVATIONS] == 1500
     less = run(plan, memory=FakeMemory(saved={"none": 1000}, delayed=500))
-    assert less.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 1000
+    assert less.memory[0].by_category_bytes[Category.ACTIVATIONS] == 1000
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.model_memory import LayerActivations
 from zorse_megatron.flags.model_in_flags import auxiliary_losses, router_bytes
 from zorse_megatron.gpus.gpu import FLASH_FROM, Attention
-from zorse_megatron.inputs.model import Experts, ModelShape
+from zorse_megatron.inputs.model import Computing, Experts, ModelShape
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_budget import (
     HostMemoryNeed,
@@ -329,12 +329,14 @@ def _layer(config: Any, seq_length: int, layer: Any) -> LayerActivations:
         model=replace(_shape(config, seq_length), experts=experts),
         element_bytes=element_bytes,
         attention=_attention(config, element_bytes),
-        hidden_dropout=bool(config.hidden_dropout),
-        attention_dropout=bool(config.attention_dropout),
-        softmax_in_fp32=bool(config.attention_softmax_in_fp32),
-        modules=tuple(config.recompute_modules or ("core_attn",)),
-        auxiliary=any(auxiliary_losses(get_args()).values()),
-        router_bytes=router_bytes(get_args()),
+        computing=Computing(
+            hidden_dropout=bool(config.hidden_dropout),
+            attention_dropout=bool(config.attention_dropout),
+            softmax_in_fp32=bool(config.attention_softmax_in_fp32),
+            modules=tuple(config.recompute_modules or ("core_attn",)),
+            has_auxiliary_loss=any(auxiliary_losses(get_args()).values()),
+            router_bytes=router_bytes(get_args()),
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from zorse_megatron.costs.analytic_compute import element_bytes as bytes_of_elem
 from zorse_megatron.costs.interface import ModelSection, RecomputeMode
 from zorse_megatron.gpus.gpu import Attention, Dtype
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
-from zorse_megatron.inputs.lora import Lora, Target
+from zorse_megatron.inputs.lora import Target
 from zorse_megatron.inputs.model import USUAL, Computing, Experts, ModelShape, Module
 from zorse_megatron.inputs.profile import Part, PartMemory, Profile
 
@@ -53,37 +53,28 @@ class LayerActivations:
     model: ModelShape
     element_bytes: int
     attention: Attention = "flash"
-    hidden_dropout: bool = False
-    attention_dropout: bool = False
-    softmax_in_fp32: bool = False
-    """Whether unfused attention keeps its softmax in fp32, and 16-bit probabilities beside it."""
-    modules: tuple[Module, ...] = ("core_attn",)
-    """What selective recomputation recomputes."""
-    lora: Lora | None = None
-    """The adapters, which keep inputs that frozen matrices do not; None: all is trained."""
-    auxiliary: bool = False
-    """Whether a loss balances experts."""
-    router_bytes: int = 0
-    """Of a score of an expert; 0: as all activations."""
+    computing: Computing = USUAL
+    """Dropout, what is recomputed selectively, routers' losses, and adapters, which keep inputs
+    that frozen matrices do not; its attention is not looked at here."""
 
     def saved(self) -> Iterator[Saved]:
         """Yield every tensor that one layer keeps for one sample."""
-        model = self.model
-        hidden, tokens = model.hidden_size, model.seq_length
-        yield self._whole("input of the norm before attention", hidden)
+        model, hidden = self.model, self.model.hidden_size
+        has_dropout, lora = self.computing.hidden_dropout, self.computing.lora
+        yield self._tensor("input of the norm before attention", hidden)
         if self._trains("q", "k", "v"):
-            yield self._whole("input of query, key and value", hidden, "layernorm")
+            yield self._tensor("input of query, key and value", hidden, module="layernorm")
         yield self._split("query, key and value", model.query_width + model.key_value_width)
-        yield from self._scores(model.num_attention_heads * tokens)
+        yield from self._scores()
         if self._trains("o"):
             yield self._split("input of the projection", model.query_width)
         elif self.attention == "flash":  # whose backward needs its output
             yield self._split("output of attention", model.query_width, "core_attn")
-        if self.hidden_dropout:
-            yield self._mask("dropout mask after attention", hidden)
-        yield self._whole("input of the norm before the feed-forward block", hidden)
+        if has_dropout:
+            yield self._tensor("dropout mask after attention", hidden, _MASK_BYTES)
+        yield self._tensor("input of the norm before the feed-forward block", hidden)
         if self._trains("gate", "up"):
-            yield self._whole("input of the first matrix", hidden, "layernorm")
+            yield self._tensor("input of the first matrix", hidden, module="layernorm")
         if model.experts is not None:
             yield from self._routed(model.experts)
         in_mlp: Module | None = None if model.experts else "mlp"  # Megatron's is a dense layer's
@@ -91,35 +82,38 @@ class LayerActivations:
             yield self._split("input of the activation", model.ffn_input_width, in_mlp)
         if self._trains("down") or model.activation == "relu":
             yield self._split("input of the second matrix", model.ffn_width, in_mlp)
-        if self.hidden_dropout:
-            yield self._mask("dropout mask after the feed-forward block", hidden)
-        if self.lora is not None:
-            for target in self.lora.sizes(model):
-                yield self._whole(f"inside the adapter of {target}", self.lora.rank)
+        if has_dropout:
+            yield self._tensor("dropout mask after the feed-forward block", hidden, _MASK_BYTES)
+        if lora is not None:
+            for target in lora.sizes(model):
+                yield self._tensor(f"inside the adapter of {target}", lora.rank)
 
     def _routed(self, experts: Experts) -> Iterator[Saved]:
         """What routers keep, and the rows of experts, in a plan's layers
         (`tests/megatron/test_measure_layers.py`)."""
         hidden, chosen, all_of_them = self.model.hidden_size, experts.per_token, experts.num_experts
         scored = all_of_them if experts.scores_all else chosen
-        yield self._whole("rows of the experts", chosen * hidden)
+        balanced = all_of_them if self.computing.has_auxiliary_loss else 0
+        score_bytes = self.computing.router_bytes or self.element_bytes
+        yield self._tensor("rows of the experts", chosen * hidden)
         for name, width, element_bytes in (
             ("scores", scored, _FLOAT32_BYTES),
             ("chosen experts", chosen, _INDEX_BYTES),
             ("chosen experts in order, and places of their rows", 3 * chosen, _INDEX_BYTES),
-            ("scores of the rows", chosen, self.router_bytes or self.element_bytes),
-            ("scores of all experts", all_of_them, self.router_bytes or self.element_bytes),
-            ("scores in the auxiliary loss", all_of_them * self.auxiliary, _FLOAT32_BYTES),
+            ("scores of the rows", chosen, score_bytes),
+            ("scores of all experts", all_of_them, score_bytes),
+            ("scores in the auxiliary loss", balanced, _FLOAT32_BYTES),
         ):
-            yield self._tensor(name, width, element_bytes, is_split=False)
+            yield self._tensor(name, width, element_bytes)
         if self.model.activation not in ("swiglu", "geglu"):  # fused with the scores
-            yield self._whole("activation of the rows", chosen * experts.ffn_hidden_size)
+            yield self._tensor("activation of the rows", chosen * experts.ffn_hidden_size)
         if experts.has_shared_gate:
-            yield self._whole("output of the shared expert, and its gate", hidden + 1)
+            yield self._tensor("output of the shared expert, and its gate", hidden + 1)
 
     def _trains(self, *targets: Target) -> bool:
         """Whether gradients of weights need the input that these matrices share."""
-        return self.lora is None or not set(targets).isdisjoint(self.lora.targets)
+        lora = self.computing.lora
+        return lora is None or not set(targets).isdisjoint(lora.targets)
 
     def bytes_per_sample(
         self, mode: RecomputeMode, *, tensor_parallel: int = 1, sequence_parallel: bool = False
@@ -140,61 +134,46 @@ class LayerActivations:
         for tensor in self.saved():
             if mode == "full" and tensor.name != "input of the norm before attention":
                 continue
-            if mode == "selective" and tensor.module in self.modules:
+            if mode == "selective" and tensor.module in self.computing.modules:
                 continue
             ranks = tensor_parallel if tensor.is_split else whole
             found.append(-(-tensor.elements // ranks) * tensor.element_bytes)
         return tuple(found)
 
-    def _scores(self, rows: int) -> Iterator[Saved]:
-        """What core attention keeps; `rows` is the number of rows of all score matrices."""
+    def _scores(self) -> Iterator[Saved]:
+        """What core attention keeps."""
+        heads = self.model.num_attention_heads
         if self.attention == "flash":
-            yield Saved(
-                name="sums of the softmax",
-                elements=rows,
-                element_bytes=_FLOAT32_BYTES,
-                is_split=True,
-                module="core_attn",
-            )
-            return
-        elements = rows * self.model.seq_length
-        is_wide = self.softmax_in_fp32 and self.element_bytes < _FLOAT32_BYTES
-        names = {"softmax": _FLOAT32_BYTES if is_wide else self.element_bytes}
-        if self.attention_dropout:
-            names |= {"dropout mask of the softmax": _MASK_BYTES, "its output": self.element_bytes}
-        elif is_wide:
-            names |= {"probabilities": self.element_bytes}
-        for name, element_bytes in names.items():
-            yield Saved(
-                name=name,
-                elements=elements,
-                element_bytes=element_bytes,
-                is_split=True,
-                module="core_attn",
-            )
-
-    def _whole(self, name: str, width: int, module: Module | None = None) -> Saved:
-        return self._tensor(name, width, self.element_bytes, is_split=False, module=module)
+            width, kept = heads, {"sums of the softmax": _FLOAT32_BYTES}
+        else:
+            width = heads * self.model.seq_length
+            is_wide = self.computing.softmax_in_fp32 and self.element_bytes < _FLOAT32_BYTES
+            kept = {"softmax": _FLOAT32_BYTES if is_wide else self.element_bytes}
+            if self.computing.attention_dropout:
+                kept["dropout mask of the softmax"] = _MASK_BYTES
+                kept["its output"] = self.element_bytes
+            elif is_wide:
+                kept["probabilities"] = self.element_bytes
+        for name, element_bytes in kept.items():
+            yield self._tensor(name, width, element_bytes, is_split=True, module="core_attn")
 
     def _split(self, name: str, width: int, module: Module | None = None) -> Saved:
-        return self._tensor(name, width, self.element_bytes, is_split=True, module=module)
-
-    def _mask(self, name: str, width: int) -> Saved:
-        return self._tensor(name, width, _MASK_BYTES, is_split=False)
+        return self._tensor(name, width, is_split=True, module=module)
 
     def _tensor(
         self,
         name: str,
         width: int,
-        element_bytes: int,
+        element_bytes: int | None = None,
         *,
-        is_split: bool,
+        is_split: bool = False,
         module: Module | None = None,
     ) -> Saved:
+        """So many elements for each token; `element_bytes`: None: as all activations."""
         return Saved(
             name=name,
             elements=self.model.seq_length * width,
-            element_bytes=element_bytes,
+            element_bytes=self.element_bytes if element_bytes is None else element_bytes,
             is_split=is_split,
             module=module,
         )
@@ -377,13 +356,7 @@ class TransformerMemory(BytesByPrecision):
             model=self.model,
             element_bytes=bytes_of_element(self.dtype),
             attention=attention,
-            hidden_dropout=self.computing.hidden_dropout,
-            attention_dropout=self.computing.attention_dropout,
-            softmax_in_fp32=self.computing.softmax_in_fp32,
-            modules=self.computing.modules,
-            lora=self.computing.lora,
-            auxiliary=self.computing.has_auxiliary_loss,
-            router_bytes=self.computing.router_bytes,
+            computing=self.computing,
         )
 
     def delayed_bytes(self, micro_batch_size: int) -> int:

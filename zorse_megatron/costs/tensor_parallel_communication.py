@@ -27,21 +27,7 @@ class TpCollectives:
     group."""
 
     comm: CommCost
-    sequence_parallel: bool
-    learns_positions: bool = False
-    """See `TpCosts`."""
-    adapter_shares: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
-    """See `TpCosts`."""
-
-    @classmethod
-    def priced(cls, tp_costs: TpCosts, comm: CommCost) -> "TpCollectives":
-        """Those of a model on links."""
-        return cls(
-            comm=comm,
-            sequence_parallel=tp_costs.sequence_parallel,
-            learns_positions=tp_costs.learns_positions,
-            adapter_shares=tp_costs.adapter_shares,
-        )
+    tp_costs: TpCosts
 
     def of(
         self, section: ModelSection, ranks: Sequence[int], num_bytes: int, num_tokens: int
@@ -53,12 +39,12 @@ class TpCollectives:
             return PassTimes(
                 forward_s=2 * sum_s + beside.forward_s, backward_s=2 * sum_s + beside.backward_s
             )
-        half_s = self.gather_s(ranks, num_bytes) if self.sequence_parallel else 0.0
+        half_s = self.gather_s(ranks, num_bytes) if self.tp_costs.sequence_parallel else 0.0
         if section == "embedding":
             # Its output is summed and cut; the gradient is gathered from its parts. Learned
             # positions are added in between, to the whole (`LanguageModelEmbedding.forward`).
             whole_s = self.comm.all_reduce_s(tuple(ranks), num_bytes)
-            forward_s = whole_s if self.learns_positions else sum_s - half_s
+            forward_s = whole_s if self.tp_costs.learns_positions else sum_s - half_s
             return PassTimes(forward_s=forward_s, backward_s=half_s)
         loss_s = _SUMS_OF_LOSS * self.comm.all_reduce_s(tuple(ranks), num_tokens * _FLOAT32_BYTES)
         return PassTimes(forward_s=half_s + loss_s, backward_s=sum_s - half_s)
@@ -69,11 +55,13 @@ class TpCollectives:
 
     def _of_adapters(self, ranks: Sequence[int], num_bytes: int) -> PassTimes:
         """Of one layer; `num_bytes`: of a whole activation."""
-        columns, rows = ([round(num_bytes * each) for each in x] for x in self.adapter_shares)
+        columns, rows = (
+            [round(num_bytes * each) for each in x] for x in self.tp_costs.adapter_shares
+        )
         if not columns and not rows:
             return NO_TIME
         group, comm = tuple(ranks), self.comm
-        if not self.sequence_parallel:
+        if not self.tp_costs.sequence_parallel:
             return PassTimes(
                 forward_s=sum(comm.all_reduce_s(group, each) for each in rows),
                 backward_s=sum(comm.all_reduce_s(group, each) for each in columns),
@@ -90,7 +78,7 @@ class TpCollectives:
         )
 
     def _sum_s(self, ranks: Sequence[int], num_bytes: int) -> float:
-        if not self.sequence_parallel:
+        if not self.tp_costs.sequence_parallel:
             return self.comm.all_reduce_s(tuple(ranks), num_bytes)
         scatter_s = self.comm.reduce_scatter_s(tuple(ranks), _parts(num_bytes, len(ranks)))
         return scatter_s + self.gather_s(ranks, num_bytes)

@@ -273,7 +273,7 @@ class ActionCosts(CollectiveCosts):
         self.kinds = tuple(costs.kinds)
         self._inside: TpCollectives | None = None
         if sizes.tp_costs is not None:
-            self._inside = TpCollectives.priced(sizes.tp_costs, loads.comm)
+            self._inside = TpCollectives(tp_costs=sizes.tp_costs, comm=loads.comm)
         self._phases: dict[tuple[str, int, TpShard, int, int], tuple[PassTimes, ...]] = {}
         self._together: dict[tuple[tuple[int, ...], int, bool], PassTimes] = {}
 
@@ -406,7 +406,7 @@ class ActionCosts(CollectiveCosts):
         ends = [of("embedding")] if chunk == 0 else []
         ends += [of("head")] if sizes.is_last(chunk) else []
         gather_s = 0.0
-        if gathers and sizes.splits_activations and not inside.sequence_parallel:
+        if gathers and sizes.splits_activations and not inside.tp_costs.sequence_parallel:
             gather_s = inside.gather_s(ranks, num_bytes)
         return PassTimes(
             forward_s=gather_s + layers * layer.forward_s + sum(e.forward_s for e in ends),

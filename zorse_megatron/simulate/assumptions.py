@@ -131,13 +131,9 @@ class Perturbation:
         slow = (spell.factor for spell in self.spells if spell.covers(rank, iteration))
         return self.rank_factor(rank, kind) * math.prod(slow)
 
-    def jitter_of(self, rank: int) -> "JitterSource":
-        """The factors of one rank's computations, in the order of its list."""
-        return JitterSource(self, rank)
-
-    def pace_of(self, rank: int, kind: str) -> "Pace":
-        """Both, of the rank's computations in the order of its list."""
-        return Pace(self.rank_factor(rank, kind), self.jitter_of(rank))
+    def jitter_of(self, rank: int, factor: float = 1.0) -> "Pace":
+        """The factors of one rank's computations, in the order of its list, times `factor`."""
+        return Pace(self, rank, factor)
 
     @property
     def treats_kinds_alike(self) -> bool:
@@ -145,30 +141,20 @@ class Perturbation:
         return not (self.jitter or self.rank_factors or self.link_factors or self.spells)
 
 
-class JitterSource:
-    """Draws one factor after the other."""
+class Pace:
+    """How many times as long each computation of one rank takes, one after the other."""
 
-    def __init__(self, perturbation: Perturbation, rank: int) -> None:
+    def __init__(self, perturbation: Perturbation, rank: int, factor: float) -> None:
+        self._factor = factor
         variance = math.log1p(perturbation.jitter**2)  # of the logarithm
         self._mean, self._deviation = -variance / 2, math.sqrt(variance)
         self._random = random.Random(f"{perturbation.seed}/{rank}") if self._deviation else None
 
     def draw(self) -> float:
-        """The next factor; 1 without jitter."""
-        if self._random is None:
-            return 1.0
-        return self._random.lognormvariate(self._mean, self._deviation)
-
-
-class Pace:
-    """How many times as long each computation of one rank takes."""
-
-    def __init__(self, factor: float, jitter: JitterSource) -> None:
-        self._factor, self._jitter = factor, jitter
-
-    def draw(self) -> float:
         """Of the next one."""
-        return self._factor * self._jitter.draw()
+        if self._random is None:
+            return self._factor
+        return self._factor * self._random.lognormvariate(self._mean, self._deviation)
 
 
 NO_PERTURBATION = Perturbation()

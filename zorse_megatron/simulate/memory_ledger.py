@@ -1,11 +1,13 @@
 """Every change of the bytes on a rank's GPU, action by action, and their sum over time."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import itemgetter
 
 from zorse_megatron.schedule.actions import RECEIVES, SENDS, Action, Kind
+from zorse_megatron.simulate.rank_bytes import MicroBatchBytes
 from zorse_megatron.simulate.residency import StepWorkingSet
 from zorse_megatron.simulate.tasks import Timeline
 
@@ -33,8 +35,16 @@ _STEP_WORKING_SET = {
     Category.OPTIMIZER_STATE: "state_bytes",
 }
 
-Change = tuple[float, Category, int, int]
-"""(time in seconds, category, bytes more or less, position of the action in the list)."""
+Change = tuple[float, Category, int]
+"""(time in seconds, category, bytes more or less)."""
+
+Part = tuple[Kind, int, int | None]
+"""Kind of transfer, chunk, micro-batch."""
+
+
+def _part(action: Action) -> Part:
+    assert action.chunk is not None
+    return action.kind, action.chunk, action.micro_batch
 
 
 def changes_of(timeline: Timeline, rank: int) -> tuple[list[int], list[Change]]:
@@ -60,12 +70,12 @@ class _Ledger:
         self.samples = sizes.micro_batch_size(rank)
         self.bytes = {chunk: sizes.micro_batch_bytes(rank, chunk) for chunk in sizes.chunks(rank)}
         self.changes: list[Change] = []
-        self.received: dict[tuple[Kind, int | None, int | None], list[int]] = {}
+        self.received: dict[Part, list[int]] = {}
         """Bytes of each piece that a computation consumes."""
-        self.sends_left: dict[tuple[Kind, int | None, int | None], int] = {}
+        self.sends_left: Counter[Part] = Counter()
         self.leaving: dict[int, list[tuple[float, int]]] = {}
         """Position -> when each message has left that must have by then, and its bytes."""
-        self.views_leave_s: dict[tuple[Kind, int | None, int | None], float] = {}
+        self.views_leave_s: dict[Part, float] = {}
         """When all parts of a tensor that are sent without a copy will have left."""
         self.resharded = self.residency.resharded | {
             chunk for chunk in sizes.chunks(rank) if sizes.mixed_tp[chunk] is not None
@@ -85,8 +95,7 @@ class _Ledger:
         """Whether it begins with what has been summed."""
         for action in self.track.actions:
             if action.kind in SENDS:
-                key = action.kind, action.chunk, action.micro_batch
-                self.sends_left[key] = self.sends_left.get(key, 0) + 1
+                self.sends_left[_part(action)] += 1
         self.start = self._first_bytes()
 
     def _first_bytes(self) -> list[int]:
@@ -113,8 +122,9 @@ class _Ledger:
             if position in self.leaving:
                 self._close(position)
             kind = action.kind
-            if position in self.track.brings:
-                self._bring_back(position, self.track.actions[self.track.brings[position]])
+            if position in self.track.brings:  # the next one's activations, with its beginning
+                saved = self._of(self.track.actions[self.track.brings[position]]).saved
+                self._note(self._reached_s(position), Category.ACTIVATIONS, saved)
             if kind in RECEIVES:
                 continue  # it was opened
             if kind in SENDS:
@@ -124,50 +134,49 @@ class _Ledger:
             elif kind is Kind.BACKWARD:
                 self._backward(position, action)
             elif kind is Kind.WEIGHT_GRADIENT:
-                self._weight_gradient(position, action)
+                _, end_s = self._run(position)
+                self._note(end_s, Category.ACTIVATIONS, -self._of(action).delayed)
             else:
                 self._on_state(position, action)
         if len(self.track.actions) in self.leaving:
             self._close(len(self.track.actions))
+
+    def _of(self, action: Action) -> MicroBatchBytes:
+        """What there is of a computation's micro-batch."""
+        assert action.chunk is not None
+        return self.bytes[action.chunk]
 
     def _reached_s(self, position: int) -> float:
         """As `Timeline.reached_s`."""
         task = self.track.before[position]
         return self.end_s[task] if task >= 0 else 0.0
 
-    def _note(self, time_s: float, category: Category, num_bytes: int, position: int) -> None:
+    def _note(self, time_s: float, category: Category, num_bytes: int) -> None:
         if num_bytes:
-            self.changes.append((time_s, category, num_bytes, position))
+            self.changes.append((time_s, category, num_bytes))
 
     def _open(self, position: int, action: Action) -> None:
         """Take the buffer of a receive, at the turn of the action at `position`."""
         num_bytes = self.sizes.crossing_bytes(action)
-        key = action.kind, action.chunk, action.micro_batch
+        key = _part(action)
         self.received.setdefault(key, []).append(num_bytes)
-        self._note(self._reached_s(position), Category.BUFFERS, num_bytes, position)
+        self._note(self._reached_s(position), Category.BUFFERS, num_bytes)
 
     def _send(self, position: int, action: Action) -> None:
-        now_s = self._reached_s(position)
-        num_bytes = self.sizes.crossing_bytes(action)
-        assert action.chunk is not None
-        whole_bytes = self.bytes[action.chunk].held
-        in_pieces = num_bytes != whole_bytes
-        key = action.kind, action.chunk, action.micro_batch
+        num_bytes, whole_bytes = self.sizes.crossing_bytes(action), self._of(action).held
+        key = _part(action)
         self.sends_left[key] -= 1
-        if in_pieces and self._is_view(action):
-            # It keeps the whole tensor until it has left.
-            end_s = self.end_s[self.track.tasks[position]]
-            self.views_leave_s[key] = max(end_s, self.views_leave_s.get(key, 0.0))
-            if not self.sends_left[key]:
-                wait_position = self.track.waited_at.get(position, position + 1)
-                message = self.views_leave_s.pop(key), whole_bytes
-                self.leaving.setdefault(wait_position, []).append(message)
-            return
-        if in_pieces:
-            self._note(now_s, Category.BUFFERS, num_bytes, position)
-            if not self.sends_left[key]:
-                self._note(now_s, Category.BUFFERS, -whole_bytes, position)
         left_s = self.end_s[self.track.tasks[position]]
+        if num_bytes != whole_bytes and self._is_view(action):
+            # It keeps the whole tensor until all of it has left.
+            left_s = self.views_leave_s[key] = max(left_s, self.views_leave_s.get(key, 0.0))
+            if self.sends_left[key]:
+                return
+            num_bytes = whole_bytes
+        elif num_bytes != whole_bytes:
+            self._note(self._reached_s(position), Category.BUFFERS, num_bytes)
+            if not self.sends_left[key]:
+                self._note(self._reached_s(position), Category.BUFFERS, -whole_bytes)
         wait_position = self.track.waited_at.get(position, position + 1)
         self.leaving.setdefault(wait_position, []).append((left_s, num_bytes))
 
@@ -176,7 +185,7 @@ class _Ledger:
         last = min(position, len(self.track.actions) - 1)
         reached_s = self._reached_s(last)
         for left_s, num_bytes in self.leaving.pop(position):
-            self._note(max(reached_s, left_s), Category.BUFFERS, -num_bytes, last)
+            self._note(max(reached_s, left_s), Category.BUFFERS, -num_bytes)
 
     def _is_view(self, action: Action) -> bool:
         """Whether it is consecutive positions of all samples, which needs no copy."""
@@ -192,76 +201,57 @@ class _Ledger:
         chunk, of_chunk = action.chunk, self.bytes[action.chunk]
         start_s, _ = self._run(position)
         key = Kind.RECV_F, chunk, action.micro_batch
-        self._note(start_s, Category.BUFFERS, -self._take(key, position), position)
-        self._note(start_s, Category.ACTIVATIONS, of_chunk.saved, position)
-        self._note(start_s, Category.LOGITS, of_chunk.head, position)
+        self._note(start_s, Category.BUFFERS, -self._take(key, start_s))
+        self._note(start_s, Category.ACTIVATIONS, of_chunk.saved)
+        self._note(start_s, Category.LOGITS, of_chunk.head)
         if position in self.track.copies:
             gone_s = self.end_s[self.track.left[position]]
-            self._note(gone_s, Category.ACTIVATIONS, -of_chunk.saved, position)
+            self._note(gone_s, Category.ACTIVATIONS, -of_chunk.saved)
         if (Kind.SEND_F, chunk, action.micro_batch) in self.sends_left:
-            self._note(start_s, Category.BUFFERS, of_chunk.held, position)
+            self._note(start_s, Category.BUFFERS, of_chunk.held)
         elif self.sizes.is_local(chunk):
-            key = Kind.RECV_F, chunk + 1, action.micro_batch
-            self._hand_over(start_s, key, position)
-
-    def _bring_back(self, position: int, backward: Action) -> None:
-        """A computation begins, and with it the next one's activations come from the host."""
-        assert backward.chunk is not None
-        saved = self.bytes[backward.chunk].saved
-        self._note(self._reached_s(position), Category.ACTIVATIONS, saved, position)
+            self._hand_over(start_s, (Kind.RECV_F, chunk + 1, action.micro_batch))
 
     def _backward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
         chunk, of_chunk = action.chunk, self.bytes[action.chunk]
         start_s, end_s = self._run(position)
-        received = self._take((Kind.RECV_B, chunk, action.micro_batch), position)
+        received = self._take((Kind.RECV_B, chunk, action.micro_batch), start_s)
         if chunk in self.resharded and chunk not in self.with_gradients:
             self.with_gradients.add(chunk)
-            self._note(start_s, Category.GRADIENTS, self._gradient_bytes(chunk), position)
+            self._note(start_s, Category.GRADIENTS, self._gradient_bytes(chunk))
         if (Kind.SEND_B, chunk, action.micro_batch) in self.sends_left:
-            self._note(start_s, Category.BUFFERS, of_chunk.held, position)
+            self._note(start_s, Category.BUFFERS, of_chunk.held)
         elif chunk > 0 and self.sizes.is_local(chunk - 1):
-            key = Kind.RECV_B, chunk - 1, action.micro_batch
-            self._hand_over(start_s, key, position)
+            self._hand_over(start_s, (Kind.RECV_B, chunk - 1, action.micro_batch))
         # Layers are computed again after the head's backward, when its part is freed; not before
         # there are gradients.
         head_ends_s = start_s if of_chunk.working else end_s
-        self._note(head_ends_s, Category.LOGITS, -of_chunk.head, position)
+        self._note(head_ends_s, Category.LOGITS, -of_chunk.head)
         self._for_a_while(position, Category.ACTIVATIONS, of_chunk.working)
         # Layer by layer, what is kept for weight gradients takes the place of what forwards kept.
         more = max(0, of_chunk.delayed - of_chunk.saved)
-        self._note(start_s, Category.ACTIVATIONS, more, position)
+        self._note(start_s, Category.ACTIVATIONS, more)
         left = of_chunk.delayed - (of_chunk.saved + more)
-        self._note(end_s, Category.ACTIVATIONS, left, position)
-        self._note(end_s, Category.BUFFERS, -received, position)
+        self._note(end_s, Category.ACTIVATIONS, left)
+        self._note(end_s, Category.BUFFERS, -received)
 
-    def _weight_gradient(self, position: int, action: Action) -> None:
-        assert action.chunk is not None
-        _, end_s = self._run(position)
-        delayed = self.bytes[action.chunk].delayed
-        self._note(end_s, Category.ACTIVATIONS, -delayed, position)
-
-    def _take(self, key: tuple[Kind, int | None, int | None], position: int) -> int:
+    def _take(self, key: Part, start_s: float) -> int:
         """What a computation has received, in one tensor: pieces are there until it is made."""
         pieces = self.received.pop(key, [])
         if not pieces:
             return 0
-        assert key[1] is not None
         whole = self.bytes[key[1]].held
         if pieces != [whole]:
-            start_s, _ = self._run(position)
-            self._note(start_s, Category.BUFFERS, whole, position)
-            self._note(start_s, Category.BUFFERS, -sum(pieces), position)
+            self._note(start_s, Category.BUFFERS, whole)
+            self._note(start_s, Category.BUFFERS, -sum(pieces))
         return whole
 
-    def _hand_over(
-        self, time_s: float, key: tuple[Kind, int | None, int | None], position: int
-    ) -> None:
+    def _hand_over(self, time_s: float, key: Part) -> None:
         """Keep what a computation makes for the neighbouring chunk, as if it were received."""
-        assert key[1] is not None
         num_bytes = self.bytes[key[1]].held
         self.received[key] = [num_bytes]
-        self._note(time_s, Category.BUFFERS, num_bytes, position)
+        self._note(time_s, Category.BUFFERS, num_bytes)
 
     def _on_state(self, position: int, action: Action) -> None:
         _, end_s = self._run(position)
@@ -278,18 +268,18 @@ class _Ledger:
             self._pass_for_update(position)
             if position == self.steps[0] and not self.starts_behind_norm:
                 widened = self.residency.widened_bytes
-                self._note(self._reached_s(position), Category.GRADIENTS, widened, position)
+                self._note(self._reached_s(position), Category.GRADIENTS, widened)
             if position == self.steps[-1]:
-                self._note(end_s, Category.GRADIENTS, -self._stepped_bytes(), position)
+                self._note(end_s, Category.GRADIENTS, -self._stepped_bytes())
         elif action.kind is Kind.NORM:
             widened = self.residency.widened_bytes
-            self._note(self._reached_s(position), Category.GRADIENTS, widened, position)
+            self._note(self._reached_s(position), Category.GRADIENTS, widened)
             self._pass_for_norm(position)
         elif action.kind is Kind.TIE:
             swapped = sum(size for _, size in sizes.tied_swaps.get(self.rank, ()))
             ready_s = self.timeline.ready_s(self.track, position)
-            self._note(ready_s, Category.BUFFERS, swapped, position)
-            self._note(end_s, Category.BUFFERS, -swapped, position)
+            self._note(ready_s, Category.BUFFERS, swapped)
+            self._note(end_s, Category.BUFFERS, -swapped)
         elif action.kind is Kind.REDUCE_GRAD:
             self._reduce(position, action)
         elif action.kind is Kind.OFFLOAD_GRAD:
@@ -311,7 +301,7 @@ class _Ledger:
         if is_mixed_tp := sizes.mixed_tp[chunk] is not None:
             self._for_a_while(position, Category.BUFFERS, exchanged)
         else:
-            self._note(start_s, Category.BUFFERS, exchanged, position)
+            self._note(start_s, Category.BUFFERS, exchanged)
             self.let_go.append((Category.BUFFERS, -exchanged))
         if chunk not in self.resharded:
             return
@@ -320,11 +310,11 @@ class _Ledger:
         if chunk not in self.with_gradients:
             # No micro-batches: it has zeros to add as soon as the sum before has arrived.
             asked_s = max(self._reached_s(position), before_s)
-            self._note(asked_s, Category.GRADIENTS, unsharded, position)
+            self._note(asked_s, Category.GRADIENTS, unsharded)
         self.with_gradients.discard(chunk)
         if is_mixed_tp:  # sums arrive beside what they are made of
-            self._note(start_s, Category.GRADIENTS, shard, position)
-            self._note(end_s, Category.GRADIENTS, -unsharded, position)
+            self._note(start_s, Category.GRADIENTS, shard)
+            self._note(end_s, Category.GRADIENTS, -unsharded)
         else:
             self.let_go.append((Category.GRADIENTS, shard - unsharded))
 
@@ -332,14 +322,14 @@ class _Ledger:
         """The main stream waits until the shard on its way to the host has left."""
         (left_s, num_bytes), self.shard_leaves = self.shard_leaves, (0.0, 0)
         left_s = max(left_s, self._reached_s(position))
-        self._note(left_s, Category.GRADIENTS, -num_bytes, position)
+        self._note(left_s, Category.GRADIENTS, -num_bytes)
 
     def _pass_for_norm(self, position: int) -> None:
         """Gradients in the host are on the GPU for their norm, before they are for the update."""
         if position in self.track.copies:
             task, (_, num_bytes) = self.track.copies[position], self.residency.for_norm
-            self._note(self.start_s[task], Category.GRADIENTS, num_bytes, position)
-            self._note(self.end_s[task], Category.GRADIENTS, -num_bytes, position)
+            self._note(self.start_s[task], Category.GRADIENTS, num_bytes)
+            self._note(self.end_s[task], Category.GRADIENTS, -num_bytes)
 
     def _pass_for_update(self, position: int) -> None:
         """What comes from the host, one part after the other."""
@@ -352,27 +342,27 @@ class _Ledger:
             for category in sorted(
                 _STEP_WORKING_SET, key=lambda each: changes[each]
             ):  # first what goes
-                self._note(time_s, category, changes[category], position)
+                self._note(time_s, category, changes[category])
             now = next_
 
     def _wait_for_sums(self, position: int) -> None:
         """The main stream waits at an action: all that was to be summed is there, the rest goes."""
         waited_s = max(self._reached_s(position), self.summed_s)
         for category, num_bytes in self.let_go:
-            self._note(waited_s, category, num_bytes, position)
+            self._note(waited_s, category, num_bytes)
         self.let_go.clear()
 
     def _move(self, position: int, end_s: float) -> None:
         """Bytes are taken when a copy or a gather is issued, and freed when it is done."""
         move = self.residency.moves[position]
         time_s = self._reached_s(position) if move.num_bytes > 0 else end_s
-        self._note(time_s, Category.PARAMETERS, move.num_bytes, position)
+        self._note(time_s, Category.PARAMETERS, move.num_bytes)
 
     def _for_a_while(self, position: int, category: Category, num_bytes: int) -> None:
         if num_bytes:
             start_s, end_s = self._run(position)
-            self._note(start_s, category, num_bytes, position)
-            self._note(end_s, category, -num_bytes, position)
+            self._note(start_s, category, num_bytes)
+            self._note(end_s, category, -num_bytes)
 
     def _run(self, position: int) -> tuple[float, float]:
         first, last = self.track.first_task(position), self.track.tasks[position]
@@ -412,29 +402,15 @@ class _Ledger:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """A number of bytes, and when and by which action it was first reached."""
-
-    num_bytes: int
-    time_s: float
-    action: str | None
-    """None: it was so from the start."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """One rank's highest memory."""
+    """One rank's highest memory, in bytes."""
 
-    total: Moment
+    total_bytes: int
+    """Of all categories together."""
     at_peak_bytes: Mapping[Category, int]
     """What the total consisted of then."""
-    by_category: Mapping[Category, Moment]
+    by_category_bytes: Mapping[Category, int]
     """Each category's own peak, which may be at another time."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Peak of all categories together."""
-        return self.total.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,7 +431,7 @@ def memory_over_time(timeline: Timeline, rank: int) -> tuple[MemoryStep, ...]:
     """Bytes before anything runs, then after each change (at one moment: after the last)."""
     current, changes = changes_of(timeline, rank)
     steps = [MemoryStep(time_s=0.0, by_category_bytes=tuple(current))]
-    for time_s, category, num_bytes, _ in changes:
+    for time_s, category, num_bytes in changes:
         current[category] += num_bytes
         step = MemoryStep(time_s=time_s, by_category_bytes=tuple(current))
         if len(steps) > 1 and steps[-1].time_s == time_s:
@@ -469,30 +445,15 @@ def peak_memory(timeline: Timeline, rank: int) -> PeakMemory:
     """The rank's peaks. Changes at one moment count one after the other (see `changes_of`)."""
     current, changes = changes_of(timeline, rank)
     total = highest_total = sum(current)
-    highest = list(current)
-    last: list[tuple[float, int] | None] = [None] * len(current)
-    last_total: tuple[float, int] | None = None
-    at_peak = list(current)
-    for time_s, category, num_bytes, position in changes:
+    highest, at_peak = list(current), list(current)
+    for _, category, num_bytes in changes:
         current[category] += num_bytes
         total += num_bytes
-        if num_bytes < 0:
-            continue
-        if current[category] > highest[category]:
-            highest[category] = current[category]
-            last[category] = time_s, position
+        highest[category] = max(highest[category], current[category])
         if total > highest_total:
-            highest_total = total
-            last_total = time_s, position
-            at_peak = list(current)
-    actions = timeline.program.tracks[rank].actions
-
-    def moment(num_bytes: int, found: tuple[float, int] | None) -> Moment:
-        time_s, action = (0.0, None) if found is None else (found[0], str(actions[found[1]]))
-        return Moment(num_bytes=num_bytes, time_s=time_s, action=action)
-
+            highest_total, at_peak = total, list(current)
     return PeakMemory(
-        total=moment(highest_total, last_total),
+        total_bytes=highest_total,
         at_peak_bytes=dict(zip(Category, at_peak, strict=True)),
-        by_category={category: moment(highest[category], last[category]) for category in Category},
+        by_category_bytes=dict(zip(Category, highest, strict=True)),
     )

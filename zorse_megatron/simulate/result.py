@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from zorse_megatron.costs.process_memory import pinned_bytes, pinned_state_bytes
-from zorse_megatron.schedule.actions import COMPUTE, SENDS, TRANSFERS, Kind
+from zorse_megatron.schedule.actions import COMPUTE, TRANSFERS, Kind
 from zorse_megatron.simulate.memory_ledger import (
     MemoryStep,
     PeakMemory,
@@ -40,11 +40,14 @@ class RankUsage:
 def usage_of(timeline: Timeline, rank: int) -> RankUsage:
     """Split the rank's iteration up."""
     track, times = timeline.program.tracks[rank], timeline.times
+    computing = list(_computing(timeline, rank))
+    communicating = [(times.start_s[task], times.end_s[task]) for task in track.communication]
+    # All that must be done before the rank is through; sends leave before they arrive.
+    own = (*track.main, *track.copies.values(), *(track.tasks[position] for position in track.own))
+    ends_s = [times.end_s[task] for task in own]
+    end_s = max([*ends_s, *(stop_s for _, stop_s in communicating)], default=0.0)
     computing_s = busy_s(timeline, rank)
-    end_s = max((times.end_s[task] for task in _tasks(track)), default=0.0)
-    stopped = list(_between(_computing(timeline, rank), end_s))
-    communicating = sorted((times.start_s[t], times.end_s[t]) for t in track.communication)
-    communication_s = _overlap_s(stopped, _merged(communicating))
+    communication_s = max(0.0, _covered_s([*computing, *communicating]) - computing_s)
     return RankUsage(
         busy_s=computing_s,
         communication_s=communication_s,
@@ -58,15 +61,6 @@ def busy_s(timeline: Timeline, rank: int) -> float:
     return sum(stop_s - start_s for start_s, stop_s in _computing(timeline, rank))
 
 
-def _tasks(track: Track) -> Iterator[int]:
-    """All that must be done before the rank is through; sends leave before they arrive."""
-    yield from track.main
-    yield from track.communication
-    yield from track.copies.values()
-    for position in track.own:
-        yield track.tasks[position]
-
-
 def _computing(timeline: Timeline, rank: int) -> Iterator[Interval]:
     roles, times = timeline.program.graph.roles, timeline.times
     for task in timeline.program.tracks[rank].main:
@@ -74,39 +68,12 @@ def _computing(timeline: Timeline, rank: int) -> Iterator[Interval]:
             yield times.start_s[task], times.end_s[task]
 
 
-def _between(intervals: Iterable[Interval], end_s: float) -> Iterator[Interval]:
-    """The gaps from 0 to `end_s` that the sorted, disjoint intervals leave."""
-    last_s = 0.0
-    for start_s, stop_s in intervals:
-        if start_s > last_s:
-            yield last_s, start_s
+def _covered_s(intervals: Iterable[Interval]) -> float:
+    """Length of what lies in any of the intervals."""
+    total_s = last_s = 0.0
+    for start_s, stop_s in sorted(intervals):
+        total_s += max(0.0, stop_s - max(start_s, last_s))
         last_s = max(last_s, stop_s)
-    if end_s > last_s:
-        yield last_s, end_s
-
-
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Sorted intervals, with those that overlap joined."""
-    merged: list[Interval] = []
-    for start_s, stop_s in intervals:
-        if merged and start_s <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], stop_s)
-        else:
-            merged.append((start_s, stop_s))
-    return merged
-
-
-def _overlap_s(first: list[Interval], second: list[Interval]) -> float:
-    """Length of what is in both of two sorted lists of disjoint intervals."""
-    total_s, i, j = 0.0, 0, 0
-    while i < len(first) and j < len(second):
-        start_s = max(first[i][0], second[j][0])
-        stop_s = min(first[i][1], second[j][1])
-        total_s += max(0.0, stop_s - start_s)
-        if first[i][1] <= second[j][1]:
-            i += 1
-        else:
-            j += 1
     return total_s
 
 
@@ -205,19 +172,6 @@ def _reason(program: Program, task: int, cause: int) -> Reason:
 # Simulated actions in the shape in which the runtime records them.
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferSpan:
-    """One transfer, from when both ends had started it until it arrived."""
-
-    source: int
-    target: int
-    action: str
-    """The sender's word for it."""
-    num_bytes: int
-    start_s: float
-    end_s: float
-
-
 def spans_of(timeline: Timeline, rank: int, *, step: int = 0) -> tuple[Span, ...]:
     """One span per action, in the order of the rank's list.
 
@@ -244,29 +198,6 @@ def _span(timeline: Timeline, track: Track, position: int, *, step: int) -> Span
         gate = max(gates, key=times.end_of) if gates else track.first_task(position)
         waited_s = max(0.0, times.start_s[gate] - start_s)
     return Span(step=step, action=str(action), start_s=start_s, end_s=end_s, waited_s=waited_s)
-
-
-def transfers_of(timeline: Timeline) -> tuple[TransferSpan, ...]:
-    """All transfers between chunks, by sender and in the order of its list."""
-    times, sizes = timeline.times, timeline.sizes
-    found = []
-    for rank, track in timeline.program.tracks.items():
-        for position, action in enumerate(track.actions):
-            if action.kind not in SENDS:
-                continue
-            assert action.peer is not None
-            task = track.tasks[position]
-            found.append(
-                TransferSpan(
-                    source=rank,
-                    target=action.peer,
-                    action=str(action),
-                    num_bytes=sizes.crossing_bytes(action),
-                    start_s=times.start_s[task],
-                    end_s=times.end_s[task],
-                )
-            )
-    return tuple(found)
 
 
 Found = TypeVar("Found")
@@ -334,10 +265,6 @@ class SimulationResult:
     def traces(self) -> Mapping[int, tuple[Span, ...]]:
         """Spans of every simulated rank."""
         return {rank: self.spans(rank) for rank in self.simulated_ranks}
-
-    def transfers(self) -> tuple[TransferSpan, ...]:
-        """All point-to-point transfers between simulated ranks."""
-        return transfers_of(self.timeline)
 
     def memory_over_time(self, rank: int) -> tuple[MemoryStep, ...]:
         """Bytes on the rank's GPU after each change, by category."""

@@ -168,7 +168,8 @@ class RankTranslator:
             waited_at=self._waited_at(actions),
         )
         self.blocks, self.pairs = framework.blocking_transfers, framework.paired_transfers
-        self.pace = perturbation.pace_of(rank, self.costs.kinds[rank])
+        factor = perturbation.rank_factor(rank, self.costs.kinds[rank])
+        self.pace = perturbation.jitter_of(rank, factor)
         self.streams = Streams(rank=rank, graph=self.graph, track=self.track)
         self.stages = StageTasks(collectives, self.streams)
         self.passes = PassTasks(self.streams, self.costs, tp_tasks, self.pace)

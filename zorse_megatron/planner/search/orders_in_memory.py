@@ -146,7 +146,7 @@ def _rooms(inputs: Inputs, plan: Plan, result: SimulationResult) -> dict[Ranks, 
         layers = plan.num_layers_of_group(number)
         ranks = plan.groups[number].replicas[index].ranks
         peaks = [result.memory[rank] for rank in ranks]
-        unit_bytes = max(peak.by_category[Category.ACTIVATIONS].num_bytes for peak in peaks) / held
+        unit_bytes = max(peak.by_category_bytes[Category.ACTIVATIONS] for peak in peaks) / held
         others = [peak.total_bytes - peak.at_peak_bytes[Category.ACTIVATIONS] for peak in peaks]
         if unit_bytes:
             found[ranks] = Room(
