@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from zorse_megatron.costs.communication import GraphComm
-from zorse_megatron.costs.topology import MeasuredNode, Topology, full_graph
+from zorse_megatron.costs.topology import MeasuredNode, Topology, node_graph
 from zorse_megatron.gpus.gpu import LinkType
 from zorse_megatron.inputs.cluster import Link, Nics, NodeLink, RegionLink, Switch
 from zorse_megatron.planner.baselines.published_planners import paper_groupings
@@ -88,7 +88,7 @@ def hundred_neighbours(spec: Topology) -> list[Any]:
 
 
 RUNS: dict[str, Run] = {
-    "graph_s": full_graph,
+    "graph_s": node_graph,
     "split_s": lambda spec: list(split_groupings(spec, MAX_GROUPS)),
     "paper_s": lambda spec: list(paper_groupings(spec, MAX_GROUPS)),
     "candidates_200_s": lambda spec: list(

@@ -4,10 +4,19 @@ import dataclasses
 from itertools import pairwise
 from typing import Any
 
+import networkx as nx
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from zorse_megatron.costs.topology import MeasuredNode, Topology
+from zorse_megatron.costs.topology import (
+    CAPACITY,
+    MeasuredNode,
+    Topology,
+    attachment,
+    host,
+    inner_graph,
+    node_graph,
+)
 from zorse_megatron.gpus.gpu import LinkType
 from zorse_megatron.inputs.cluster import Link, Nics, NodeLink, RegionLink, Switch
 
@@ -159,3 +168,19 @@ def _links(draw: DrawFn, regions: list[str]) -> tuple[RegionLink, ...]:
         pairs.append((regions[0], regions[2]))
     latencies = st.sampled_from([0.01, 0.02, 0.05])
     return tuple(region_link(pair, draw(_rates), draw(latencies)) for pair in pairs)
+
+
+def full_graph(spec: Topology) -> nx.Graph:
+    """Everything down to single GPUs and NICs, each of which limits both of its sides."""
+    graph = node_graph(spec)
+    for index, owner in enumerate(spec.nodes):
+        graph.remove_edge(host(index), attachment(owner))
+        graph.update(inner_graph(spec, index))
+        for number in range(owner.num_ports):
+            nic, name = ("nic", (index, number)), f"{owner.name}/nic{number}"
+            sides = ((host(index), 0.0, f"{name}-pcie"),)
+            sides += ((attachment(owner), owner.nic_to_switch_latency_s, name),)
+            for other, latency_s, edge in sides:
+                rate = {CAPACITY: owner.port_bytes_per_s}
+                graph.add_edge(nic, other, **rate, latency_s=latency_s, name=edge)
+    return graph

@@ -3,10 +3,8 @@
 from itertools import combinations, pairwise
 
 import networkx as nx
-import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.topologies import GB_PER_S, node, topologies
@@ -15,7 +13,6 @@ from zorse_megatron.costs.topology import Topology
 from zorse_megatron.planner.baselines.published_planners import (
     pair_bytes_per_s,
     paper_groupings,
-    stoer_wagner_dense,
 )
 
 
@@ -56,22 +53,3 @@ def test_single_gpus_are_peeled_off_slow_nodes() -> None:
 def test_the_default_is_one_group_per_node_at_most() -> None:
     spec = Topology.of(nodes=(node("a", 2), node("b", 4)))
     assert [len(step.grouping) for step in paper_groupings(spec)] == [1, 2]
-
-
-@settings(max_examples=examples(60))
-@given(st.integers(2, 9), st.randoms(use_true_random=False))
-def test_dense_stoer_wagner(size: int, random: object) -> None:
-    weights = np.zeros((size, size))
-    for first, second in combinations(range(size), 2):
-        weight = random.randint(0, 9)  # type: ignore[attr-defined]
-        weights[first, second] = weights[second, first] = weight
-    cut, side = stoer_wagner_dense(weights)
-    assert 0 < len(side) <= size // 2
-    rest = [number for number in range(size) if number not in side]
-    assert weights[np.ix_(side, rest)].sum() == cut
-    expected = min(
-        weights[np.ix_(part, [n for n in range(size) if n not in part])].sum()
-        for length in range(1, size)
-        for part in combinations(range(size), length)
-    )
-    assert cut == expected

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.topologies import (
     GB_PER_S,
+    full_graph,
     many_nodes,
     node,
     region_link,
@@ -31,7 +32,6 @@ from zorse_megatron.costs.topology import (
     CAPACITY,
     Topology,
     Vertex,
-    full_graph,
     gpu,
     inner_graph,
     node_graph,

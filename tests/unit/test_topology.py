@@ -14,7 +14,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.topologies import GB_PER_S, many_nodes, node, switch, topologies, two_regions
+from tests.topologies import (
+    GB_PER_S,
+    full_graph,
+    many_nodes,
+    node,
+    switch,
+    topologies,
+    two_regions,
+)
 from tests.unit.in_process import run_program
 from zorse_megatron.costs import communication
 from zorse_megatron.costs.communication import GraphComm
@@ -23,7 +31,6 @@ from zorse_megatron.costs.routes import Routes
 from zorse_megatron.costs.topology import (
     CAPACITY,
     Topology,
-    full_graph,
     gpu,
     host,
     node_graph,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from statistics import median
 
 import numpy as np
@@ -37,9 +38,6 @@ from zorse_megatron.gpus.gpu import Attention, Dtype, GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.model import USUAL, Computing, ModelShape
 from zorse_megatron.inputs.profile import Part, Profile, Times
-
-# Select the measured times for a model on a kind of GPU: its own, or the closest.
-
 
 # How unlike two series are that differ in one thing, against a factor of e in parameters (1.0).
 # Fitted by leaving out each series of the public times in turn: a model of another family is worse
@@ -79,75 +77,19 @@ class Series:
         return float(np.interp(size, self.times.micro_batch_sizes, shares))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What costs are wanted for."""
-
-    part: Part
-    model: ModelShape
-    gpu_kind: str
-    dtype: Dtype
-    tensor_parallel: int
-
-
-def closest(
-    profile: Profile, wanted: Wanted, kinds: Mapping[str, GpuKind]
-) -> tuple[Series, float] | None:
-    """Return the closest series and how unlike it is (0: the very thing), or None without any.
-
-    Of series that are equally close the first one of the profile is taken.
-    """
-    best: tuple[Series, float] | None = None
-    for series in _candidates(profile, wanted, kinds):
-        distance = _distance(series, wanted)
-        if best is None or distance < best[1]:
-            best = series, distance
-    return best
+def _is_like(series: Series, part: Part, model: ModelShape, tensor_parallel: int) -> bool:
+    """Whether times of a series say anything of a part of this model."""
+    if part == "layer":  # experts are no multiple of a dense layer, nor of other experts
+        return series.model.experts == model.experts
+    # Embedding and head answer only for the same table and the same split.
+    split = series.times.tensor_parallel, tensor_parallel
+    sizes = ((m.hidden_size, m.vocab_size, m.seq_length) for m in (series.model, model))
+    return len({*split}) == 1 == len({*sizes})
 
 
-def _candidates(profile: Profile, wanted: Wanted, kinds: Mapping[str, GpuKind]) -> Iterator[Series]:
-    same_chip = set(equal_kinds(wanted.gpu_kind, kinds))
-    models = {model.name: model.shape() for model in profile.models}
-    for times in profile.times:
-        if times.part == wanted.part and times.gpu_kind in same_chip and _same_rate(times, wanted):
-            model = replace(models[times.model], seq_length=times.seq_length)
-            if times.tensor_parallel not in (1, wanted.tensor_parallel):
-                continue  # it has the collectives of other TP groups in it
-            # Experts are no multiple of a dense layer, nor of other experts.
-            is_like = model.experts == wanted.model.experts
-            if (times.part == "layer" and is_like) or (
-                times.part != "layer" and _same_ends(model, wanted, times)
-            ):
-                yield Series(times, model)
-
-
-def _same_rate(times: Times, wanted: Wanted) -> bool:
+def _is_same_rate(one: Dtype, other: Dtype) -> bool:
     """float16 and bfloat16 answer for each other; both run at one rate where both exist."""
-    both_short = is_sixteen_bit(times.dtype) and is_sixteen_bit(wanted.dtype)
-    return times.dtype == wanted.dtype or both_short
-
-
-def _same_ends(model: ModelShape, wanted: Wanted, times: Times) -> bool:
-    """Embedding and head answer only for the same table and the same split."""
-    own = (model.hidden_size, model.vocab_size, model.seq_length, times.tensor_parallel)
-    other = wanted.model
-    asked = (other.hidden_size, other.vocab_size, other.seq_length, wanted.tensor_parallel)
-    return own == asked
-
-
-def _distance(series: Series, wanted: Wanted) -> float:
-    model, other = series.model, wanted.model
-    factors = {
-        # A rank of a TP group may hold none of the layer.
-        1.0: model.layer_matrix_parameters() / max(1, other.layer_matrix_parameters()),
-        _PER_SEQUENCE_FACTOR: model.seq_length / other.seq_length,
-        _PER_PARALLEL_FACTOR: series.times.tensor_parallel / wanted.tensor_parallel,
-    }
-    distance = sum(weight * abs(math.log(factor)) for weight, factor in factors.items())
-    distance += _OTHER_FAMILY * (model.is_gated != other.is_gated)
-    distance += _OTHER_SHAPE * (_layer_shape(model) != _layer_shape(other))
-    distance += _OTHER_DTYPE * (series.times.dtype != wanted.dtype)
-    return distance + _OTHER_KIND * (series.times.gpu_kind != wanted.gpu_kind)
+    return one == other or (is_sixteen_bit(one) and is_sixteen_bit(other))
 
 
 def _layer_shape(model: ModelShape) -> tuple[object, ...]:
@@ -301,8 +243,7 @@ class ProfiledCompute:
     def includes_collectives(self, kind: str, section: Part) -> bool:
         """Whether the times were measured in a TP group, so that its collectives are in them.
 
-        In one of as many ranks: times of TP groups of other degrees are not used
-        (`costs.profiled_compute.closest`).
+        In one of as many ranks: times of TP groups of other degrees are not used.
         """
         found = self._closest(section, kind)
         return found is not None and found[0].times.tensor_parallel > 1
@@ -468,20 +409,48 @@ class ProfiledCompute:
         return median(rates) if rates else None
 
     def _closest(self, part: Part, kind: str) -> tuple[Series, float] | None:
+        """The closest series and how unlike it is (0: the very thing), or None without any.
+
+        Of series that are equally close the first one of the profile is taken.
+        """
         if (part, kind) not in self._found:
             like = self.whole if part == "layer" else self.model
-            wanted = Wanted(
-                part=part,
-                model=like,
-                gpu_kind=kind,
-                dtype=self.dtype,
-                tensor_parallel=self.tensor_parallel,
+            # Where the whole was measured its parts still were not.
+            more = 1.0 if like != self.model else 0.0
+            candidates = (
+                (series, self._distance(series, like, kind) + more)
+                for series in self._candidates(part, like, kind)
             )
-            found = closest(self.profile, wanted, self.kinds)
-            if found is not None and like != self.model:  # not measured, even where the whole was
-                found = found[0], found[1] + 1.0
-            self._found[part, kind] = found
+            self._found[part, kind] = min(candidates, key=itemgetter(1), default=None)
         return self._found[part, kind]
+
+    def _candidates(self, part: Part, like: ModelShape, kind: str) -> Iterator[Series]:
+        same_chip = set(equal_kinds(kind, self.kinds))
+        models = {model.name: model.shape() for model in self.profile.models}
+        for times in self.profile.times:
+            if times.part != part or times.gpu_kind not in same_chip:
+                continue
+            if times.tensor_parallel not in (1, self.tensor_parallel):
+                continue  # it has the collectives of other TP groups in it
+            model = replace(models[times.model], seq_length=times.seq_length)
+            series = Series(times, model)
+            is_like = _is_like(series, part, like, self.tensor_parallel)
+            if is_like and _is_same_rate(times.dtype, self.dtype):
+                yield series
+
+    def _distance(self, series: Series, like: ModelShape, kind: str) -> float:
+        model, times = series.model, series.times
+        factors = {
+            # A rank of a TP group may hold none of the layer.
+            1.0: model.layer_matrix_parameters() / max(1, like.layer_matrix_parameters()),
+            _PER_SEQUENCE_FACTOR: model.seq_length / like.seq_length,
+            _PER_PARALLEL_FACTOR: times.tensor_parallel / self.tensor_parallel,
+        }
+        distance = sum(weight * abs(math.log(factor)) for weight, factor in factors.items())
+        distance += _OTHER_FAMILY * (model.is_gated != like.is_gated)
+        distance += _OTHER_SHAPE * (_layer_shape(model) != _layer_shape(like))
+        distance += _OTHER_DTYPE * (times.dtype != self.dtype)
+        return distance + _OTHER_KIND * (times.gpu_kind != kind)
 
     def _relative(self, series: Series) -> AnalyticCompute:
         """Return the analytic times of what a series measured."""

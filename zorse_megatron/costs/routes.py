@@ -100,7 +100,8 @@ class Routes:
         )
 
     def _plug(self, node: MeasuredNode, local: int, direction: str) -> DirectedLink:
-        name = host_link_name(node, local, direction)
+        """A GPU's PCIe link; direction "in" is towards the GPU."""
+        name = f"{node.name}/gpu{local}-pcie:{direction}"
         return DirectedLink(name=name, bytes_per_s=node.host_link_bytes_per_s, latency_s=0.0)
 
     def _way_out(
@@ -148,8 +149,3 @@ class Routes:
                 )
             )
         return links
-
-
-def host_link_name(node: MeasuredNode, local_rank: int, direction: str) -> str:
-    """Name of a GPU's PCIe link; direction "in" is towards the GPU. Offloading uses it too."""
-    return f"{node.name}/gpu{local_rank}-pcie:{direction}"

@@ -185,8 +185,7 @@ class Topology:
 #     ("gpu", rank)            a GPU
 #     ("fabric", node)         the switch between the GPUs of a node (NVSwitch), if it has one
 #     ("node", node)           the host side of a node: what its GPUs and its NICs are plugged into
-#     ("nic", (node, number))  a NIC, or the bundle of NICs of one GPU
-#     ("switch", name)         a switch between nodes
+# #     ("switch", name)         a switch between nodes
 #     ("region", name)         the core of a region
 #
 # Edges have `capacity_bytes_per_s` (each way), `latency_s` and `name`. Because all GPUs of a node
@@ -213,22 +212,8 @@ def attachment(node: MeasuredNode) -> Vertex:
     return ("region", node.region) if node.switch is None else ("switch", node.switch)
 
 
-def full_graph(spec: Topology) -> "nx.Graph":
-    """Everything down to single GPUs. O(GPUs + NICs); with meshes, O(pairs in a node)."""
-    graph = _core_graph(spec)
-    for index, node in enumerate(spec.nodes):
-        graph.update(inner_graph(spec, index))
-        for number in range(node.num_ports):
-            nic = ("nic", (index, number))
-            name, rate = f"{node.name}/nic{number}", node.port_bytes_per_s
-            # The NIC is one device: what it can carry limits both sides of it.
-            graph.add_edge(host(index), nic, **_edge(rate, 0.0, f"{name}-pcie"))
-            graph.add_edge(nic, attachment(node), **_edge(rate, node.nic_to_switch_latency_s, name))
-    return graph
-
-
 def node_graph(spec: Topology) -> "nx.Graph":
-    """The same with each node, its GPUs and its NICs as one vertex. O(nodes + switches)."""
+    """Each node, its GPUs and its NICs as one vertex. O(nodes + switches)."""
     graph = _core_graph(spec)
     for index, node in enumerate(spec.nodes):
         # What the GPUs can bring to the NICs together limits a cut as well.

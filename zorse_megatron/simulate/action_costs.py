@@ -116,9 +116,7 @@ class CollectiveCosts:
     def gather_in_parts(
         self, chunk: int, ranks: tuple[int, ...], parts: Sequence[GatherPart]
     ) -> tuple[TaskWork, ...]:
-        """A UNSHARD of the chunk over `ranks`, as `gather_parts` splits it up."""
-        if len(parts) == 1:
-            return (self.collective(Kind.UNSHARD, chunk, ranks),)
+        """A UNSHARD of the chunk over `ranks`, as `gather_parts` splits it up: in several."""
         key = chunk, ranks
         if key not in self._gathers:
             pieces = iter(self.sizes.pieces(chunk, ranks))

@@ -45,7 +45,6 @@ from zorse_megatron.simulate.assumptions import RUNTIME, Framework, SimulationEr
 from zorse_megatron.simulate.rank_parameters import (
     MixedTpChunk,
     MixedTpUnit,
-    owned_intervals,
     padded_shards,
 )
 
@@ -142,13 +141,9 @@ class RankSizes:
     def frozen_bytes(self, rank: int, chunk: int) -> int:
         """What a rank has of the chunk beside that, as it is not trained: it never moves."""
         ends = chunk == 0, self.is_last(chunk)
-        found: int = frozen_bytes(
-            self.memory_at(rank, chunk),
-            self.num_layers(chunk),
-            *ends,
-            tied_on_same_rank=self.tied and all(ends),
-        )
-        return found
+        memory, layers = self.memory_at(rank, chunk), self.num_layers(chunk)
+        tied = self.tied and all(ends)
+        return int(frozen_bytes(memory, layers, *ends, tied_on_same_rank=tied))
 
     def summed_in_tp_groups(self, chunk: int) -> int:
         """Those that every rank of a TP group has, and with sequence parallelism sees a part of.
@@ -245,17 +240,21 @@ class RankSizes:
         first, last = self.plan.chunks[0].group, self.plan.chunks[-1].group
         if first == last:
             return {}  # either there is one copy, or both owners are the same ranks
-        total = self.memory.embedding_parameters()
+        table = MixedTpUnit(cut={"vocabulary_rows": self.memory.embedding_parameters()}, whole=0)
         owners = [
-            owned_intervals(total, self.plan.groups[number].replicas) for number in (first, last)
+            [
+                (each.owner, (each.block.offset[0], each.block.offset[0] + each.block.size[0]))
+                for each in table.blocks(self.plan.groups[number].replicas)
+            ]
+            for number in (first, last)
         ]
         swaps: dict[int, list[tuple[int, int]]] = {}
-        for one, other in product(*owners):
-            both = intersection((one.start, one.stop), (other.start, other.stop))
+        for (one, ours), (other, theirs) in product(*owners):
+            both = intersection(ours, theirs)
             if both is not None:
                 num_bytes = self.memory.gradient_bytes(both[1] - both[0])
-                swaps.setdefault(one.rank, []).append((other.rank, num_bytes))
-                swaps.setdefault(other.rank, []).append((one.rank, num_bytes))
+                swaps.setdefault(one, []).append((other, num_bytes))
+                swaps.setdefault(other, []).append((one, num_bytes))
         return {rank: tuple(found) for rank, found in swaps.items()}
 
     @cached_property
@@ -264,8 +263,7 @@ class RankSizes:
 
     def _parameters(self, chunk: int, part: TpShard) -> int:
         """What a rank with this part has."""
-        found: int = stage_parameters(self.num_layers(chunk), *self.sections(chunk, part))
-        return found
+        return int(stage_parameters(self.num_layers(chunk), *self.sections(chunk, part)))
 
     def sections(self, chunk: int, part: TpShard) -> tuple[int, int, int]:
         """Parameters of the embedding, of one layer, and of the head, as a rank's part has them."""
@@ -371,8 +369,7 @@ class RankSizes:
         key = action.samples[1] - action.samples[0], action.chunk, action.other_chunk
         found = self._crossing.get(key)
         if found is None:
-            ends = key[1:]
-            found = min(self.boundary_bytes(key[0], chunk) for chunk in ends)
+            found = min(self.boundary_bytes(key[0], chunk) for chunk in key[1:])
             self._crossing[key] = found
         if action.positions is not None and self.splits_activations:
             start, stop = action.positions.bounds(found)

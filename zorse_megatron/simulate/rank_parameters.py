@@ -96,24 +96,3 @@ def padded_shards(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     if len(set(weights)) == 1:
         total = len(weights) * -(-total // len(weights))
     return tuple(stop - start for start, stop in shard_bounds(total, weights))
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnedInterval:
-    """Elements of a tensor, as if it were flat, that one rank owns."""
-
-    rank: int
-    start: int
-    stop: int
-
-
-def owned_intervals(total: int, replicas: Sequence[Replica]) -> list[OwnedInterval]:
-    """Of a table that TP groups cut by rows, in order."""
-    return [
-        OwnedInterval(
-            rank=each.owner,
-            start=each.block.offset[0],
-            stop=each.block.offset[0] + each.block.size[0],
-        )
-        for each in MixedTpUnit(cut={"vocabulary_rows": total}, whole=0).blocks(replicas)
-    ]

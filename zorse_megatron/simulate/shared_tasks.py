@@ -35,54 +35,37 @@ class CollectiveTasks:
         self.costs = costs
         self.ranks = lists.keys()
         self.tasks: dict[CollectiveKey, tuple[int, ...]] = {}
-        self.joined: dict[CollectiveKey, int] = {}
+        self.joined: Counter[CollectiveKey] = Counter()
         self.stages: dict[tuple[CollectiveKey, str], int] = {}
         self.stands_in = tuple(stands_in)
         self.loss_message = NOTHING
 
-    def join(self, key: CollectiveKey, owner: tuple[int, int], *after: int) -> int:
-        """Let a rank take part in the collective."""
-        if key not in self.tasks:
-            self._begin(key, owner, [self._work(key)])
-        return self._join(key, *after)[-1]
-
-    def join_gather(
+    def join(
         self, key: CollectiveKey, owner: tuple[int, int], parts: Sequence[GatherPart], *after: int
     ) -> tuple[int, ...]:
-        """The same of a UNSHARD: a task for each part, one after the other."""
+        """Let a rank take part in a collective; returns a task for each part, one after another."""
         if key not in self.tasks:
-            _, chunk, _, first = key
-            assert chunk is not None
-            peers = self.costs.sizes.peers_of(first, chunk)
-            self._begin(key, owner, self.costs.gather_in_parts(chunk, peers, parts))
-        return self._join(key, *after)
-
-    def _begin(self, key: CollectiveKey, owner: tuple[int, int], works: Iterable[TaskWork]) -> None:
-        tasks = [NOTHING]
-        for work in works:
-            tasks.append(self.graph.add_work(owner, Role.COLLECTIVE, work, tasks[-1]))
-        self.tasks[key] = tuple(tasks[1:])
-
-    def _join(self, key: CollectiveKey, *after: int) -> tuple[int, ...]:
-        tasks = self.tasks[key]
+            tasks = [NOTHING]
+            for work in self._works(key, parts):
+                tasks.append(self.graph.add_work(owner, Role.COLLECTIVE, work, tasks[-1]))
+            self.tasks[key] = tuple(tasks[1:])
         for earlier in after:
-            self.graph.order(earlier, tasks[0])
-        self.joined[key] = self.joined.get(key, 0) + 1
-        return tasks
+            self.graph.order(earlier, self.tasks[key][0])
+        self.joined[key] += 1
+        return self.tasks[key]
 
     def join_stage(
         self, key: CollectiveKey, stage: str, owner: tuple[int, int], work: TaskWork, *after: int
     ) -> int:
-        """Let a rank take part in a stage of a collective, which may be one of its region."""
+        """Let a rank take part in a stage of a collective, which may be one of its region.
+
+        Whoever has joined all stages that are its own counts in `joined`.
+        """
         if (key, stage) not in self.stages:
             self.stages[key, stage] = self.graph.add_work(owner, Role.COLLECTIVE, work)
         for earlier in after:
             self.graph.order(earlier, self.stages[key, stage])
         return self.stages[key, stage]
-
-    def note_stages(self, key: CollectiveKey) -> None:
-        """A rank has joined all stages of a collective that are its own."""
-        self.joined[key] = self.joined.get(key, 0) + 1
 
     def tell_loss(self, owner: tuple[int, int], after: int) -> int:
         """Send the loss to the job's last rank, or wait for it; returns what a rank waits for."""
@@ -99,16 +82,17 @@ class CollectiveTasks:
         self.graph.order(after, self.loss_message)
         return self.loss_message if rank == target else after
 
-    def _work(self, key: CollectiveKey) -> TaskWork:
-        kind, chunk, _, first = key
-        if chunk is not None:
-            peers = self.costs.sizes.peers_of(first, chunk)
-            if kind is Kind.STEP:
-                return self.costs.loss(peers)
-            return self.costs.collective(kind, chunk, peers)
-        if kind is Kind.SCALE:
-            return self.costs.at_scale()
-        return self.costs.report() if kind is Kind.STEP else self.costs.statistics()
+    def _works(self, key: CollectiveKey, parts: Sequence[GatherPart]) -> Iterable[TaskWork]:
+        (kind, chunk, _, first), costs = key, self.costs
+        if chunk is None:
+            alone = {Kind.SCALE: costs.at_scale, Kind.STEP: costs.report}
+            return [alone.get(kind, costs.statistics)()]
+        peers = costs.sizes.peers_of(first, chunk)
+        if kind is Kind.STEP:
+            return [costs.loss(peers)]
+        if len(parts) > 1:
+            return costs.gather_in_parts(chunk, peers, parts)
+        return [costs.collective(kind, chunk, peers)]
 
     def check(self) -> None:
         """Raise SimulationError where a rank that others wait for does not take part."""
@@ -196,7 +180,7 @@ class StageTasks:
                 streams.between = stage(*between, streams.between, *ready)
                 streams.inside = stage(*own, streams.inside, *ready)
                 streams.inside = stage(*foreign, streams.inside, streams.between)
-        self.collectives.note_stages(key)
+        self.collectives.joined[key] += 1
         return (*ends, self._end_here(owner))
 
     def _end_here(self, owner: tuple[int, int]) -> int:
@@ -218,7 +202,7 @@ class TpTasks:
     def __init__(self, graph: TaskGraph) -> None:
         self.graph = graph
         self._tasks: dict[tuple[tuple[int, ...], Action, int], int] = {}
-        self._joined: dict[tuple[tuple[int, ...], Action, int], int] = {}
+        self._joined: Counter[tuple[tuple[int, ...], Action, int]] = Counter()
         self._slowest_s: dict[int, list[float]] = {}
         """By task: of each phase."""
 
@@ -245,7 +229,7 @@ class TpTasks:
         slowest_s = self._slowest_s.setdefault(task, [0.0] * len(phases_s))
         slowest_s[:] = map(max, slowest_s, phases_s)
         self.graph.seconds_s[task] = sum(slowest_s) + inside_s
-        self._joined[key] = self._joined.get(key, 0) + 1
+        self._joined[key] += 1
         return task
 
     def check(self) -> None:

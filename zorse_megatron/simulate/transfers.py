@@ -1,8 +1,9 @@
 """Sends and receives, matched as both ends post them; where stock Megatron posts them."""
 
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 from zorse_megatron.schedule.actions import COMPUTE, MATCHING, RECEIVES, SENDS, Action, Kind
@@ -35,12 +36,6 @@ class Post:
     """What else waits for it: the rank, where it stops at each transfer."""
 
 
-@dataclass(kw_only=True)
-class _Endpoints:
-    sends: list[Post] = field(default_factory=list)
-    receives: list[Post] = field(default_factory=list)
-
-
 class MatchedTransfers:
     """Collects both ends of all transfers, and then makes them tasks.
 
@@ -52,7 +47,8 @@ class MatchedTransfers:
         self.graph = graph
         self.sizes = sizes
         self.loads = loads
-        self.edges: dict[tuple[int, int], _Endpoints] = {}
+        self.edges = defaultdict[tuple[int, int], tuple[list[Post], list[Post]]](lambda: ([], []))
+        """(source, target) -> sends and receives, in the order of each one's list."""
         self.consumers: dict[Consumer, tuple[int, int]] = {}
         """Each computation's task, and its position in the rank's list."""
 
@@ -61,28 +57,21 @@ class MatchedTransfers:
     ) -> None:
         """Note a send or a receive of a list."""
         assert action.samples is not None and action.peer is not None
-        kind = action.kind
-        if kind in SENDS:
-            post = Post(
-                rank=rank,
-                position=position,
-                after=after,
-                token=(MATCHING[kind], action.samples, action.positions),
-                num_bytes=self.sizes.crossing_bytes(action),
-                gate=gate,
-            )
-            self._edge(rank, action.peer).sends.append(post)
-            return
-        forward = kind is Kind.RECV_F
+        kind, sends = action.kind, action.kind in SENDS
+        waiter = None if sends else (rank, kind is Kind.RECV_F, action.chunk, action.micro_batch)
         post = Post(
             rank=rank,
             position=position,
             after=after,
-            token=(kind, action.samples, action.positions),
-            waiter=(rank, forward, action.chunk, action.micro_batch),
+            token=(MATCHING[kind] if sends else kind, action.samples, action.positions),
+            num_bytes=self.sizes.crossing_bytes(action) if sends else 0,
+            waiter=waiter,
             gate=gate,
         )
-        self._edge(action.peer, rank).receives.append(post)
+        if sends:
+            self.edges[rank, action.peer][0].append(post)
+        else:
+            self.edges[action.peer, rank][1].append(post)
 
     def swap(
         self, *, rank: int, position: int, peer: int, num_bytes: int, after: int, waiter: int
@@ -96,20 +85,20 @@ class MatchedTransfers:
             num_bytes=num_bytes,
             waiter=waiter,
         )
-        self._edge(rank, peer).sends.append(post)
-        self._edge(peer, rank).receives.append(post)
+        self.edges[rank, peer][0].append(post)
+        self.edges[peer, rank][1].append(post)
 
     def match(self, tracks: dict[int, Track]) -> None:
         """Make every transfer a task. Raises SimulationError where two ends do not fit."""
         received: dict[Consumer, Samples] = {}
-        for (source, target), edge in self.edges.items():
-            if len(edge.sends) != len(edge.receives):
+        for (source, target), (sends, receives) in self.edges.items():
+            if len(sends) != len(receives):
                 raise SimulationError(
-                    f"from rank {source} to rank {target}: found {len(edge.sends)} sends and "
-                    f"{len(edge.receives)} receives; expected as many of both"
+                    f"from rank {source} to rank {target}: found {len(sends)} sends and "
+                    f"{len(receives)} receives; expected as many of both"
                 )
             previous = NOTHING
-            for send, receive in zip(edge.sends, edge.receives, strict=True):
+            for send, receive in zip(sends, receives, strict=True):
                 if send.token != receive.token:
                     raise SimulationError(
                         f"rank {source} sends {self._word(tracks, send)} where rank {target} has "
@@ -120,12 +109,6 @@ class MatchedTransfers:
                     arrived = _samples_of(tracks[target].actions[receive.position])
                     received[receive.waiter] = received.get(receive.waiter, 0) + arrived
         self._check_inputs(tracks, received)
-
-    def _edge(self, source: int, target: int) -> _Endpoints:
-        edge = self.edges.get((source, target))
-        if edge is None:
-            edge = self.edges[source, target] = _Endpoints()
-        return edge
 
     def _make(self, tracks: dict[int, Track], send: Post, receive: Post, previous: int) -> int:
         work = self.loads.transfer(send.rank, receive.rank, send.num_bytes)

@@ -56,6 +56,7 @@ Computation and communication do not slow each other down here: on a GPU, NCCL's
 of its processors.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from zorse_megatron.schedule.actions import (
@@ -73,7 +74,6 @@ from zorse_megatron.simulate.action_costs import EVERYTHING, ActionCosts, Gather
 from zorse_megatron.simulate.assumptions import Pace, Perturbation
 from zorse_megatron.simulate.residency import Residency
 from zorse_megatron.simulate.shared_tasks import (
-    CollectiveKey,
     CollectiveTasks,
     HostCopyTasks,
     StageTasks,
@@ -179,7 +179,7 @@ class RankTranslator:
         """Chunk -> how long its part of the update stops the main stream."""
         self.late_gathers: dict[int | None, int] = {}
         """Chunk -> position of a gather that its first forward starts."""
-        self.counts: dict[tuple[Kind, int | None], int] = {}
+        self.counts: Counter[tuple[Kind, int | None]] = Counter()
         self.arriving: dict[int | None, Sequence[tuple[GatherPart, int]]] = {}
         """Chunk -> the parts of a UNSHARD that the main stream has not waited for yet."""
         self.pending: dict[int | None, int] = {}
@@ -309,10 +309,9 @@ class RankTranslator:
             parts = gather_parts(self.sizes, self.rank, action.chunk)
         if staged:
             tasks = self.stages.join(position, action, parts, *fetched)
-        elif len(parts) > 1:
-            tasks = self._join_gather(position, action, parts, self.streams.main, *own)
         else:
-            tasks = (self._join(position, action.kind, action.chunk, self.streams.main, *own),)
+            after = self.streams.main, *own
+            tasks = self._join(position, action.kind, action.chunk, *after, parts=parts)
         self.streams.collective = tasks[-1]
         if self.sizes.mixed_tp[action.chunk] is not None:
             self.streams.on_main(tasks[-1])
@@ -343,7 +342,7 @@ class RankTranslator:
             return self._tie(position, own)
         if action.kind is Kind.NORM:
             own = self.copies.read_for_norm(position, own)
-        return streams.on_main(self._join(position, action.kind, None, streams.main, *own))
+        return streams.on_main(*self._join(position, action.kind, None, streams.main, *own))
 
     def _step(self, position: int, action: Action) -> int:
         """The chunk's part of the update; what passes through the GPU is on its way before."""
@@ -360,11 +359,11 @@ class RankTranslator:
         at, plan = len(self.track.actions), self.sizes.plan
         last = plan.chunks[-1].group
         if self.sizes.framework.sums_after_step:
-            self.streams.on_main(self._join(at, Kind.STEP, None, self.streams.main))
+            self.streams.on_main(*self._join(at, Kind.STEP, None, self.streams.main))
         elif self.sizes.group_and_replica[self.rank][0] == last:
             is_hierarchical = self.sizes.is_hierarchical(len(plan.chunks) - 1)
             gathered = () if is_hierarchical else live([self.streams.collective])
-            task = self._join(at, Kind.STEP, len(plan.chunks) - 1, self.streams.main, *gathered)
+            (task,) = self._join(at, Kind.STEP, len(plan.chunks) - 1, self.streams.main, *gathered)
             self.streams.collective = self.streams.on_main(task)
         self.streams.main = self.collectives.tell_loss((self.rank, at), self.streams.main)
 
@@ -382,25 +381,23 @@ class RankTranslator:
             )
         return end
 
-    def _join(self, position: int, kind: Kind, chunk: int | None, *after: int) -> int:
-        task = self.collectives.join(self._key(kind, chunk), (self.rank, position), *after)
-        self.track.communication.append(task)
-        return task
-
-    def _join_gather(
-        self, position: int, action: Action, parts: Sequence[GatherPart], *after: int
+    def _join(
+        self,
+        position: int,
+        kind: Kind,
+        chunk: int | None,
+        *after: int,
+        parts: Sequence[GatherPart] = (EVERYTHING,),
     ) -> tuple[int, ...]:
-        key, owner = self._key(action.kind, action.chunk), (self.rank, position)
-        tasks = self.collectives.join_gather(key, owner, parts, *after)
-        self.track.communication.extend(tasks)
-        self.track.starts[position] = tasks[0]
-        return tasks
-
-    def _key(self, kind: Kind, chunk: int | None) -> CollectiveKey:
-        number = self.counts.get((kind, chunk), 0)
-        self.counts[kind, chunk] = number + 1
+        number = self.counts[kind, chunk]
+        self.counts[kind, chunk] += 1
         first = 0 if chunk is None else self.sizes.peers_of(self.rank, chunk)[0]
-        return kind, chunk, number, first
+        key, owner = (kind, chunk, number, first), (self.rank, position)
+        tasks = self.collectives.join(key, owner, parts, *after)
+        self.track.communication.extend(tasks)
+        if len(tasks) > 1:
+            self.track.starts[position] = tasks[0]
+        return tasks
 
 
 # Forwards, backwards and weight gradients: tasks of the main stream.

@@ -7,16 +7,18 @@ ministages are enumerated. Boundary activations wait in the host where they do n
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from operator import itemgetter
 
+import networkx as nx
 import numpy as np
 
 from zorse_megatron.costs.routes import Routes
 from zorse_megatron.costs.topology import Topology, attachment
-from zorse_megatron.plan.plan import Plan
-from zorse_megatron.planner.baselines.stock_best import even_group, whole_plan
+from zorse_megatron.plan.plan import Group, Plan, Recompute, Replica, Schedule
+from zorse_megatron.planner.build_plan import chunks_of, offload_setting
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
 from zorse_megatron.planner.closed_form.device_groups import (
     DeviceGroup,
@@ -40,23 +42,15 @@ _SIZES = (1, 2, 4, 8)
 _MINISTAGES = (1, 2, 3, 4, 6, 8)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _EstimatedPlan:
-    estimated_s: float
-    plan: Plan
-
-
 def zorse_paper_plans(
     inputs: Inputs, evaluator: Evaluator, device_groups: DeviceGroups
 ) -> list[Evaluation]:
     """Evaluations of the best plans that fit, fastest first."""
-    found = sorted(
-        _estimated_plans(inputs, evaluator.estimator, device_groups),
-        key=lambda each: each.estimated_s,
-    )
+    estimated = _estimated_plans(inputs, evaluator.estimator, device_groups)
+    found = sorted(estimated, key=itemgetter(0))
     evaluations: list[Evaluation] = []
-    for estimated in found[:_TRIED]:
-        evaluation = evaluator.evaluate_plan(estimated.plan)
+    for _, plan in found[:_TRIED]:
+        evaluation = evaluator.evaluate_plan(plan)
         if evaluation is not None and evaluation.fits:
             evaluations.append(evaluation)
             if len(evaluations) == _SIMULATED_OF_ZORSE:
@@ -66,7 +60,8 @@ def zorse_paper_plans(
 
 def _estimated_plans(
     inputs: Inputs, estimator: Estimator, device_groups: DeviceGroups
-) -> Iterator[_EstimatedPlan]:
+) -> Iterator[tuple[float, Plan]]:
+    """Yield plans, each after the seconds that an iteration is estimated to take."""
     most = min(len(inputs.spec.nodes), inputs.num_layers, inputs.space.max_groups or 64)
     for step in paper_groupings(inputs.spec, most):
         members = [device_groups.of(group) for group in step.grouping]
@@ -81,13 +76,8 @@ def _estimated_plans(
             if layers is None:
                 continue
             for ministages in _MINISTAGES:
-                if ministages > max(layers):
-                    continue
-                estimated = _estimated_plan(
-                    estimator, order, layers, size=size, ministages=ministages
-                )
-                if estimated is not None:
-                    yield estimated
+                if ministages <= max(layers):
+                    yield from _estimated_plan(estimator, order, layers, size, ministages)
 
 
 def _bandwidth(inputs: Inputs, device_group: DeviceGroup) -> float:
@@ -121,14 +111,10 @@ def _proportional(num_layers: int, speeds: Sequence[float]) -> list[int] | None:
 
 
 def _estimated_plan(
-    estimator: Estimator,
-    order: Sequence[DeviceGroup],
-    layers: list[int],
-    *,
-    size: int,
-    ministages: int,
-) -> _EstimatedPlan | None:
-    cost_model, inputs, groups = estimator.cost_model, estimator.inputs, []
+    estimator: Estimator, order: Sequence[DeviceGroup], layers: list[int], size: int, chunks: int
+) -> Iterator[tuple[float, Plan]]:
+    """The plan with so many ministages (`chunks`); none where it does not fit."""
+    cost_model, inputs, groups = estimator.cost_model, estimator.inputs, list[Group]()
     busy_s = fill_s = 0.0
     for at, (device_group, count) in enumerate(zip(order, layers, strict=True)):
         position = StagePosition(
@@ -136,30 +122,59 @@ def _estimated_plan(
             is_last=at == len(order) - 1,
             in_flight_limit=0.0,
             schedule="breadth_first",
-            num_chunks=ministages,
+            num_chunks=chunks,
         )
         stage = Stage(device_group, count, (size,) * len(device_group.gpu_classes), position)
-        full = MemorySettings(mode="full", recomputed=count)
-        shares = _shares(inputs, estimator, stage, full)
-        settings = _fitting(estimator, stage, full, shares)
+        shares = _shares(inputs, estimator, stage)
+        settings = None if shares is None else _fitting(estimator, stage, shares)
         if shares is None or settings is None:
-            return None
+            return
         passes = cost_model.passes(stage, stage.alike(settings))
         kinds = zip(device_group.gpu_classes, passes, strict=True)
         busy_s = max(
             busy_s,
             *(shares[rank].num_microbatches * p.both_s for c, p in kinds for rank in c.ranks),
         )
-        fill_s += max(each.both_s for each in passes) / stage.num_chunks
-        group = even_group(device_group, shares, settings, count, stage.num_chunks)
-        groups.append(replace(group, compute_dtype=inputs.dtype_of(device_group.ranks)))
-    plan = whole_plan(inputs, groups, layers, "breadth_first", ministages)
-    return _EstimatedPlan(estimated_s=busy_s + fill_s, plan=plan)
+        fill_s += max(each.both_s for each in passes) / chunks
+        groups.append(_even_group(inputs, device_group.ranks, shares, settings))
+    plan = Plan(
+        schema_version=2,
+        global_batch_size=inputs.global_batch_size,
+        model=inputs.model,
+        groups=tuple(groups),
+        chunks=chunks_of(layers, chunks),
+        schedule=Schedule(name="breadth_first"),
+        cluster=inputs.cluster,
+    )
+    yield busy_s + fill_s, plan
 
 
-def _shares(
-    inputs: Inputs, estimator: Estimator, stage: Stage, settings: MemorySettings
-) -> dict[int, ReplicaShare] | None:
+def _even_group(
+    inputs: Inputs,
+    ranks: Sequence[int],
+    shares: Mapping[int, ReplicaShare],
+    settings: MemorySettings,
+) -> Group:
+    """Equal shards, and all layers recomputed."""
+    return Group(
+        replicas=tuple(
+            Replica(
+                ranks=(rank,),
+                micro_batch_size=shares[rank].micro_batch_size,
+                num_microbatches=shares[rank].num_microbatches,
+                shard_weight=1.0,
+            )
+            for rank in ranks
+        ),
+        recompute=Recompute(mode="full"),
+        offload=offload_setting(settings),
+        compute_dtype=inputs.dtype_of(ranks),
+    )
+
+
+def _shares(inputs: Inputs, estimator: Estimator, stage: Stage) -> dict[int, ReplicaShare] | None:
+    """Rank -> its part of the batch, in proportion to speed; None: it cannot be divided so."""
+    settings = MemorySettings(mode="full", recomputed=stage.num_layers)
     passes = estimator.cost_model.passes(stage, stage.alike(settings))
     classes = [
         ReplicaClass(count=len(gpu_class.ranks), times_s={each.size: each.both_s})
@@ -175,20 +190,18 @@ def _shares(
 
 
 def _fitting(
-    estimator: Estimator, stage: Stage, full: MemorySettings, shares: dict[int, ReplicaShare] | None
+    estimator: Estimator, stage: Stage, shares: Mapping[int, ReplicaShare]
 ) -> MemorySettings | None:
     """Boundary activations in the host only where they must; None where it does not fit at all."""
-    cost_model, inputs = estimator.cost_model, estimator.inputs
-    tried = [full]
-    if inputs.space.offload:
-        tried.append(
-            MemorySettings(mode="full", recomputed=stage.num_layers, offload_activations=True)
+    memory, gpu_classes = estimator.cost_model.memory, stage.device_group.gpu_classes
+    for offloads in (False, True) if estimator.inputs.space.offload else (False,):
+        settings = MemorySettings(
+            mode="full", recomputed=stage.num_layers, offload_activations=offloads
         )
-    for settings in tried:
-        share = cost_model.memory.shared_bytes(stage, settings) / len(stage.device_group.ranks)
-        if shares is not None and all(
+        share = memory.shared_bytes(stage, settings) / len(stage.device_group.ranks)
+        if all(
             share
-            + cost_model.memory.local_bytes(
+            + memory.local_bytes(
                 stage,
                 settings,
                 shares[rank].micro_batch_size,
@@ -196,7 +209,7 @@ def _fitting(
                 gpu_class.kind,
             )
             <= gpu_class.capacity_bytes
-            for gpu_class in stage.device_group.gpu_classes
+            for gpu_class in gpu_classes
             for rank in gpu_class.ranks
         ):
             return settings
@@ -320,8 +333,10 @@ def _class_cut(
     piece: _Piece, members: list[list[int]], between: np.ndarray, num_gpus: np.ndarray
 ) -> Iterator[_Peel]:
     if len(members) > 1:
-        weight, side = stoer_wagner_dense(between * np.outer(num_gpus, num_gpus))
-        nodes = [node for number in side for node in members[number]]
+        weights = between * np.outer(num_gpus, num_gpus)
+        np.fill_diagonal(weights, 0.0)
+        weight, sides = nx.stoer_wagner(nx.from_numpy_array(weights))
+        nodes = [node for number in min(sides, key=len) for node in members[number]]
         yield _Peel(weight=weight, side={node: piece[node] for node in nodes})
 
 
@@ -337,44 +352,6 @@ def _one_gpu(piece: _Piece, members: list[list[int]], weights: np.ndarray) -> It
         best = int(np.argmin(weights))
         node = members[best][0]
         yield _Peel(weight=float(weights[best]), side={node: piece[node][:1]})
-
-
-def stoer_wagner_dense(weights: np.ndarray) -> tuple[float, tuple[int, ...]]:
-    """Cheapest cut of a complete graph: its weight and the smaller side. O(n^3), in numpy.
-
-    Stoer and Wagner, J. ACM 44(4), 1997. `weights` is symmetric, its diagonal is ignored.
-    """
-    weights = weights.astype(float).copy()
-    np.fill_diagonal(weights, 0.0)
-    merged = [[number] for number in range(len(weights))]
-    best, side = float("inf"), tuple[int, ...]()
-    alive = np.ones(len(weights), dtype=bool)
-    for left in range(len(weights), 1, -1):
-        last, before, cut = _phase(weights, alive, left)
-        if cut < best:
-            best, side = cut, tuple(merged[last])
-        merged[before] += merged[last]
-        weights[before] += weights[last]
-        weights[:, before] += weights[:, last]
-        weights[before, before] = 0.0
-        alive[last] = False
-    if 2 * len(side) > len(weights):
-        side = tuple(set(range(len(weights))) - set(side))
-    return best, tuple(sorted(side))
-
-
-def _phase(weights: np.ndarray, alive: np.ndarray, left: int) -> tuple[int, int, float]:
-    """Add the vertex that is tied most tightly until one is left: (last, the one before, cut)."""
-    last = before = int(np.argmax(alive))
-    ties = np.where(alive, weights[last], -1.0)
-    ties[last] = -1.0
-    cut = 0.0
-    for _ in range(left - 1):
-        before, last = last, int(np.argmax(ties))
-        cut = float(ties[last])
-        ties += np.where(ties >= 0, weights[last], 0.0)
-        ties[last] = -1.0
-    return last, before, cut
 
 
 # Baseline `cephalo`: one group of all GPUs, as Cephalo trains (ICS 2025), on our cost models.

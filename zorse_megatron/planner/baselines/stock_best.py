@@ -12,17 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.plan.plan import Group, Plan, Replica, Schedule
+from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.baselines.stock_costs import GridEstimate, grid_estimates
 from zorse_megatron.planner.baselines.stock_layouts import Grid, no_grid, plan_of_grid, subsets
 from zorse_megatron.planner.baselines.stock_search import Simulated, StockSearch, framework_of
-from zorse_megatron.planner.build_plan import chunks_of, offload_setting, recompute_setting
-from zorse_megatron.planner.closed_form.device_groups import (
-    DeviceGroup,
-    MemorySettings,
-    ReplicaShare,
-)
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, computations, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs, on_ranks
 from zorse_megatron.planner.outcome import NoPlanError
@@ -358,41 +352,3 @@ def stock_plans(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Ev
     """
     plans = [layout.plan_on(evaluator.inputs) for layout in layouts]
     return [each for plan in plans if (each := evaluator.evaluate_plan(plan)) is not None]
-
-
-def even_group(
-    device_group: DeviceGroup,
-    shares: dict[int, ReplicaShare],
-    settings: MemorySettings,
-    num_layers: int,
-    num_chunks: int = 1,
-) -> Group:
-    """A group with equal shards."""
-    return Group(
-        replicas=tuple(
-            Replica(
-                ranks=(rank,),
-                micro_batch_size=shares[rank].micro_batch_size,
-                num_microbatches=shares[rank].num_microbatches,
-                shard_weight=1.0,
-            )
-            for rank in device_group.ranks
-        ),
-        recompute=recompute_setting(settings, num_layers, num_chunks),
-        offload=offload_setting(settings),
-    )
-
-
-def whole_plan(
-    inputs: Inputs, groups: list[Group], layers: list[int], schedule: str, num_chunks: int
-) -> Plan:
-    """Groups in model order as a plan."""
-    return Plan(
-        schema_version=2,
-        global_batch_size=inputs.global_batch_size,
-        model=inputs.model,
-        groups=tuple(groups),
-        chunks=chunks_of(layers, num_chunks),
-        schedule=Schedule(name=schedule),  # type: ignore[arg-type]
-        cluster=inputs.cluster,
-    )

@@ -117,8 +117,6 @@ class GridCosts:
         self._exchanges: dict[tuple[int, int], float] = {}
         self._transfers: dict[tuple[int, int, int], float] = {}
         self._stage_keys: dict[tuple[int, int], frozenset[tuple[object, ...]]] = {}
-        self._last: tuple[Grid | None, list[Grid | None]] = None, []
-        """The layout whose layers were shared out last."""
 
     def estimate(self, grid: Grid) -> GridEstimate:
         """Slowest stage, time to fill and to update; memory of the fullest rank."""
@@ -168,37 +166,25 @@ class GridCosts:
         """Forward and backward of a micro-batch through each stage."""
         return [stage.both_s for stage in self._stages(grid)]
 
-    def filled(self, grid: Grid) -> list[Grid]:
+    def filled(self, grid: Grid) -> tuple[list[Grid], bool]:
         """The layout with layers shared out anew: each next one to the stage that is then fastest.
 
         That makes the slowest stage as fast as can be; each stage has one layer at least for each
         of its virtual stages. Where memory stands in the way: within it, and a little beyond, as
-        the simulator counts it more closely. Empty where layers do not fit.
+        the simulator counts it more closely. Empty where layers do not fit. Returns also whether
+        memory does not stand in the way.
         """
-        return list(dict.fromkeys(found for found in self._in_rooms(grid) if found is not None))
-
-    def has_room(self, grid: Grid) -> bool:
-        """Whether memory does not stand in the way of that."""
-        return len(self._in_rooms(grid)) == 1
-
-    def _in_rooms(self, grid: Grid) -> list[Grid | None]:
-        """One layout where there is room, else one for each of the rooms."""
-        if self._last[0] is not grid:
-            self._last = grid, self._find_in_rooms(grid)
-        return self._last[1]
-
-    def _find_in_rooms(self, grid: Grid) -> list[Grid | None]:
         lines = [self._line(grid, at) for at in range(grid.stages)]
         most = [[line.most(room) for line in lines] for room in _ROOMS]
         free = self._shared_out(grid, lines, [self.inputs.num_layers] * grid.stages)
-        if free is None or all(map(operator.le, free, most[0])):
-            found = [free]
-        else:
-            found = [self._shared_out(grid, lines, each) for each in most]
-        return [
-            None if each is None else replace(grid, layers=in_virtual_stages(each, grid.virtual))
+        has_room = free is None or all(map(operator.le, free, most[0]))
+        found = [free] if has_room else [self._shared_out(grid, lines, each) for each in most]
+        layouts = {
+            replace(grid, layers=in_virtual_stages(each, grid.virtual)): None
             for each in found
-        ]
+            if each is not None
+        }
+        return list(layouts), has_room
 
     def _shared_out(
         self, grid: Grid, lines: Sequence[_Line], most: Sequence[int]

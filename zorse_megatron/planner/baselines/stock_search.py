@@ -243,8 +243,9 @@ class StockSearch:
             grid = replace(plain, mode=mode, recomputed=recomputed)
             if hopeful is not None and _settings(grid) not in hopeful:
                 continue
-            yield from costs.filled(grid)
-            if costs.has_room(grid):
+            filled, has_room = costs.filled(grid)
+            yield from filled
+            if has_room:
                 return  # more that is recomputed takes longer
 
     def _virtual(self, stages: int) -> list[int]:
@@ -341,7 +342,7 @@ class StockSearch:
         for other in swapped(placement, self.base):
             costs = self.view(other).costs
             if grid.tensor in tensor_degrees(self.view(other).inputs):
-                found = dict.fromkeys([grid, *costs(grid.tensor).filled(grid)])
+                found = dict.fromkeys([grid, *costs(grid.tensor).filled(grid)[0]])
                 sites += [Site(placement=other, grid=each) for each in found]
         limit_s = _CLOSE * view.costs(grid.tensor).estimate(grid).iteration_s
         rows: list[tuple[float, float, int, Site]] = []
@@ -369,7 +370,7 @@ class StockSearch:
             replace(grid, virtual=virtual, layers=(1,) * (grid.stages * virtual))
             for virtual in self._virtual(grid.stages)
         ]
-        shared = [grid, *(each for one in changed for each in costs.filled(one))]
+        shared = [grid, *(each for one in changed for each in costs.filled(one)[0])]
         near += shared
         near += [each for one in shared if one.virtual > 1 for each in _either_way(one)]
         if grid.width > 1:
