@@ -8,8 +8,7 @@ from hypothesis import given, settings
 
 from tests.examples import examples
 from tests.topologies import GB_PER_S, node, topologies
-from zorse_megatron.costs.routes import Routes
-from zorse_megatron.costs.topology import Topology
+from zorse_megatron.costs.topology import Routes, Topology
 from zorse_megatron.planner.baselines.published_planners import (
     pair_bytes_per_s,
     paper_groupings,

@@ -262,14 +262,6 @@ def test_what_holds_in_every_cluster(spec: Topology, data: st.DataObject) -> Non
     assert comm.all_reduce_s(ranks, 8) > 0
 
 
-def test_arguments_must_match() -> None:
-    comm = GraphComm(two_regions())
-    with pytest.raises(ValueError, match="2 ranks and 1 shards"):
-        comm.all_gather_s((0, 1), (1,))
-    with pytest.raises(ValueError, match="rank 24"):
-        comm.transfer_s(0, 24, 1)
-
-
 def test_an_exchange_over_one_link_each_is_as_a_ring_in_bytes() -> None:
     """One rank on each of three nodes of one switch: (n - 1) / n of the buffer through each NIC."""
     spec = Topology.of(nodes=tuple(node(name, 1) for name in "abc"))

@@ -15,7 +15,6 @@ from tests.unit.profile_samples import good, spoil
 from tests.unit.profile_samples import good as good_profile
 from zorse_megatron.costs.analytic_compute import (
     AnalyticCompute,
-    attention_by_kind,
     attention_flops,
     elementwise_bytes,
     layer_flops,
@@ -23,7 +22,12 @@ from zorse_megatron.costs.analytic_compute import (
     shares_of,
 )
 from zorse_megatron.costs.interface import ComputeCost, PassTimes
-from zorse_megatron.costs.model_memory import TransformerMemory, memory_from_profile, precision_of
+from zorse_megatron.costs.model_memory import (
+    TransformerMemory,
+    attention_by_kind,
+    memory_from_profile,
+    precision_of,
+)
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.gpus.known_gpus import GPU_KINDS, canonical_kind
 from zorse_megatron.inputs.cluster_yaml import parse_cluster

@@ -8,8 +8,7 @@ from tests.topologies import GB_PER_S, many_nodes, node, region_link, two_region
 from tests.unit.test_comm_cost import with_curves
 from zorse_megatron.costs import communication
 from zorse_megatron.costs.communication import RankRing, RankRings
-from zorse_megatron.costs.routes import Routes
-from zorse_megatron.costs.topology import MeasuredNode, Topology, topology_of
+from zorse_megatron.costs.topology import MeasuredNode, Routes, Topology, topology_of
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 
 LIKE_BUT_FOR_ONE_THING = """

@@ -115,13 +115,6 @@ def test_backwards_recompute_layer_by_layer(others, groups, at_once, saved, left
         assert max(bytes_of.saved, bytes_of.delayed) + bytes_of.working == expected
 
 
-def test_the_peak_says_when_and_by_what():
-    """Stage 0 of 2 holds two micro-batches from its second forward on."""
-    result = run(even_plan(2, 1, 4), memory=FakeMemory(layer_count=0))
-    assert result.memory[0].total_bytes == 2000
-    assert result.memory[0].at_peak_bytes[Category.ACTIVATIONS] == 2000
-
-
 def test_buffers_of_a_first_stage():
     """Outputs of 10 bytes take 2 s to send at f = 1: four forwards, then backwards.
 

@@ -27,9 +27,9 @@ from tests.unit.in_process import run_program
 from zorse_megatron.costs import communication
 from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.link_bandwidth import BandwidthCurve, LogFit, as_curves, curve_for
-from zorse_megatron.costs.routes import Routes
 from zorse_megatron.costs.topology import (
     CAPACITY,
+    Routes,
     Topology,
     gpu,
     host,

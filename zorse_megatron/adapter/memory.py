@@ -369,7 +369,7 @@ def _experts(config: Any) -> Experts:
 
 
 def _attention(config: Any, element_bytes: int) -> Attention:
-    """As `costs.analytic_compute.attention_on` says it of a kind of GPU."""
+    """As `costs.model_memory.attention_on` says it of a kind of GPU."""
     is_asked = config.attention_backend not in (AttnBackend.unfused, AttnBackend.local)
     has_te = config.transformer_impl == "transformer_engine"
     runs = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FLASH_FROM

@@ -7,10 +7,9 @@ in a layer the two are different kernels that run one after the other.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zorse_megatron.costs import expert_traffic
 from zorse_megatron.costs.interface import PassTimes, Provenance, RecomputeMode, off_by
 from zorse_megatron.costs.own_speeds import kinds_at_any_speed
-from zorse_megatron.gpus.gpu import PRODUCTS_IN_TRITON_FROM, Attention, Dtype, GpuKind
+from zorse_megatron.gpus.gpu import PRODUCTS_IN_TRITON_FROM, Dtype, GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.model import USUAL, Computing, ModelShape
 
@@ -144,6 +143,18 @@ _LEAST_ADAPTER_FORWARD_S, _LEAST_ADAPTER_BACKWARD_S = 15e-6, 25e-6
 # Share of the memory bandwidth that streaming kernels reach; Adam reaches it in Sailor's
 # measurements: 28 bytes per parameter in 22.5 ps on an A100-40, in 37.3 ps on a V100.
 _STREAMING = 0.8
+_FLOAT32_BYTES = 4
+# Of experts: forward, the row of each token and expert is sorted by expert, and sorted back, a read
+# and a write each, and added to its token: a read, and at most a write. Backward the same from the
+# other end.
+_ROW_PASSES = 6
+# Of each expert for each token: its score and whether it is chosen are written, read, scattered and
+# transposed, and its place is sorted with a position of 8 bytes: 2 x (4 x 4 + 2 x 8).
+_SCORE_BYTES = 64
+# Of each expert where they are a loop (`PRODUCTS_IN_TRITON_FROM`), else of all: two products and an
+# activation forward; backward the activation, and of each matrix the gradients of its input and of
+# its weight, and the sum with those of before.
+_LEAST_EXPERT_FORWARD_S, _LEAST_EXPERT_BACKWARD_S = 15e-6, 35e-6
 # Logits: 16-bit out of the product, to float32, through softmax and loss; back again.
 _LOGIT_PASSES_FORWARD, _LOGIT_PASSES_BACKWARD = 14.0, 10.0
 # The table's gradient is made dense, and added to the accumulated one in float32.
@@ -223,13 +234,13 @@ class AnalyticCompute:
             forward_s=max(
                 _LEAST_FORWARD_S
                 + adapters.number * _LEAST_ADAPTER_FORWARD_S
-                + experts.number * expert_traffic.LEAST_FORWARD_S,
+                + experts.number * _LEAST_EXPERT_FORWARD_S,
                 flops / (peak * shares.forward) + forward_bytes / bandwidth,
             ),
             backward_s=max(
                 _LEAST_BACKWARD_S
                 + adapters.number * _LEAST_ADAPTER_BACKWARD_S
-                + experts.number * expert_traffic.LEAST_BACKWARD_S,
+                + experts.number * _LEAST_EXPERT_BACKWARD_S,
                 back_flops / (peak * shares.backward) + backward_bytes / bandwidth,
             ),
         )
@@ -282,15 +293,14 @@ class AnalyticCompute:
         flops = micro_batch_size * matrix_flops(self.model, self.tensor_parallel)
         backward_s = self.layer(kind, micro_batch_size).backward_s
         products_s = min(flops / (self._peak(kind) * shares.backward), backward_s / 2)
-        added_bytes = self._traffic(micro_batch_size).gradient_bytes
-        return products_s + added_bytes / self._gpu(kind).memory_bytes_per_s
+        return products_s + self._expert_gradient_bytes / self._gpu(kind).memory_bytes_per_s
 
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Adam on a shard: gradient, main parameter and moments in float32, read and written."""
         rate = _STREAMING * self._gpu(kind).memory_bytes_per_s
         return num_parameters * step_bytes_per_parameter(self.dtype) / rate
 
-    def _beyond_usual(self, micro_batch_size: float) -> "_Roofline":
+    def _beyond_usual(self, micro_batch_size: float) -> "_Added":
         """What unfused attention and dropout add: all scores, and their traffic."""
         flops = forward = backward = 0.0
         width, computing = element_bytes(self.dtype), self.computing
@@ -306,7 +316,7 @@ class AnalyticCompute:
         if computing.hidden_dropout:
             there, back = mask_bytes(self.model, width)
             forward, backward = forward + there, backward + back
-        return _Roofline(
+        return _Added(
             flops=micro_batch_size * flops,
             forward_bytes=micro_batch_size * forward,
             backward_bytes=micro_batch_size * backward,
@@ -322,7 +332,7 @@ class AnalyticCompute:
         """
         lora, model, ranks = self.computing.lora, self.model, self.tensor_parallel
         if lora is None:
-            return _Added(flops=0.0, forward_bytes=0.0, backward_bytes=0.0)
+            return _Added()
         there, back = (each.bytes_per_parameter for each in traffic_of(self.dtype))
         parameters, weights = lora.layer_parameters(model, ranks), model.layer_parameters(ranks)
         tokens, forward, backward = micro_batch_size * model.seq_length, 0.0, 0.0
@@ -341,27 +351,41 @@ class AnalyticCompute:
             spared_flops=micro_batch_size * matrix_flops(model, ranks),
         )
 
-    def _traffic(self, micro_batch_size: float) -> expert_traffic.ExpertTraffic:
-        return expert_traffic.expert_traffic(
-            self.model,
-            micro_batch_size,
-            element_bytes=element_bytes(self.dtype),
-            narrow_gradients=self.computing.narrow_gradients,
+    def _experts(self, kind: str, micro_batch_size: float) -> "_Added":
+        """What experts add to the operations of those that tokens pass: traffic.
+
+        Each micro-batch passes all experts of a layer: it reads every weight forward and backward,
+        and adds to every gradient, whatever its size. So time over micro-batch size has an
+        intercept. Rows are sorted, and experts computed, as a plan's layers do
+        (`adapter.model.expert_layers`).
+
+        Routing is taken to be even: an expert's products are of tokens x experts per token /
+        experts. With few tokens they are as slow as their traffic, with many as their operations,
+        at the rate of dense layers. The two are added, as everywhere in these costs: a product's
+        tiles cannot hide the weights that they wait for first, and gradients are added up by
+        kernels of their own. At most that is twice the maximum of the two, where both are equal.
+        """
+        model, experts = self.model, self.model.experts
+        if experts is None:
+            return _Added()
+        capability, width = self._gpu(kind).capability, element_bytes(self.dtype)
+        are_together = capability is None or capability >= PRODUCTS_IN_TRITON_FROM
+        row_bytes = experts.per_token * model.hidden_size * width * _ROW_PASSES
+        tokens = micro_batch_size * model.seq_length
+        routed = tokens * (row_bytes + _SCORE_BYTES * experts.num_experts)
+        forward = float(width * model.expert_parameters) + routed
+        return _Added(
+            forward_bytes=forward,
+            backward_bytes=forward + self._expert_gradient_bytes,
+            number=1 if are_together else experts.num_experts,
         )
 
-    def _experts(self, kind: str, micro_batch_size: float) -> "_Added":
-        """What experts add to the operations of those that tokens pass."""
-        capability = self._gpu(kind).capability
-        are_together = capability is None or capability >= PRODUCTS_IN_TRITON_FROM
-        number = self.model.experts.num_experts if self.model.experts else 0
-        traffic = self._traffic(micro_batch_size)
-        forward = traffic.weight_bytes + traffic.row_bytes
-        return _Added(
-            flops=0.0,
-            forward_bytes=forward,
-            backward_bytes=forward + traffic.gradient_bytes,
-            number=min(1, number) if are_together else number,
-        )
+    @property
+    def _expert_gradient_bytes(self) -> float:
+        """Of experts, read and written once where gradients of weights are added up."""
+        is_narrow = self.computing.narrow_gradients
+        accumulated = element_bytes(self.dtype) if is_narrow else _FLOAT32_BYTES
+        return 2.0 * accumulated * self.model.expert_parameters
 
     def _shares(self, kind: str) -> tuple[Shares, bool]:
         if kind not in self._shares_of:
@@ -408,18 +432,13 @@ def selective_share(model: ModelShape, computing: Computing) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Roofline:
-    """Operations of a forward, and traffic of both passes."""
+class _Added:
+    """What adapters, experts, dropout or unfused attention add to a layer."""
 
-    flops: float
-    forward_bytes: float
-    backward_bytes: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Added(_Roofline):
-    """What adapters change, or experts."""
-
+    flops: float = 0.0
+    """Of a forward."""
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
     number: int = 0
     """Of adapters or experts, each with kernels of its own."""
     spared_flops: float = 0.0
@@ -439,9 +458,6 @@ def step_bytes_per_parameter(dtype: Dtype) -> float:
 # A multiply-add counts as two operations; a backward pass has twice the operations of its forward
 # (Kaplan et al. 2020, arXiv 2001.08361; Korthikanti et al. 2022, arXiv 2205.05198). Attention
 # scores are counted for the causal half only: flash kernels skip the other one.
-
-
-_FLOAT32_BYTES = 4
 
 
 def attention_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
@@ -513,44 +529,3 @@ def mask_bytes(shape: ModelShape, element_bytes: int) -> tuple[float, float]:
     """
     elements = 2.0 * shape.seq_length * shape.hidden_size
     return elements, elements * (2 * element_bytes + 1)
-
-
-# What core attention runs on each kind of GPU.
-#
-# Transformer Engine chooses on each rank by itself (`get_attention_backend`): flash attention or
-# cuDNN's fused attention in 16 bits from compute capability 8.0 on, and unfused attention, which
-# keeps all scores, for everything else. Megatron's own layers have unfused attention only.
-
-
-def attention_on(gpu: GpuKind, computing: Computing, dtype: Dtype) -> Attention:
-    """Return what core attention runs on a kind, as far as time and memory depend on it."""
-    if computing.attention == "unfused" or not gpu.runs_flash_attention:
-        return "unfused"
-    if computing.attention is None and not is_sixteen_bit(dtype):
-        return "unfused"
-    return "flash"
-
-
-def attention_by_kind(
-    kinds: Mapping[str, GpuKind], computing: Computing, dtype: Dtype
-) -> dict[str, Attention]:
-    """Kind -> what core attention runs there."""
-    return {name: attention_on(gpu, computing, dtype) for name, gpu in kinds.items()}
-
-
-def attention_phrase(by_kind: Mapping[str, Attention]) -> str:
-    """Say it of all kinds.
-
-    >>> attention_phrase({"A100-40": "flash", "T4": "unfused", "V100-16": "unfused"})
-    'flash attention on A100-40, unfused attention on T4 and V100-16'
-    >>> attention_phrase({"A100-40": "flash"})
-    'flash attention'
-    """
-    kinds_of: dict[Attention, list[str]] = {}
-    for kind, attention in by_kind.items():
-        kinds_of.setdefault(attention, []).append(kind)
-    if len(kinds_of) == 1:
-        return f"{next(iter(kinds_of))} attention"
-    return ", ".join(
-        f"{attention} attention on {' and '.join(names)}" for attention, names in kinds_of.items()
-    )

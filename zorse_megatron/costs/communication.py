@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from zorse_megatron.costs.link_bandwidth import Curves, curve_for
-from zorse_megatron.costs.routes import DirectedLink, Routes
-from zorse_megatron.costs.topology import MeasuredNode, Topology
+from zorse_megatron.costs.topology import DirectedLink, MeasuredNode, Routes, Topology
 from zorse_megatron.inputs.profile import Sharded
 
 # The network view of a collective over a ring of ranks: nodes, not pairs of ranks.
@@ -352,7 +351,6 @@ class GraphComm:
     def _ring_s(
         self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...], operation: Sharded
     ) -> float:
-        _check(ranks, shard_bytes)
         if len(ranks) == 1 or not any(shard_bytes):
             return 0.0
         shards = Shards.of(shard_bytes)
@@ -385,7 +383,6 @@ class GraphComm:
 
     def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         """All messages at once: the busiest GPU, node or region, and the longest way."""
-        _check(ranks, shard_bytes)
         if len(ranks) == 1 or not any(shard_bytes):
             return 0.0
         members, message = self._ring(ranks), Shards.of(shard_bytes).mean_bytes
@@ -421,13 +418,6 @@ def _make_room(remembered: dict[Any, Any]) -> None:
     """Forget everything where it has become much: a search asks for the same again and again."""
     if len(remembered) >= _MOST_REMEMBERED:
         remembered.clear()
-
-
-def _check(ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> None:
-    if len(ranks) != len(shard_bytes) or not ranks:
-        raise ValueError(
-            f"found {len(ranks)} ranks and {len(shard_bytes)} shards; expected as many of both"
-        )
 
 
 def _leave_node_s(node: MeasuredNode, num_bytes: int) -> float:

@@ -62,24 +62,14 @@ Edge = tuple[int, int]
 """(source, target), as global ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CopyClasses:
-    """A partition of the copies."""
-
-    first: tuple[int, ...]
-    """Copy -> the first copy of its class."""
-    links: EqualLinks
-    """For a simulation of the first copy of each class."""
-
-
 def classify_copies(
     comm: CommCost,
     copies: Sequence[Mapping[int, int]],
     edges: Sequence[Edge],
     rings: Sequence[Sequence[int]],
     keys: Sequence[Hashable],
-) -> CopyClasses:
-    """Partition the copies.
+) -> tuple[tuple[int, ...], EqualLinks]:
+    """Partition the copies: each one's first of its class, and links if only those are simulated.
 
     `copies`: for each copy, rank of copy 0 -> the rank in its place; `edges`: pairs of ranks of
     copy 0 that send something; `rings`: the ranks of each collective, which loads the links of its
@@ -101,20 +91,17 @@ def classify_copies(
         if max(finer) == max(classes):
             break
         classes = finer
-    first = [classes.index(number) for number in classes]
+    first = tuple(classes.index(number) for number in classes)
     one_of: dict[int, str] = {}
-    return CopyClasses(
-        first=tuple(first),
-        links=EqualLinks(
-            same_as={name: one_of.setdefault(colour, name) for name, colour in colours.items()},
-            copies={
-                (copies[copy][edge[0]], copies[copy][edge[1]]): {
-                    name: loads[name][number, classes[copy]] for name in path
-                }
-                for copy in sorted(set(first))
-                for number, (edge, path) in enumerate(zip(edges, network.paths[copy], strict=True))
-            },
-        ),
+    return first, EqualLinks(
+        same_as={name: one_of.setdefault(colour, name) for name, colour in colours.items()},
+        copies={
+            (copies[copy][edge[0]], copies[copy][edge[1]]): {
+                name: loads[name][number, classes[copy]] for name in path
+            }
+            for copy in sorted(set(first))
+            for number, (edge, path) in enumerate(zip(edges, network.paths[copy], strict=True))
+        },
     )
 
 
@@ -204,21 +191,21 @@ def find_equal_ranks(sizes: RankSizes, fixed_bytes: Sequence[int]) -> EqualRanks
     if lists is None:
         return None
     messages = _messages(copies.renamed(lists, 0))
-    found = classify_copies(
+    first, links = classify_copies(
         sizes.costs.comm,
         copies.counterparts,
         list(messages),
         [group.ranks for group in plan.groups],
         [_look(sizes, fixed_bytes, messages, names) for names in copies.counterparts],
     )
-    simulated = sorted(set(found.first))
+    simulated = sorted(set(first))
     if len(simulated) == copies.count:
         return None
     renamed = [copies.renamed(lists, copy) for copy in simulated]
     return EqualRanks(
         lists={rank: actions for part in renamed for rank, actions in part.items()},
-        stands_in=copies.stands_in(found.first),
-        links=found.links,
+        stands_in=copies.stands_in(first),
+        links=links,
     )
 
 

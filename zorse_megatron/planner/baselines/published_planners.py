@@ -15,8 +15,7 @@ from operator import itemgetter
 import networkx as nx
 import numpy as np
 
-from zorse_megatron.costs.routes import Routes
-from zorse_megatron.costs.topology import Topology, attachment
+from zorse_megatron.costs.topology import Routes, Topology, attachment
 from zorse_megatron.plan.plan import Group, Plan, Recompute, Replica, Schedule
 from zorse_megatron.planner.build_plan import chunks_of, offload_setting
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate

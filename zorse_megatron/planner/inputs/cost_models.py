@@ -8,14 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zorse_megatron.costs.analytic_compute import (
+from zorse_megatron.costs.analytic_compute import is_sixteen_bit
+from zorse_megatron.costs.interface import ByKind, TpComputeCost, TpRankCosts
+from zorse_megatron.costs.model_memory import (
+    TransformerMemory,
     attention_by_kind,
     attention_on,
     attention_phrase,
-    is_sixteen_bit,
+    memory_from_profile,
+    precision_of,
 )
-from zorse_megatron.costs.interface import ByKind, TpComputeCost, TpRankCosts
-from zorse_megatron.costs.model_memory import TransformerMemory, memory_from_profile, precision_of
 from zorse_megatron.costs.own_speeds import equal_kinds
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.errors import Problem
