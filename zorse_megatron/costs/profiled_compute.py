@@ -17,10 +17,8 @@ import numpy as np
 
 from zorse_megatron.costs.analytic_compute import (
     AnalyticCompute,
-    head_flops,
     is_sixteen_bit,
     layer_flops,
-    matrix_flops,
     selective_share,
     step_bytes_per_parameter,
 )
@@ -158,10 +156,6 @@ class ProfiledCompute:
 
     def _attention_shares(self, kind: str, micro_batch_size: int) -> tuple[float, float]:
         """Of a layer's forward and of its backward."""
-        if not self.analytic.knows(kind):
-            # Of a rank that holds none of the layer both halves take no time.
-            share = layer_flops(self._halves[0].model) / (layer_flops(self.model) or 1.0)
-            return share, share
         whole = self.adapted.layer(kind, micro_batch_size)
         attention, mlp = (each.layer(kind, micro_batch_size) for each in self._halves)
         return (
@@ -210,9 +204,6 @@ class ProfiledCompute:
         found = self._closest("layer", kind)
         if found is not None and found[0].times.weight_gradients_s is not None:
             return backward_s * self._measured_share(*found, kind, micro_batch_size)
-        if not self.analytic.knows(kind):
-            flops = layer_flops(self.model, self.tensor_parallel) or 1.0
-            return backward_s * matrix_flops(self.model, self.tensor_parallel) / (2 * flops)
         analytic_s = self.analytic.layer(kind, micro_batch_size).backward_s
         return backward_s * self.analytic.weight_gradients_s(kind, micro_batch_size) / analytic_s
 
@@ -271,34 +262,19 @@ class ProfiledCompute:
         self, trained: PassTimes, part: Part, kind: str, micro_batch_size: int
     ) -> PassTimes:
         """What takes so long where all weights are trained, if adapters alone are."""
-        if not self.analytic.knows(kind):
-            forward, backward = self._adapter_flops_ratios(part)
-        else:
-            before, after = (
-                getattr(each, part)(kind, micro_batch_size)
-                for each in (self.analytic, self.adapted)
-            )
-            forward = after.forward_s / before.forward_s
-            backward = after.backward_s / before.backward_s
-            found = self._closest(part, kind) if part == "layer" else None
-            if found is not None and found[0].times.weight_gradients_s is not None:
-                adapters_s = (
-                    after.backward_s - self._frozen.layer(kind, micro_batch_size).backward_s
-                )
-                backward = 1 - self._measured_share(*found, kind, micro_batch_size)
-                backward += adapters_s / before.backward_s
+        before, after = (
+            getattr(each, part)(kind, micro_batch_size) for each in (self.analytic, self.adapted)
+        )
+        forward = after.forward_s / before.forward_s
+        backward = after.backward_s / before.backward_s
+        found = self._closest(part, kind) if part == "layer" else None
+        if found is not None and found[0].times.weight_gradients_s is not None:
+            adapters_s = after.backward_s - self._frozen.layer(kind, micro_batch_size).backward_s
+            backward = 1 - self._measured_share(*found, kind, micro_batch_size)
+            backward += adapters_s / before.backward_s
         return PassTimes(
             forward_s=trained.forward_s * forward, backward_s=trained.backward_s * backward
         )
-
-    def _adapter_flops_ratios(self, part: Part) -> tuple[float, float]:
-        """Of forward and backward, of a kind without figures."""
-        lora, ranks = self.computing.lora, self.tensor_parallel
-        if part != "layer" or lora is None:
-            return 1.0, {"embedding": 0.0, "head": 0.5}.get(part, 1.0)
-        flops = layer_flops(self.model, ranks) or 1.0
-        added = 2.0 * self.model.seq_length * lora.layer_parameters(self.model, ranks) / flops
-        return 1 + added, 1 + added - matrix_flops(self.model, ranks) / (2 * flops)
 
     @cached_property
     def _frozen(self) -> AnalyticCompute:
@@ -330,15 +306,11 @@ class ProfiledCompute:
         sizes = series.times.micro_batch_sizes
         size = micro_batch_size * self.model.seq_length / series.model.seq_length
         size = min(max(size, sizes[0]), sizes[-1])
-        forward = backward = self._flops_ratio(series, micro_batch_size, size)
-        if self.analytic.knows(kind):
-            own = self.analytic.layer(kind, micro_batch_size)
-            other = self._relative(series).layer(kind, size)
-            forward = own.forward_s / other.forward_s
-            backward = own.backward_s / other.backward_s
+        own = self.analytic.layer(kind, micro_batch_size)
+        other = self._relative(series).layer(kind, size)
         return PassTimes(
-            forward_s=series.forward.at(size) * forward,
-            backward_s=series.backward.at(size) * backward,
+            forward_s=series.forward.at(size) * (own.forward_s / other.forward_s),
+            backward_s=series.backward.at(size) * (own.backward_s / other.backward_s),
         )
 
     def _measured_share(
@@ -348,7 +320,7 @@ class ProfiledCompute:
         size = micro_batch_size * self.model.seq_length / series.model.seq_length
         share = series.weight_gradients_share(size)
         assert share is not None
-        if not distance or not self.analytic.knows(kind):
+        if not distance:
             return share
         shares = [
             each.weight_gradients_s(kind, at) / each.layer(kind, at).backward_s
@@ -359,18 +331,11 @@ class ProfiledCompute:
         ]
         return min(1.0, share * shares[0] / shares[1])
 
-    def _flops_ratio(self, series: Series, micro_batch_size: int, size: float) -> float:
-        own = micro_batch_size * layer_flops(self.model, self.tensor_parallel)
-        return own / (size * layer_flops(series.model, series.times.tensor_parallel))
-
     def _head_like_layer(self, kind: str, micro_batch_size: int) -> PassTimes:
         """The head does what layers do, so what makes their time differ is applied to it too."""
         if not layer_flops(self.model):
             return self._with_a_column._head_like_layer(kind, micro_batch_size)
         layer = self._times_of("layer", kind, micro_batch_size)
-        if not self.analytic.knows(kind):
-            ratio = head_flops(self.model) / layer_flops(self.model)
-            return PassTimes(forward_s=layer.forward_s * ratio, backward_s=layer.backward_s * ratio)
         expected = self.analytic.layer(kind, micro_batch_size)
         head = self.analytic.head(kind, micro_batch_size)
         return PassTimes(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from zorse_megatron.files.wording import memory, percent
 from zorse_megatron.plan.plan import Plan
-from zorse_megatron.planner.baselines.lower_bounds import plan_bound_s, plan_link_bound
+from zorse_megatron.planner.baselines.lower_bounds import link_bound, lower_bound_s
 from zorse_megatron.planner.baselines.stock_best import StockAtBest
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
@@ -51,14 +51,17 @@ def explain(
     loads = tuple(_loads(inputs, plan, result))
     path = critical_shares(plan, result)
     bottleneck = busiest_group(plan, result)
-    bound_s = plan_bound_s(inputs, plan)
+    # Bounds are of plans whose groups compute and send gradients in this one's types.
+    types = sorted({group.compute_dtype for group in plan.groups if group.compute_dtype})
+    narrow = any(group.grad_reduce_dtype for group in plan.groups)
+    bound_s = lower_bound_s(inputs, dtypes=types)
     nodes = [inputs.spec.ranks_of(node) for node in range(len(inputs.spec.nodes))]
     unworded = Explanation(
         iteration_s=result.iteration_s,
         tokens_per_s=result.tokens_per_s,
         bound_s=bound_s,
-        recomputing_bound_s=plan_bound_s(inputs, plan, recomputing=True),
-        link_bound=plan_link_bound(inputs, plan),
+        recomputing_bound_s=lower_bound_s(inputs, recomputing=True, dtypes=types),
+        link_bound=link_bound(inputs, dtypes=types, narrow_gradients=narrow),
         efficiency=bound_s / result.iteration_s,
         limited_by=_limit(loads, path, result.iteration_s),
         bottleneck_group=bottleneck,

@@ -9,7 +9,7 @@ from itertools import product
 from zorse_megatron.costs.interface import WHOLE, ComputeCost, PassTimes, TpComputeCost, TpShard
 from zorse_megatron.costs.topology import Topology
 from zorse_megatron.gpus.gpu import ComputeDtype
-from zorse_megatron.plan.plan import Plan, TpShards
+from zorse_megatron.plan.plan import TpShards
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import LinkBound
 
@@ -54,25 +54,6 @@ def lower_bound_s(
     return inputs.global_batch_size * max(
         _dual_value(kinds, half, prices) for half in _halves(kinds) for prices in product(*choices)
     )
-
-
-class LayerBounds:
-    """What no plan can beat for the layers alone, on some of the GPUs; as `lower_bound_s`."""
-
-    def __init__(self, inputs: Inputs, *, dtypes: Iterable[ComputeDtype] = ()) -> None:
-        self.batch = inputs.global_batch_size
-        self._rates = {kind.name: kind for kind in _all_rates(inputs, False, tuple(dtypes))}
-
-    def of(self, counts: Mapping[str, int]) -> float:
-        """All layers of all samples, in seconds; `counts`: kind -> how many GPUs of it."""
-        kinds = [replace(self._rates[kind], count=count) for kind, count in counts.items()]
-        return self.batch * max(_dual_value(kinds, half, (0.0, 0.0)) for half in _halves(kinds))
-
-
-def plan_bound_s(inputs: Inputs, plan: Plan, *, recomputing: bool = False) -> float:
-    """Return the bound for plans whose groups compute in the types of this one's."""
-    types = {group.compute_dtype for group in plan.groups if group.compute_dtype}
-    return lower_bound_s(inputs, recomputing=recomputing, dtypes=sorted(types))
 
 
 def best_layers_per_s(inputs: Inputs, kind: str) -> float:
@@ -236,7 +217,14 @@ def link_bound(
     be sent in 16 bits though the search may not choose that. O(links x kinds).
     """
     computing_s = lower_bound_s(inputs, dtypes=dtypes)
-    layers = LayerBounds(inputs, dtypes=dtypes)
+    rates = {kind.name: kind for kind in _all_rates(inputs, False, tuple(dtypes))}
+
+    def layers_s(counts: Mapping[str, int]) -> float:
+        """All layers of all samples, with so many GPUs of each kind; as `lower_bound_s`."""
+        kinds = [replace(rates[kind], count=count) for kind, count in counts.items()]
+        values = (_dual_value(kinds, half, (0.0, 0.0)) for half in _halves(kinds))
+        return inputs.global_batch_size * max(values)
+
     crossing = _crossing(inputs, dtypes, narrow_gradients)
     found = LinkBound(bound_s=computing_s, link=None)
     seen: set[object] = set()
@@ -249,18 +237,11 @@ def link_bound(
         outside = Counter(inputs.kinds) - inside
         bound_s = min(
             crossing.all_layers_bytes() / side.bytes_per_s,
-            *(_mostly_s(layers.of(near), crossing, side.bytes_per_s) for near in (inside, outside)),
+            *(_mostly_s(layers_s(near), crossing, side.bytes_per_s) for near in (inside, outside)),
         )
         if bound_s > found.bound_s:
             found = LinkBound(bound_s=bound_s, link=side.link)
     return found
-
-
-def plan_link_bound(inputs: Inputs, plan: Plan) -> LinkBound:
-    """Return the bound for plans whose groups compute and send gradients in this one's types."""
-    types = {group.compute_dtype for group in plan.groups if group.compute_dtype}
-    wires = any(group.grad_reduce_dtype for group in plan.groups)
-    return link_bound(inputs, dtypes=sorted(types), narrow_gradients=wires)
 
 
 def sides(spec: Topology) -> Iterator[Side]:

@@ -258,7 +258,9 @@ def communication_dtype_problems(
 def kind_problems(computes: Mapping[str, ProfiledCompute]) -> Iterator[Problem]:
     """Yield every kind without units for its type, or without costs. `computes`: by kind."""
     for kind, compute in computes.items():
-        if not compute.analytic.knows(kind) and not _is_measured(kind, compute):
+        gpu = compute.kinds[kind]
+        lacking = {DTYPE_OF[dtype] for dtype in DTYPE_OF if not gpu.computes_in(dtype)}
+        if compute.dtype in lacking and not _is_measured(kind, compute):
             yield _no_units(kind, compute)
             continue
         try:
