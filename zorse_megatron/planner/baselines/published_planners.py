@@ -134,7 +134,7 @@ def _estimated_plan(
             busy_s,
             *(shares[rank].num_microbatches * p.both_s for c, p in kinds for rank in c.ranks),
         )
-        fill_s += max(each.both_s for each in passes) / chunks
+        fill_s += max(each.both_s for each in passes) / stage.num_chunks
         groups.append(_even_group(inputs, device_group.ranks, shares, settings))
     plan = Plan(
         schema_version=2,
