@@ -14,7 +14,7 @@ from tests.megatron.recording_entry import record
 def change() -> None:
     """Let this process ask for what the environment says; by events, as on a GPU, it tells time."""
     from zorse_megatron.adapter import training
-    from zorse_megatron.runtime.device_clock import CudaClock
+    from zorse_megatron.runtime.step_times import CudaClock
 
     training.HostClock = CudaClock  # type: ignore[assignment, misc]
     if "ZORSE_TEST_WISHES" in os.environ:

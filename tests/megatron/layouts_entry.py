@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from zorse_megatron.adapter.stock_parser import stock_parser
+from scripts.write_megatron_flags import stock_parser
 
 
 def verdict(ranks: int, words: list[str]) -> str | None:

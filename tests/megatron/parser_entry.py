@@ -5,12 +5,12 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any, NoReturn
 
+from scripts.write_megatron_flags import flags_of_parser, stock_parser
 from tests.flag_samples import all_words
 from tests.megatron.plans import LAYOUTS
-from zorse_megatron.adapter.stock_parser import as_json, flags_of_parser, stock_parser
 from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.flags.command import Command, read_command
-from zorse_megatron.flags.table import TABLE_FILE
+from zorse_megatron.flags.table import TABLE_FILE, as_json
 
 PLAN = LAYOUTS["2|1"]
 TOGETHER = 32  # samples that one command has at first

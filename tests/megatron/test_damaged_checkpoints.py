@@ -163,7 +163,7 @@ def test_stock_and_ours_read_each_other(saved: Path, tmp_path: Path) -> None:
 
 def test_a_save_into_an_old_folder_is_not_whole_before_its_end(saved: Path) -> None:
     """What it writes over is no checkpoint any more from its first moment on."""
-    from zorse_megatron.adapter.checkpoint.save_manifest import _open_again
+    from zorse_megatron.adapter.checkpoint.saving import _open_again
 
     folder = saved / "iter_0000006"
     json.loads((folder / MANIFEST).read_bytes())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from tests.unit.checkpoint_folders import flip, save
-from zorse_megatron.adapter.checkpoint import before_load, save_manifest
+from zorse_megatron.adapter.checkpoint import before_load, saving
 from zorse_megatron.adapter.checkpoint.before_load import check_before_load, load_of
 from zorse_megatron.errors import CheckpointError, FlagError
 from zorse_megatron.live.checkpoint_check import State, look_at, read_through
@@ -51,7 +51,7 @@ def _stock_save(at_once: bool) -> Callable[..., Any]:
 
 def _save_job(root: str, at_once: bool) -> bool:
     folder = Path(root, "iter_0000003")
-    save_checkpoint = save_manifest._make_save(_stock_save(at_once))
+    save_checkpoint = saving._make_save(_stock_save(at_once))
     request = save_checkpoint({}, str(folder))
     for finalize in request.finalize_fns if request is not None else ():
         assert not (folder / MANIFEST).exists()

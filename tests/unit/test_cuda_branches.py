@@ -46,7 +46,6 @@ BRANCHES = {
     "adapter/start_checks found_software": (1, SOFTWARE),
     "adapter/start_checks _found": (1, "nothing: the name and memory of this rank's GPU"),
     "adapter/start_checks _unusable_gpus": (1, SOFTWARE),
-    "adapter/stock_parser stock_parser": (1, CHOOSES_CPU_MODE),
     "adapter/training _session": (1, f"{REHEARSED}: CudaClock where the plan changes"),
     "adapter/watching _switching": (1, "nothing: which links there are; over gloo all may be"),
     "doctor/on_ranks machine": (1, DOCTOR),

@@ -5,6 +5,8 @@ overruled in silence (`zorse_megatron.flags` says which do); what the plan decid
 per stage, the per-token loss) is set on the parsed arguments. All problems are reported at once.
 """
 
+import logging
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -15,12 +17,12 @@ from zorse_megatron.adapter.checkpoint.before_load import load_of
 from zorse_megatron.adapter.compute_dtype import set_compute_dtype
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.patches.rebind import Replacements
-from zorse_megatron.adapter.stock_parser import without_defaults
 from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.flags.command import unknown_problems
 from zorse_megatron.flags.conditions import layout_of
 from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed, job_dtype
+from zorse_megatron.flags.table import as_json, defaults
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.inputs.lora import Lora
 from zorse_megatron.live.checkpoint_choice import Chooser
@@ -208,6 +210,27 @@ def _set_tp_degree(args: Namespace, plan: Plan) -> list[str]:
         # Their number depends on the degree. Without dropout nothing draws from them.
         args.no_save_rng = args.no_load_rng = True
     return notes
+
+
+# Which arguments a run prints at its start: those that say something about it.
+
+
+def without_defaults(stock: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+    """Wrap stock's `_print_args`, which prints 800 lines, nine in ten of them defaults."""
+
+    def _print_args(title: str, args: Any) -> None:
+        level = args.logging_level or int(os.environ.get("MEGATRON_LOGGING_LEVEL", logging.INFO))
+        usual = defaults() if level >= logging.INFO else {}
+        unusual = {
+            name: value
+            for name, value in vars(args).items()
+            if name not in usual or as_json(value) != usual[name]
+        }
+        stock(title, Namespace(**unusual))
+        if num_left := len(vars(args)) - len(unusual):
+            say(f"{num_left} more arguments have their defaults; --logging-level 10 prints all")
+
+    return _print_args
 
 
 # A group's recompute setting as Megatron's transformer config has it.

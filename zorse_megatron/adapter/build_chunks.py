@@ -110,7 +110,7 @@ class ChunkBuilder:
                 at.plan,
                 at.rank,
                 sequence_length=at.sequence_length,
-                loss_divisor=at.loss_divisor,
+                loss_divisor=at.batch.loss_divisor,
             ),
             is_mixed=at.is_mixed,
             place=at.place,

@@ -252,7 +252,7 @@ def _by_category(
     if offload.optimizer_state:
         need["optimizer state"] = _state_bytes(models, optimizers, pinned=pinned)
     if offload.activations:
-        samples = max((each.size for each in at.micro_batches), default=0)
+        samples = max((each.size for each in at.batch.micro_batches), default=0)
         saved = {
             chunk: sum(
                 host_bytes_of(samples * size, pinned=pinned)

@@ -83,28 +83,14 @@ class RankPlan:
     sequence_length: int
 
     @property
-    def training(self) -> ActionLists:
-        """As the plan's file has it."""
-        return self._own_batch.lists
-
-    @property
-    def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """As the plan's file has them, and as evaluations run them."""
-        return self._own_batch.micro_batches
-
-    @property
-    def loss_divisor(self) -> float:
-        """Of the plan's batch."""
-        return self._own_batch.loss_divisor
-
-    @property
-    def _own_batch(self) -> Batch:
+    def batch(self) -> Batch:
+        """The plan's, as its file has it; evaluations have its micro-batches."""
         return self.batches[self.plan.global_batch_size]
 
     @property
     def actions(self) -> tuple[Action, ...]:
         """This rank's list, as the plan's file has it."""
-        return self.training.ranks[self.rank]
+        return self.batch.lists.ranks[self.rank]
 
     @property
     def num_chunks(self) -> int:

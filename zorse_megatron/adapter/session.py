@@ -11,7 +11,7 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
-from zorse_megatron.adapter.compute_dtype import start_from_main
+from zorse_megatron.adapter.compute_dtype import TORCH_DTYPES, boundary_dtype, start_from_main
 from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
 from zorse_megatron.adapter.loss import IdleReplicaLosses, whole_group_losses
 from zorse_megatron.adapter.memory import (
@@ -32,7 +32,6 @@ from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.rank_plan import Batch, RankPlan
 from zorse_megatron.adapter.rerun_votes import RerunVotes
-from zorse_megatron.adapter.session_executor import make_executor
 from zorse_megatron.adapter.session_optimizer import (
     build_optimizer,
     parameters_norm,
@@ -44,8 +43,10 @@ from zorse_megatron.plan.plan import has_equal_tp_shards
 from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_link import HostLink
+from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
 from zorse_megatron.runtime.offload import ActivationOffload
-from zorse_megatron.schedule.actions import COMPUTE, ActionLists
+from zorse_megatron.runtime.transport import make_transport
+from zorse_megatron.schedule.actions import COMPUTE, ActionLists, edges_of
 from zorse_megatron.trace import Trace
 
 
@@ -71,7 +72,7 @@ class PlanSession:
     idle_losses: IdleReplicaLosses
 
     def __post_init__(self) -> None:
-        self.batch: Batch = self.at.batches[self.at.plan.global_batch_size]
+        self.batch: Batch = self.at.batch
         """Of the step that runs."""
         self.lists: ActionLists = self.batch.lists
         """Of a step, as counts of micro-batches are now."""
@@ -119,7 +120,7 @@ class PlanSession:
         if not forward_only:
             self._choose_lists()
         executor.micro_batches = (
-            at.micro_batches if forward_only else self.assignment.at(self.num_done)
+            at.batch.micro_batches if forward_only else self.assignment.at(self.num_done)
         )
         runner = self._new_runner(inputs, len(executor.micro_batches))
         if not forward_only:
@@ -237,9 +238,11 @@ class PlanSession:
         """Before the first step, when a checkpoint has been loaded if there is one."""
         at, models, options = self.at, list(inputs.models.values()), self.run.options
         watches_memory = (options.memory, options.memory_limit_bytes) != (None, None)
-        self.executor = make_executor(
-            at,
-            inputs.config,
+        self.executor = Executor(
+            micro_batches=at.batch.micro_batches,
+            chunks=at.chunks,
+            last_chunk=at.num_chunks - 1,
+            mailbox=_make_mailbox(at, inputs.config),
             trace=self.trace,
             enter=self.run.enter,
             times=None if self.watch is None else self.watch.times,
@@ -322,6 +325,37 @@ class PlanSession:
     def _sample_memory(self) -> None:
         if self.executor is not None:
             self.executor.sample_memory()
+
+
+def _make_mailbox(at: RankPlan, config: Any) -> Mailbox:
+    """A collective call. `config`: of the model."""
+    channels = {
+        (each.ranks[0], each.ranks[1]): number
+        for each, number in at.channels.items()
+        if each.use == "link"
+    }
+    # In a plan without types of its own, all chunks have this rank's.
+    neighbours = {
+        number: TORCH_DTYPES[at.dtypes[chunk.group]] for number, chunk in enumerate(at.plan.chunks)
+    }
+    return Mailbox(
+        transport=make_transport(
+            rank=at.rank,
+            edges=edges_of((at.evaluation, *(batch.lists for batch in at.batches.values()))),
+            device=at.device,
+            timeout=at.timeout,
+            channels=channels,
+        ),
+        spec=ActivationSpec(
+            sequence_length=at.sequence_length,
+            hidden_size=config.hidden_size,
+            dtype=boundary_dtype(config),
+            device=at.device,
+            neighbours=neighbours if at.is_mixed else {},
+        ),
+        global_batch_size=at.plan.global_batch_size,
+        place=at.place,
+    )
 
 
 def _reads_parameters_next(args: Any) -> bool:

@@ -21,9 +21,8 @@ from zorse_megatron.adapter.checkpoint.before_load import (
     refuse_untied,
     same_on_all,
 )
-from zorse_megatron.adapter.checkpoint.save_folder import written_alone
-from zorse_megatron.adapter.checkpoint.save_manifest import MANIFEST_HOOKS
 from zorse_megatron.adapter.checkpoint.saved_optimizer import PARALLEL_HOOKS
+from zorse_megatron.adapter.checkpoint.saving import MANIFEST_HOOKS, written_alone
 from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
 from zorse_megatron.adapter.groups import global_groups
 from zorse_megatron.adapter.loss import IdleReplicaLosses, tell_last_rank
@@ -59,8 +58,8 @@ from zorse_megatron.plan.plan import Offload
 from zorse_megatron.plan.plan_file import fingerprint
 from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment
 from zorse_megatron.runtime.collectives import gathered, on_rank_0
-from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.host_link import HostLink
+from zorse_megatron.runtime.step_times import CudaClock
 from zorse_megatron.trace import HostClock, Trace
 
 
@@ -163,7 +162,7 @@ def _asking_for_another_start() -> Iterator[None]:
 
 def _session(at: RankPlan, run: PlanRun) -> PlanSession:
     of_device = CudaClock() if at.device.type == "cuda" else HostClock()
-    assignment = MicroBatchAssignment(at.micro_batches, batch_size=at.plan.global_batch_size)
+    assignment = MicroBatchAssignment(at.batch.micro_batches, batch_size=at.plan.global_batch_size)
     make_link = (run.setup and run.setup.make_host_link) or HostLink
     return PlanSession(
         at=at,

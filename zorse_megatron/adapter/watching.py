@@ -29,9 +29,8 @@ from zorse_megatron.log import complain, say
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment, batches_ahead
-from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.host_link import HostWorker
-from zorse_megatron.runtime.step_times import StepTimes
+from zorse_megatron.runtime.step_times import CudaClock, StepTimes
 from zorse_megatron.schedule.actions import edges_of
 from zorse_megatron.schedule.pipeline_schedules import Worker
 from zorse_megatron.schedule.samples import replica_micro_batches
@@ -398,7 +397,7 @@ def make_watch(
     options = run.options
     if not options.rebalances and options.status is None:
         return None
-    links = LinkTimes(edges=edges_of((at.training,)), world_size=at.plan.world_size)
+    links = LinkTimes(edges=edges_of((at.batch.lists,)), world_size=at.plan.world_size)
     status = RunStatus(
         plan=at.plan,
         links=links,
@@ -421,12 +420,12 @@ def make_watch(
 
 
 def _switching(at: RankPlan, assignment: MicroBatchAssignment) -> Switching:
-    links = frozenset(edges_of((at.training, at.evaluation)))
+    links = frozenset(edges_of((at.batch.lists, at.evaluation)))
     if dist.get_backend() != "nccl":  # which has a communicator for each link, made at the start
         links = frozenset(permutations(range(at.plan.world_size), 2))
     return Switching(
         balancer=Balancer(plan=at.plan),
-        preparation=Preparation.of(at.plan, at.training, tied=at.tied_embeddings, links=links),
+        preparation=Preparation.of(at.plan, at.batch.lists, tied=at.tied_embeddings, links=links),
         assignment=assignment,
         rank=at.rank,
         num_prefetched=_PREFETCH_FACTOR * get_args().num_workers,

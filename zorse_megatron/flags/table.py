@@ -4,6 +4,7 @@ scripts/write_megatron_flags.py generates megatron_flags.json from the parser, s
 commands which plan can read a training command without torch and Megatron.
 """
 
+import enum
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -173,6 +174,13 @@ def defaults() -> Mapping[str, Any]:
     for flag in flags():
         found.setdefault(flag.name, flag.default)
     return found
+
+
+def as_json(value: Any) -> Any:
+    """A default or a parsed value; of an enumeration its name."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    return [as_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _flag(row: dict[str, Any]) -> Flag:

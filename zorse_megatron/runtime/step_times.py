@@ -5,11 +5,14 @@ so that the GPU has come to them and nobody waits.
 """
 
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from zorse_megatron.live.run_status import IterationTimes, Messages
 from zorse_megatron.schedule.actions import ON_LAYERS, TRANSFERS, Action
@@ -127,3 +130,41 @@ class StepTimes:
 
     def _between(self, start: Any, end: Any) -> float:
         return self.clock.seconds(end) - self.clock.seconds(start)
+
+
+class CudaClock:
+    """Marks are events of the current stream; read in the host's wall-clock time, all at the end.
+
+    A counterpart of `trace.HostClock` for devices that the host runs ahead of; not run on one yet
+    (see docs/limits.md).
+    """
+
+    def __init__(self) -> None:
+        self._first: Any = None
+        self._first_s = 0.0
+
+    def mark(self) -> Any:
+        """Note this point of the current stream."""
+        if self._first is None:
+            self._first = self._recorded()
+            self._first.synchronize()
+            self._first_s = time.time()
+        return self._recorded()
+
+    def has_come(self, mark: Any) -> bool:
+        """Whether the device has come to a mark; it never will after an error of CUDA's."""
+        try:
+            return bool(mark.query())
+        except RuntimeError:
+            return False
+
+    def seconds(self, mark: Any) -> float:
+        """When the device came to a mark; waits until it has, and for nothing else."""
+        mark.synchronize()
+        return float(self._first_s + self._first.elapsed_time(mark) * 1e-3)
+
+    @staticmethod
+    def _recorded() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

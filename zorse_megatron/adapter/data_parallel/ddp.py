@@ -240,13 +240,16 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         """
         if parameter in self.mixed_tp:
             return 0, self.shards.num_owned(parameter)
+        return self.owned_parts(parameter)[self.intra_dp_cp_group.rank()]
+
+    def owned_parts(self, parameter: torch.nn.Parameter) -> list[Interval]:
+        """The same of each rank of the data-parallel group; of a parameter that is not packed."""
         for buffer in self.buffers:
             bucket = buffer.param_to_bucket.get(parameter)
             if bucket is not None:
                 start, stop = bucket.param_to_index[parameter]
-                shard = bucket.shard_bounds[self.intra_dp_cp_group.rank()]
-                both = intersection(shard, (start, stop))
-                return (both[0] - start, both[1] - start) if both else (0, 0)
+                owned = (intersection(each, (start, stop)) for each in bucket.shard_bounds)
+                return [(part[0] - start, part[1] - start) if part else (0, 0) for part in owned]
         raise KeyError("the parameter is not a trainable one of this chunk")
 
     def owned_runs(self, parameter: torch.nn.Parameter) -> tuple[Run, ...]:

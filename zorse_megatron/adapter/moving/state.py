@@ -2,7 +2,7 @@
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -192,7 +192,7 @@ def take_over(
         if model.shards is not None:
             model.shards.mark_changed()
     start_from_main(models, optimizers)
-    set_expert_biases(models, dict(ChainMap(*(dict(each.biases) for each in told))))
+    set_expert_biases(models, dict(ChainMap(*(dict(each.aside.biases) for each in told))))
     for optimizer in optimizers:
         if not optimizer.is_stub_optimizer:
             restore_common_state(optimizer, _joined_common(told))
@@ -214,10 +214,8 @@ class _Told:
 
     before: Owned
     after: Owned
-    states: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    common: dict[str, Any] | None
-    biases: Mapping[int, torch.Tensor]
+    aside: SetAside
+    """Without what is held."""
 
 
 def _tell(group: Any, aside: SetAside, parts: Sequence[OwnedPart]) -> list[_Told]:
@@ -229,10 +227,7 @@ def _tell(group: Any, aside: SetAside, parts: Sequence[OwnedPart]) -> list[_Told
     mine = _Told(
         before={name: [each.block for each in held] for name, held in aside.held.items()},
         after=after,
-        states=aside.states,
-        dtypes=aside.dtypes,
-        common=aside.common,
-        biases=aside.biases,
+        aside=replace(aside, held={}),
     )
     return gathered(mine, group)
 
@@ -247,14 +242,15 @@ def _move(
     before = {rank: each.before for rank, each in enumerate(told)}
     after = {rank: each.after for rank, each in enumerate(told)}
     transfers = plan_transfers(before, after)
-    states, dtypes = next((each.states, each.dtypes) for each in told if each.states)
-    moving = StateTransfer(transfers, aside.held, rank=rank, dtypes=dtypes, group=group)
+    named = next(each.aside for each in told if each.aside.states)
+    moving = StateTransfer(transfers, aside.held, rank=rank, dtypes=named.dtypes, group=group)
     targets: dict[str, list[OwnedPart]] = {}
     for part in parts:
-        assert tuple(part.states) == states, f"{part.name} has {tuple(part.states)}, not {states}"
+        states = tuple(part.states)
+        assert states == named.states, f"{part.name} has {states}, not {named.states}"
         targets.setdefault(part.name, []).append(part)
     for name in moving.parameters():
-        for state in range(len(states)):
+        for state in range(len(named.states)):
             for block, values in moving.run(name, state):
                 for part in targets.get(name, ()):
                     both = common_block(part.block, block)
@@ -289,7 +285,7 @@ def _inside(block: TensorBlock, values: torch.Tensor, part: TensorBlock) -> torc
 
 def _joined_common(told: Sequence[_Told]) -> dict[str, Any]:
     """The lowest rank's, with the parameter groups of all: a rank may have had none of a kind."""
-    commons = [each.common for each in told if each.common is not None]
+    commons = [each.aside.common for each in told if each.aside.common is not None]
     first = commons[0]
     groups = [group for each in commons for group in each["optimizer"]["param_groups"]]
     return {**first, "optimizer": {**first["optimizer"], "param_groups": groups}}

@@ -23,7 +23,6 @@ from zorse_megatron.adapter.optimizer.host_state import HostState
 from zorse_megatron.adapter.optimizer.muon import (
     MUON,
     MuonSteps,
-    adam_config,
     mark_qkv,
     refuse_without_package,
     with_adams,
@@ -330,7 +329,7 @@ def build_uneven_optimizer(
         refuse_without_package()
         if config_overrides is None:
             config_overrides = stock.get_standard_config_overrides(config)
-        config, config_overrides = adam_config(config), with_adams(config_overrides)
+        config, config_overrides = replace(config, optimizer="adam"), with_adams(config_overrides)
         mark_qkv(model_chunks)
     with REGISTRY.applied({"optimizer_class": lambda _stock: uneven_class}):
         optimizer = stock.get_megatron_optimizer(

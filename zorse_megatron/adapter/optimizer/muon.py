@@ -11,7 +11,7 @@ Source: `OrthogonalizedOptimizer.step` of emerging_optimizers, and `TensorParall
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from megatron.core.optimizer import emerging_optimizers as stock
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.schedule.shards import Interval, intersection
+from zorse_megatron.schedule.shards import Interval
 
 MUON = "muon"
 ADAM = {"optimizer": "adam"}
@@ -41,11 +41,6 @@ def refuse_without_package() -> None:
                 )
             ],
         )
-
-
-def adam_config(config: Any) -> Any:
-    """The config with which stock builds the optimizer of all that is Adam's."""
-    return replace(config, optimizer="adam")
 
 
 def with_adams(overrides: Mapping[ParamKey, Any]) -> dict[ParamKey, Any]:
@@ -134,7 +129,15 @@ class MuonSteps:
         self._shared[id(chunk)].append(
             SharedMatrix(
                 part=part,
-                holders=holders_of(chunk, part.parameter),
+                holders={
+                    rank: owned
+                    for rank, owned in zip(
+                        dist.get_process_group_ranks(chunk.intra_dp_cp_group),
+                        chunk.owned_parts(part.parameter),
+                        strict=True,
+                    )
+                    if _length(owned)
+                },
                 process_group=chunk.intra_dp_cp_group,
             )
         )
@@ -225,36 +228,17 @@ class MuonSteps:
 
     def _orthogonalized(self, part: OwnedPart, direction: torch.Tensor) -> torch.Tensor:
         """Of a whole matrix, flat."""
+        from emerging_optimizers.utils import (
+            fp32_matmul_precision,  # installed where Muon is asked for
+        )
+
         matrix = direction.view(part.parameter.shape)
-        with stock_precision(self._rule.fp32_matmul_prec):
+        with fp32_matmul_precision(self._rule.fp32_matmul_prec):
             found: torch.Tensor = self._rule.orthogonalize(part.parameter, matrix)
         return found.reshape(-1)
 
     def _apply(self, part: OwnedPart, update: torch.Tensor) -> None:
         part.shard.add_(update, alpha=-part.group["lr"])
-
-
-def stock_precision(name: str) -> Any:
-    """In which precision matrices in fp32 are multiplied within."""
-    from emerging_optimizers.utils import fp32_matmul_precision
-
-    return fp32_matmul_precision(name)
-
-
-def holders_of(chunk: Any, parameter: torch.nn.Parameter) -> dict[int, Interval]:
-    """Global rank -> the elements of a flattened parameter that it owns, where it owns any."""
-    group = chunk.intra_dp_cp_group
-    for buffer in chunk.buffers:
-        bucket = buffer.param_to_bucket.get(parameter)
-        if bucket is not None:
-            start, stop = bucket.param_to_index[parameter]
-            owned = (intersection(each, (start, stop)) for each in bucket.shard_bounds)
-            return {
-                dist.get_global_rank(group, number): (part[0] - start, part[1] - start)
-                for number, part in enumerate(owned)
-                if part
-            }
-    raise KeyError("the parameter is not a trainable one of this chunk")
 
 
 def _length(interval: Interval) -> int:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pydantic import TypeAdapter
 
 from zorse_megatron.errors import Problem, SeamError
+from zorse_megatron.files.yaml_text import read_table
 
 # The versions that we know, checked before Megatron is imported.
 
@@ -225,7 +225,6 @@ def _problem(record: Rebinding, found: str, expected: str) -> Problem:
     )
 
 
-_TEXT = Path(__file__).with_name("records.yaml").read_text(encoding="utf-8")
-_ENTRIES = yaml.load(_TEXT, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+_RECORDS = TypeAdapter(dict[str, Rebinding])
 
-REGISTRY = Registry(TypeAdapter(dict[str, Rebinding]).validate_python(_ENTRIES))
+REGISTRY = Registry(_RECORDS.validate_python(read_table(__package__, "records.yaml")))
