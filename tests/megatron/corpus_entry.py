@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def main() -> None:
-    from zorse_megatron.adapter.corpus import write_corpus
+    from zorse_megatron.adapter.corpus import standard_library_documents, write_corpus
 
-    info = write_corpus(Path(sys.argv[1]), max_bytes=int(sys.argv[2]))
+    info = write_corpus(Path(sys.argv[1]), standard_library_documents(), max_bytes=int(sys.argv[2]))
     print(json.dumps({"documents": info.num_documents, "tokens": info.num_tokens}))
 
 

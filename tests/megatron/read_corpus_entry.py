@@ -8,11 +8,11 @@ from pathlib import Path
 def main() -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    from zorse_megatron.adapter.corpus import tokenizer_flags, write_byte_corpus
+    from zorse_megatron.adapter.corpus import tokenizer_flags, write_corpus
 
     prefix = Path(sys.argv[1])
     if sys.argv[2:] == ["null"]:
-        write_byte_corpus(prefix, documents=[("image.py", b"abc\0")], max_bytes=10)
+        write_corpus(prefix, [("image.py", b"abc\0")], max_bytes=10)
     dataset = IndexedDataset(str(prefix))
     found = {
         "documents": len(dataset.document_indices) - 1,

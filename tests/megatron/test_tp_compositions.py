@@ -69,10 +69,15 @@ def model_config() -> Any:
 
 
 def build(config: Any, tp: Any, alone: Any) -> Any:
-    from zorse_megatron.adapter.groups.process_groups import PlanGroups, collection_of
+    from zorse_megatron.adapter.groups.process_groups import (
+        PipelinePosition,
+        PlanGroups,
+        collection_of,
+    )
 
+    position = PipelinePosition(0, 1)
     groups = PlanGroups(
-        group=alone, tp_group=tp, everyone=tp, alone=alone, world=alone, stage=0, num_stages=1
+        group=alone, tp_group=tp, everyone=tp, alone=alone, world=alone, position=position
     )
     builder = config.get_builder_cls()(config)
     return builder.build_model(collection_of(groups), pre_process=True, post_process=True)

@@ -48,7 +48,11 @@ def start() -> None:
 
 def groups_of(groups: Sequence[Sequence[int]], setup: Setup) -> Any:
     """The process groups of this rank when `groups` are the data-parallel groups of a job."""
-    from zorse_megatron.adapter.groups.process_groups import PlanGroups, collection_of
+    from zorse_megatron.adapter.groups.process_groups import (
+        PipelinePosition,
+        PlanGroups,
+        collection_of,
+    )
 
     rank = dist.get_rank()
     created = [dist.new_group(list(ranks)) for ranks in groups]
@@ -62,8 +66,7 @@ def groups_of(groups: Sequence[Sequence[int]], setup: Setup) -> Any:
             everyone=mine,
             alone=alone,
             world=dist.group.WORLD,
-            stage=setup.stage,
-            num_stages=setup.num_stages,
+            position=PipelinePosition(setup.stage, setup.num_stages),
         )
     )
 
@@ -224,7 +227,11 @@ def make_stock(
     """Stock's wrapped chunk and optimizer, alone on this rank."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    from zorse_megatron.adapter.groups.process_groups import PlanGroups, collection_of
+    from zorse_megatron.adapter.groups.process_groups import (
+        PipelinePosition,
+        PlanGroups,
+        collection_of,
+    )
 
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     collection = collection_of(
@@ -234,8 +241,7 @@ def make_stock(
             everyone=alone,
             alone=alone,
             world=alone,
-            stage=0,
-            num_stages=1,
+            position=PipelinePosition(0, 1),
         )
     )
     setup = replace(setup, overlap=False)

@@ -53,7 +53,7 @@ def argument_hooks(
         **({"check_heads": with_any_heads} if has_own_heads else {}),
         "parse_args": _parsing,
         "validate_args": partial(_validating, plan, world_size, fit),
-        "gpu_generation": _without_queue_rule,
+        "gpu_generation": lambda stock: lambda: max(stock(), 10),
         "print_args": without_defaults,
         "pad_vocabulary": _padding_for_the_command,
     }
@@ -99,10 +99,6 @@ def _validating(
             args.world_size = world_size
 
     return validate_args
-
-
-def _without_queue_rule(stock: Callable[[], int]) -> Callable[[], int]:
-    return lambda: max(stock(), 10)
 
 
 def _padding_for_the_command(stock: Callable[..., int]) -> Callable[..., int]:

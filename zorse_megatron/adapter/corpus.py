@@ -46,12 +46,13 @@ def tokenizer_flags() -> list[str]:
     ]
 
 
-def write_byte_corpus(
-    prefix: Path, *, documents: Iterable[tuple[str, bytes]], max_bytes: int
+def write_corpus(
+    prefix: Path, documents: Iterable[tuple[str, bytes]], *, max_bytes: int
 ) -> CorpusInfo:
     """Write named documents to `<prefix>.bin` and `<prefix>.idx`, at most `max_bytes` of text.
 
-    The document that reaches the limit is cut there. Source of the format:
+    The document that reaches the limit is cut there. Train on it with `--data-path <prefix>` and
+    `tokenizer_flags()`. Source of the format:
     `megatron.core.datasets.indexed_dataset`.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ _LEFT_OUT = frozenset({"__pycache__", "idlelib", "lib2to3", "site-packages", "te
 
 
 def standard_library_documents() -> Iterator[tuple[str, bytes]]:
-    """Yield (path, text) of the standard library's modules in order of their paths.
+    """Yield (path, text) of the standard library's modules in order of their paths, as documents.
 
     The same on every machine with the same version of Python.
     """
@@ -102,11 +103,3 @@ def standard_library_documents() -> Iterator[tuple[str, bytes]]:
             text = (root / path).read_bytes()
             if text:
                 yield path.as_posix(), text
-
-
-def write_corpus(prefix: Path, *, max_bytes: int) -> CorpusInfo:
-    """Write `<prefix>.bin` and `<prefix>.idx` with at most `max_bytes` of text.
-
-    Each source file is a document. Train on it with `--data-path <prefix>` and `tokenizer_flags()`.
-    """
-    return write_byte_corpus(prefix, documents=standard_library_documents(), max_bytes=max_bytes)

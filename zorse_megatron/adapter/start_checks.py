@@ -115,7 +115,7 @@ def gpu_of(local_rank: int) -> int:
 def take_gpu() -> None:
     """Let this process compute on the GPU of its rank, if there is one."""
     if torch.cuda.device_count():
-        torch.cuda.set_device(gpu_of(int(os.environ.get("LOCAL_RANK", "0"))))
+        torch.cuda.set_device(gpu_of(_local_rank()))
 
 
 def found_software(rank: int, local_rank: int, node: str) -> RankSoftware:

@@ -83,16 +83,10 @@ class PlanGroups:
     alone: dist.ProcessGroup
     """This rank."""
     world: dist.ProcessGroup
-    stage: int
-    """Of this rank's group, see `stages_of`."""
-    num_stages: int
+    position: PipelinePosition
+    """Stands in for the pipeline group; this rank's group's, see `stages_of`."""
     regions: RegionGroups | None = None
     """What a hierarchical group sums and gathers with in place of `group`."""
-
-    @property
-    def position(self) -> PipelinePosition:
-        """What stands in for the pipeline group."""
-        return PipelinePosition(self.stage, self.num_stages)
 
 
 def stages_of(plan: Plan) -> tuple[int, ...]:
@@ -148,8 +142,7 @@ def create_groups(
         everyone=next((mine[use] for use in _LARGEST_FIRST if use in mine), alone),
         alone=alone,
         world=dist.group.WORLD,
-        stage=stages_of(plan)[number],
-        num_stages=len(plan.groups),
+        position=PipelinePosition(stages_of(plan)[number], len(plan.groups)),
         regions=_region_groups(plan, rank, mine),
     )
 

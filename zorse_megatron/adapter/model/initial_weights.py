@@ -37,6 +37,9 @@ from zorse_megatron.adapter.patches.rebind import REGISTRY
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.log import say
 
+Targets = Mapping[int, tuple[torch.nn.Module, Callable[[torch.nn.Parameter, torch.Tensor], None]]]
+"""Number of a layer -> the layer of a chunk, and how a parameter of it gets a value."""
+
 
 def copy_single_process_weights(
     chunks: Mapping[tuple[int, int], Any],
@@ -58,7 +61,7 @@ def copy_single_process_weights(
     """
     set_in = partial(set_value, dtype=dtype, keep_exactly=keep_exactly)
     targets = {
-        first + number: _Target(module=layer, set_value=partial(set_in, chunk))
+        first + number: (layer, partial(set_in, chunk))
         for (first, _), chunk in chunks.items()
         for number, layer in enumerate(unwrap_model(chunk).decoder.layers)
     }
@@ -152,14 +155,6 @@ def _is_everywhere(mine: torch.Tensor) -> bool:
     return torch.equal(largest, -negated)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Target:
-    """A layer of a chunk, and how a parameter of it gets a value."""
-
-    module: torch.nn.Module
-    set_value: Callable[[torch.nn.Parameter, torch.Tensor], None]
-
-
 def set_value(
     chunk: Any,
     parameter: torch.nn.Parameter,
@@ -184,7 +179,7 @@ def _build_whole(
     dtype: ComputeDtype,
     collection: ProcessGroupCollection,
     *,
-    targets: Mapping[int, _Target],
+    targets: Targets,
     source: OneSource,
 ) -> torch.nn.Module:
     """Build the single-process model, without the memory of its layers; fills `targets`."""
@@ -208,7 +203,7 @@ def _build_whole(
 
 
 def _dropping_layers(
-    targets: Mapping[int, _Target], source: OneSource, build_module: Callable[..., Any]
+    targets: Targets, source: OneSource, build_module: Callable[..., Any]
 ) -> Callable[..., Any]:
     def build_and_drop(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
         module = build_module(spec_or_module, *args, **kwargs)
@@ -216,18 +211,15 @@ def _dropping_layers(
             source.take(module.parameters())
             target = targets.get(kwargs["layer_number"] - 1)
             if target is not None:
-                _copy_parameters(module, target)
+                values = dict(module.named_parameters())
+                layer, set_in = target
+                for name, parameter in layer.named_parameters():
+                    if name in values:  # adapters are none of a stock run's parameters
+                        set_in(parameter, values[name])
             module.to_empty(device="meta")
         return module
 
     return build_and_drop
-
-
-def _copy_parameters(source: torch.nn.Module, target: _Target) -> None:
-    values = dict(source.named_parameters())
-    for name, parameter in target.module.named_parameters():
-        if name in values:  # adapters are none of a stock run's parameters
-            target.set_value(parameter, values[name])
 
 
 @contextmanager

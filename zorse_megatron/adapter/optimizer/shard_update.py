@@ -178,7 +178,7 @@ def choose_update(
     inner = optimizer.optimizer
     can = isinstance(inner, torch.optim.Adam | torch.optim.AdamW) and optimizer.muon is None
     if wanted == "fused" and (streams or not can):
-        raise _not_ours(type(inner)) if not streams else _not_from_host()
+        raise _not_fused(type(inner), streams=streams)
     name = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
     if streams or not can or wanted == "stock":
         return f"shards are updated by {name}, as without a plan"
@@ -196,29 +196,18 @@ def say_update(lines: list[str], device: torch.device) -> None:
         say_by_kind(line, device)
 
 
-def _not_ours(found: type) -> FlagError:
-    return FlagError(
-        "The shards cannot be updated as the command says",
-        [
-            Problem(
-                where="--zorse-update",
-                found=f"fused, while the optimizer is {found.__module__}.{found.__name__}",
-                expected="fused only where Megatron would use torch's Adam",
-                remedy="Leave the flag out: that optimizer has a fused update of its own.",
-            )
-        ],
+def _not_fused(inner: type, *, streams: bool) -> FlagError:
+    problem = Problem(
+        where="--zorse-update",
+        found=f"fused, while the optimizer is {inner.__module__}.{inner.__name__}",
+        expected="fused only where Megatron would use torch's Adam",
+        remedy="Leave the flag out: that optimizer has a fused update of its own.",
     )
-
-
-def _not_from_host() -> FlagError:
-    return FlagError(
-        "The shards cannot be updated as the command says",
-        [
-            Problem(
-                where="--zorse-update",
-                found="fused, while the plan offloads gradients",
-                expected="stock or auto with offload.gradients",
-                remedy="Leave the flag out: gradients are unscaled and clipped as they come back.",
-            )
-        ],
-    )
+    if streams:
+        problem = Problem(
+            where="--zorse-update",
+            found="fused, while the plan offloads gradients",
+            expected="stock or auto with offload.gradients",
+            remedy="Leave the flag out: gradients are unscaled and clipped as they come back.",
+        )
+    return FlagError("The shards cannot be updated as the command says", [problem])
