@@ -20,7 +20,7 @@ import io
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
@@ -41,7 +41,6 @@ from zorse_megatron.inputs.profile import (
     Part,
     PartMemory,
     Profile,
-    ProfiledModel,
     Source,
     Times,
     UpdateTime,
@@ -201,9 +200,7 @@ def import_tables(
     profile = Profile(
         schema_version=1,
         sources=tuple(Source(name=Path(n).name, kind="measured", origin=origin) for n in tables),
-        models=tuple(
-            ProfiledModel(**{**vars(shape), "name": name}) for name, shape in shapes.items()
-        ),
+        models=tuple(replace(shape, name=name) for name, shape in shapes.items()),
         times=(*_layer_times(layers), *_rank_times(ranks, lengths, dtype)),
         updates=tuple(_updates(ranks, shapes, dtype)),
         memory=parts,

@@ -126,7 +126,7 @@ def _check(run: MeasuredRun, profile: Profile) -> None:
 
 
 def _compare(run: MeasuredRun, profile: Profile, rate: float | None) -> Comparison:
-    model = profile.model_named(run.model).shape()
+    model = profile.model_named(run.model)
     size = run.tensor_parallel
     memory = MeasuredMemory.of(
         profile,

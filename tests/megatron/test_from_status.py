@@ -25,7 +25,8 @@ from tests.megatron.plans import plan_of, replica
 from tests.megatron.slow_rank_entry import AHEAD_S, LATE_S, LAYER_S, SLOW, WAITS_AFTER
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
-from zorse_megatron.inputs.profile import Profile, ProfiledModel, Source, Times, save_profile
+from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.inputs.profile import Profile, Source, Times, save_profile
 from zorse_megatron.inputs.status import LinkStatus, load_status
 from zorse_megatron.plan.plan_file import fingerprint, load_plan
 
@@ -40,7 +41,7 @@ PLAN = replace(
 def profile() -> Profile:
     """What a layer takes on a rank that is not slow, about."""
     sizes = (1, 2, 4, 8)
-    model = ProfiledModel(
+    model = ModelShape(
         name="tiny",
         num_layers=NUM_LAYERS,
         hidden_size=32,

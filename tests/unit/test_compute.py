@@ -43,7 +43,7 @@ def profile(value=None):
     return parse_profile(json.dumps(value or good()).encode())
 
 
-TINY = profile().models[0].shape()
+TINY = profile().models[0]
 
 
 def profiled(model=TINY, value=None, dtype="float16", **options):
@@ -385,7 +385,7 @@ def test_a_profile_that_says_its_attention_wins():
     """Without a word of it the measured number counts on every kind; with one the other kinds
     differ by what the formula says; an entry of a kind is that kind's, with what that runs."""
     found = profile_with()
-    model = found.models[0].shape()
+    model = found.models[0]
     entry = next(each for each in found.memory if each.part == "layer")
     model = dataclasses.replace(model, seq_length=entry.seq_length)
     boundary = model.seq_length * model.hidden_size

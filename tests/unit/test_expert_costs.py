@@ -32,7 +32,7 @@ from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.lora import misfits, parse_lora
 from zorse_megatron.inputs.model import USUAL, Computing, Experts, ModelShape
-from zorse_megatron.inputs.profile import ProfiledModel, parse_profile
+from zorse_megatron.inputs.profile import parse_profile
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
@@ -155,14 +155,13 @@ def profile_with(**model):
 def test_times_of_other_layers_are_not_used():
     measured = profile_with()
     known = measured.times[0]
-    dense = measured.model_named(known.model).shape()
+    dense = measured.model_named(known.model)
     model = replace(dense, experts=EXPERTS, seq_length=known.seq_length)
     costs = ProfiledCompute(measured, model, dtype=known.dtype)
     assert costs.layer(KIND, 1) == AnalyticCompute(model, dtype=known.dtype).layer(KIND, 1)
     of_experts = {"num_experts": NUMBER, "per_token": CHOSEN, "ffn_hidden_size": WIDTH}
     other = ProfiledCompute(profile_with(experts=of_experts), model, dtype=known.dtype)
     assert other.provenance(known.gpu_kind).basis != "analytic"
-    assert ProfiledModel(**{**vars(model), "name": "m"}).shape().experts == EXPERTS
 
 
 # Memory. What a layer keeps is compared with autograd in tests/megatron/test_measure_layers.py.

@@ -461,12 +461,3 @@ def test_names_are_no_lines_of_the_script(tmp_path: Path, monkeypatch: pytest.Mo
     result = run("launch", plan.name, *options, "--", *FLAGS)
     assert result.exit_code == 1
     assert r"found a control character (U+000A) in 'n\ntouch a'" in result.output
-
-
-def test_the_beginning_of_an_option_of_sbatch_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = runner_in(tmp_path, monkeypatch)
-    files = ["plan.json", "--cluster", "cluster.yaml", "--slurm", "x.sh"]
-    known = ["--sbatch", "constr=a", "--sbatch", "container-image=a", "--sbatch", "mem=0"]
-    assert run("launch", *files, *known, "--", *FLAGS).exit_code == 0

@@ -43,7 +43,7 @@ def layer_profile() -> Profile:
 
 def model_of(times: Times):
     return dataclasses.replace(
-        layer_profile().model_named(times.model).shape(), seq_length=times.seq_length
+        layer_profile().model_named(times.model), seq_length=times.seq_length
     )
 
 
@@ -197,9 +197,7 @@ def test_heads_against_those_that_sailor_measured():
     rest = dataclasses.replace(whole, times=tuple(t for t in whole.times if t.part != "head"))
     errors = []
     for times in heads:
-        model = dataclasses.replace(
-            whole.model_named(times.model).shape(), seq_length=times.seq_length
-        )
+        model = dataclasses.replace(whole.model_named(times.model), seq_length=times.seq_length)
         compute = ProfiledCompute(
             rest, model, dtype="float32", tensor_parallel=times.tensor_parallel
         )

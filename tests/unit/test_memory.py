@@ -139,7 +139,7 @@ def test_recomputing_more_keeps_less(name, size, attention, has_dropout):
 
 def _deviation(entry, profile):
     """Ours over theirs: elements of a layer and what it hands on, scores kept once."""
-    model = profile.model_named(entry.model).shape()
+    model = profile.model_named(entry.model)
     layer = LayerActivations(model=model, element_bytes=1, attention="unfused")
     ours = layer.bytes_per_sample("none", tensor_parallel=entry.tensor_parallel)
     return ours / (entry.activation_elements + entry.output_elements) - 1
@@ -172,7 +172,7 @@ def test_against_the_heads_that_sailor_counted():
     errors = []
     for entry in profile.memory:
         if entry.part == "head" and entry.model.startswith("OPT"):
-            model = profile.model_named(entry.model).shape()
+            model = profile.model_named(entry.model)
             cost = memory(model, "float32", tensor_parallel=entry.tensor_parallel)
             own_input = model.seq_length * model.hidden_size
             errors.append(cost.head_bytes(1) / 4 / (entry.activation_elements + own_input) - 1)
@@ -183,7 +183,7 @@ def test_against_the_heads_that_sailor_counted():
 @needs_measured
 def test_measured_layers_take_the_place_of_the_formula():
     profile = imported().profile
-    model = profile.model_named("OPT-350").shape()
+    model = profile.model_named("OPT-350")
     cost = memory_from_profile(profile, memory(model, "float32", tensor_parallel=4))
     entry = next(
         each

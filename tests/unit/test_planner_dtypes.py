@@ -113,7 +113,7 @@ def priced_tiny(dtype, profile: Profile) -> Inputs:
     cluster = LAB.replace("OLD", "T4")
     return make_inputs(
         parse_cluster(cluster.encode()),
-        profile.models[0].shape(),
+        profile.models[0],
         profile,
         global_batch_size=4,
         dtype=dtype,

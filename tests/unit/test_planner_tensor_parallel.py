@@ -12,7 +12,7 @@ from zorse_megatron.costs.interface import TpShard
 from zorse_megatron.emulate.compare import Planned, compared_systems
 from zorse_megatron.inputs import cluster_yaml
 from zorse_megatron.inputs.model import Computing, ModelShape
-from zorse_megatron.inputs.profile import Profile, ProfiledModel, Source, Times
+from zorse_megatron.inputs.profile import Profile, Source, Times
 from zorse_megatron.plan.plan import Chunk, TpShards
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
@@ -213,12 +213,10 @@ def test_a_layer_that_fits_no_gpu_is_planned_with_tp_groups():
 
 def profile_of_tp_groups(share):
     """A pair takes `share` of the time of one T4."""
-    fields = {field.name for field in dataclasses.fields(ProfiledModel)}
-    known = {name: value for name, value in vars(MODEL).items() if name in fields}
     return Profile(
         schema_version=1,
         sources=(Source(name="here", kind="measured"),),
-        models=(ProfiledModel(**known),),
+        models=(MODEL,),
         times=tuple(
             Times(
                 part="layer",

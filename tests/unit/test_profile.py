@@ -52,7 +52,7 @@ from zorse_megatron.measure.tasks import (
 def test_good():
     profile = parse_profile(json.dumps(good()).encode())
     assert profile.gpu_kinds() == ("T4",)
-    assert profile.model_named("tiny").shape().layer_parameters() == 12 * 64 * 64 + 13 * 64
+    assert profile.model_named("tiny").layer_parameters() == 12 * 64 * 64 + 13 * 64
 
 
 def test_save_and_load(tmp_path):

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.unit.test_compute import FOUR_KINDS, NOTHING, at, models
 from tests.unit.test_profile import T4, one_pass, started
 from zorse_megatron.inputs.model import Computing
-from zorse_megatron.inputs.profile import ProfiledModel, Source, Times
+from zorse_megatron.inputs.profile import Source, Times
 from zorse_megatron.measure.measured_profile import with_pass
 from zorse_megatron.measure.on_ranks.layer_timing import SeenAttention, _context_bytes
 
@@ -83,7 +83,7 @@ def test_a_run_with_another_attention_than_was_measured_is_told(measured, comput
     profile = dataclasses.replace(
         NOTHING,
         sources=(Source(name="s", kind="measured"),),
-        models=(ProfiledModel(**{**vars(model), "name": "m"}),),
+        models=(dataclasses.replace(model, name="m"),),
         times=(times,),
     )
     text = FOUR_KINDS.replace("1 x V100-16, 1 x T4, ", "").replace(", 1 x H100-80", "")

@@ -167,7 +167,7 @@ def test_a_rank_that_holds_nothing_takes_no_time_and_no_memory_of_layers(tmp_pat
 
 def test_a_rank_that_holds_nothing_beside_what_was_measured():
     kind, profile = "T4", parse_profile(json.dumps(good()).encode())
-    model = profile.models[0].shape()
+    model = profile.models[0]
     nothing = replace(model, num_attention_heads=0, num_query_groups=0, ffn_hidden_size=0)
     compute, other = (
         ProfiledCompute(profile, shape, dtype="float16", tensor_parallel=2)

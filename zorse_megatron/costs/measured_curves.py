@@ -157,7 +157,7 @@ _KERNEL_STARTS_S = 0.05
 
 def unlikely_times(profile: Profile, kinds: Mapping[str, GpuKind]) -> Iterator[str]:
     """Yield a sentence for each series of layer times that cannot be, or hardly, with its place."""
-    shapes = {model.name: model.shape() for model in profile.models}
+    shapes = {model.name: model for model in profile.models}
     for index, times in enumerate(profile.times):
         kind = kinds.get(times.gpu_kind)
         if times.part != "layer" or kind is None:

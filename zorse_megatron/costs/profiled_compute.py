@@ -391,7 +391,7 @@ class ProfiledCompute:
 
     def _candidates(self, part: Part, like: ModelShape, kind: str) -> Iterator[Series]:
         same_chip = set(equal_kinds(kind, self.kinds))
-        models = {model.name: model.shape() for model in self.profile.models}
+        models = {model.name: model for model in self.profile.models}
         for times in self.profile.times:
             if times.part != part or times.gpu_kind not in same_chip:
                 continue

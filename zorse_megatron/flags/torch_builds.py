@@ -28,11 +28,13 @@ class TorchBuild:
     """Release, such as "2.13"."""
     cuda: str
     """Version of CUDA, such as "12.6"."""
-    archs: tuple[str, ...]
+    archs: tuple[str, ...] = _NEWER
     """Without the PTX that some of them are said to have: it is not relied upon."""
-    source: str
-    is_default: bool = False
-    """Whether this is what `pip install torch` brings."""
+
+    @property
+    def is_default(self) -> bool:
+        """Whether this is what `pip install torch` brings."""
+        return self.cuda == "13.0"
 
     @property
     def name(self) -> str:
@@ -49,37 +51,17 @@ class TorchBuild:
         return f"cu{self.cuda.replace('.', '')}"
 
 
-def _matrix(release: str, pull_request: int) -> str:
-    """Source: PyTorch's own table for a release."""
-    return (
-        f'RELEASE.md of PyTorch, "PyTorch CUDA Support Matrix", for release {release} '
-        f"(pytorch/pytorch#{pull_request})"
-    )
-
-
-def _release(
-    torch: str, *others: TorchBuild, source: str, source_of_older: str = ""
-) -> tuple[TorchBuild, ...]:
-    """The build for CUDA 13.0, which is the default, and the one for 12.6, for older GPUs too."""
-    older = TorchBuild(torch=torch, cuda="12.6", archs=_OLDER, source=source_of_older or source)
-    newer = TorchBuild(torch=torch, cuda="13.0", archs=_NEWER, source=source, is_default=True)
-    return newer, *others, older
-
-
-_WITHOUT_VOLTA = TorchBuild(
-    torch="2.11",
-    cuda="12.8",
-    archs=_NEWER,
-    source=f"{_matrix('2.11', 175253)}; Volta was dropped from it there",
-)
+# Sources: RELEASE.md of PyTorch, "PyTorch CUDA Support Matrix", for 2.11 (pytorch/pytorch#175253;
+# 12.8 lost Volta there) and 2.12 (#182849); for 2.13 torch.cuda.get_arch_list() of 2.13.0+cu130,
+# and pytorch/pytorch#190355: ships 12.6 for older architectures, as 2.14 will.
 BUILDS = (
-    *_release(
-        "2.13",
-        source="torch.cuda.get_arch_list() of 2.13.0+cu130",
-        source_of_older="pytorch/pytorch#190355: ships 12.6 for older architectures, as 2.14 will",
-    ),
-    *_release("2.12", source=_matrix("2.12", 182849)),
-    *_release("2.11", _WITHOUT_VOLTA, source=_matrix("2.11", 175253)),
+    TorchBuild(torch="2.13", cuda="13.0"),
+    TorchBuild(torch="2.13", cuda="12.6", archs=_OLDER),
+    TorchBuild(torch="2.12", cuda="13.0"),
+    TorchBuild(torch="2.12", cuda="12.6", archs=_OLDER),
+    TorchBuild(torch="2.11", cuda="13.0"),
+    TorchBuild(torch="2.11", cuda="12.8"),
+    TorchBuild(torch="2.11", cuda="12.6", archs=_OLDER),
 )
 """Of the releases that this package runs on, newest first and of each release the default first."""
 RELEASES = tuple(dict.fromkeys(build.torch for build in BUILDS))
@@ -133,12 +115,20 @@ def build_notes(kinds: Sequence[str]) -> list[str]:
 
     Kinds whose compute capability is not known are passed over.
     """
-    return list(_notes({kind: CAPABILITIES[kind] for kind in kinds if kind in CAPABILITIES}))
+    capabilities = _capabilities(kinds)
+    lacking = _lacking(capabilities)
+    if not lacking:
+        return []
+    listed = " and ".join(sorted({spell(capabilities[kind]) for kind in lacking}))
+    return [
+        f"{' and '.join(lacking)}: the torch that pip installs by default ({BUILDS[0].name}) has "
+        f"no code for compute capability {listed}. {install_advice(list(capabilities.values()))}"
+    ]
 
 
 def short_build_note(kinds: Sequence[str]) -> str:
     """Return the one line that says what to install first; empty if any build will do."""
-    capabilities = {kind: CAPABILITIES[kind] for kind in kinds if kind in CAPABILITIES}
+    capabilities = _capabilities(kinds)
     lacking = _lacking(capabilities)
     if not lacking:
         return ""
@@ -148,22 +138,13 @@ def short_build_note(kinds: Sequence[str]) -> str:
     return f"{', '.join(lacking)} need: {fitting[0].pip}"
 
 
+def _capabilities(kinds: Sequence[str]) -> dict[str, Capability]:
+    return {kind: CAPABILITIES[kind] for kind in kinds if kind in CAPABILITIES}
+
+
 def _lacking(capabilities: dict[str, Capability]) -> list[str]:
     """Kinds that the default build has no code for."""
-    default = next(build for build in BUILDS if build.is_default)
-    return [kind for kind, each in capabilities.items() if not runs_on(default.archs, each)]
-
-
-def _notes(capabilities: dict[str, Capability]) -> Iterator[str]:
-    default = next(build for build in BUILDS if build.is_default)
-    lacking = _lacking(capabilities)
-    if lacking:
-        yield (
-            f"{' and '.join(lacking)}: the torch that pip installs by default "
-            f"({default.name}) has no code for compute capability "
-            f"{' and '.join(sorted({spell(capabilities[kind]) for kind in lacking}))}. "
-            f"{install_advice(list(capabilities.values()))}"
-        )
+    return [kind for kind, each in capabilities.items() if not runs_on(BUILDS[0].archs, each)]
 
 
 # What keeps ranks from training, as far as their GPUs and what is installed there tell.
@@ -207,7 +188,11 @@ def start_problems(
         *_shared(ranks),
         *_different(ranks, "torch", lambda rank: rank.torch),
         *_different(ranks, "NCCL", lambda rank: rank.nccl),
-        *_different(ranks, "--transformer-impl", _impl),
+        *_different(
+            ranks,
+            "--transformer-impl",
+            lambda rank: rank.transformer_impl or "transformer_engine",
+        ),
     ]
 
 
@@ -285,7 +270,7 @@ def _without_bf16(
     lacking = [
         rank
         for rank, dtype in zip(ranks, dtypes, strict=False)
-        if dtype == "bf16" and rank.gpu is not None and not _has_bf16(rank.gpu.capability)
+        if dtype == "bf16" and rank.gpu is not None and rank.gpu.capability < BF16_FROM
     ]
     for same in _grouped(lacking, lambda rank: rank.gpu, of_gpu=True):
         gpu = same[0].gpu
@@ -297,10 +282,6 @@ def _without_bf16(
             remedy='Use --fp16, or "compute_dtype": "fp16" for this group, as zorse plan writes it '
             "with --dtype auto.",
         )
-
-
-def _has_bf16(capability: Capability) -> bool:
-    return capability >= BF16_FROM
 
 
 def _shared(ranks: Sequence[RankSoftware]) -> Iterator[Problem]:
@@ -341,10 +322,6 @@ _SAME = {
     "--transformer-impl": "Install Transformer Engine on every node, or add "
     "--transformer-impl local to the command: a model's layers must be the same everywhere.",
 }
-
-
-def _impl(rank: RankSoftware) -> str:
-    return rank.transformer_impl or "transformer_engine"
 
 
 def _grouped(

@@ -12,13 +12,15 @@ layers of a model have the same experts, and each rank holds all of them.
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.yaml_text import read_table
 from zorse_megatron.gpus.gpu import Attention
 from zorse_megatron.inputs.lora import Lora
-from zorse_megatron.plan.plan import ModelFingerprint
+from zorse_megatron.plan.plan import Count, ModelFingerprint, Positive
 
 Activation = Literal["gelu", "relu", "squared_relu", "swiglu", "geglu"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -81,25 +83,34 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder of equal layers, as far as time and memory depend on it."""
+    """A decoder of equal layers, as far as time and memory depend on it; in profiles, too."""
 
-    name: str
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1)]
+    """What entries of a profile refer to."""
+    num_layers: Positive
+    """Transformer layers."""
+    hidden_size: Positive
+    """Width of the residual stream."""
+    ffn_hidden_size: Positive
+    """Width of the feed-forward block."""
+    num_attention_heads: Positive
+    """Query heads."""
+    num_query_groups: Positive
     """Key and value heads."""
-    kv_channels: int
+    kv_channels: Positive
     """Width of one head."""
-    vocab_size: int
+    vocab_size: Positive
     """Rows of the embedding table, padding included."""
-    seq_length: int
+    seq_length: Positive
+    """Tokens per sample."""
     tied_embeddings: bool = False
+    """Whether embedding and output layer share one table."""
     activation: Activation = "gelu"
     norm: Norm = "layernorm"
     position_embedding: PositionEmbedding = "rope"
-    max_positions: int = 0
+    max_positions: Count = 0
     """Rows of the learned position table; 0 without one."""
     linear_bias: bool = True
     """Biases in all linear layers of the transformer block."""

@@ -19,7 +19,7 @@ from zorse_megatron.files.read_write import write_text
 from zorse_megatron.files.strict import FileKind, built, check_version, plain, read_file
 from zorse_megatron.files.wording import did_you_mean
 from zorse_megatron.gpus.gpu import Attention, Dtype
-from zorse_megatron.inputs.model import Activation, Experts, ModelShape, Norm, PositionEmbedding
+from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.plan.plan import Count, FiniteFloat, Positive, PositiveFloat, refuse_non_integer
 
 _CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -54,52 +54,6 @@ class Source:
     """measured: a clock ran; analytic: computed from published figures."""
     origin: str | None = None
     """Publication, data set and licence, or the command that measured."""
-
-
-@dataclass(frozen=True, kw_only=True, config=_CONFIG)
-class ProfiledModel:
-    """The shape of a model that has entries: entries of one model stand for another by it."""
-
-    name: Text
-    """What entries refer to."""
-    num_layers: Positive
-    """Transformer layers."""
-    hidden_size: Positive
-    """Width of the residual stream."""
-    ffn_hidden_size: Positive
-    """Width of the feed-forward block."""
-    num_attention_heads: Positive
-    """Query heads."""
-    num_query_groups: Positive
-    """Key and value heads."""
-    kv_channels: Positive
-    """Width of one head."""
-    vocab_size: Positive
-    """Rows of the embedding table."""
-    seq_length: Positive
-    """Tokens per sample, where an entry does not say."""
-    tied_embeddings: bool = False
-    """Whether embedding and output layer share one table."""
-    activation: Activation = "gelu"
-    """Activation of the feed-forward block."""
-    norm: Norm = "layernorm"
-    """Kind of norm."""
-    position_embedding: PositionEmbedding = "rope"
-    """Kind of position embedding."""
-    max_positions: Count = 0
-    """Rows of a learned position table."""
-    linear_bias: bool = True
-    """Biases in all linear layers."""
-    qkv_bias: bool = False
-    """Biases of query, key and value only."""
-    qk_norm: bool = False
-    """Norms of query and key heads."""
-    experts: Experts | None = None
-    """Those of each layer; null: none."""
-
-    def shape(self) -> ModelShape:
-        """Return the same as a model."""
-        return ModelShape(**vars(self))
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -267,7 +221,7 @@ class Profile:
     """Version of the profile file format."""
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
     """Who found the figures."""
-    models: tuple[ProfiledModel, ...] = ()
+    models: tuple[ModelShape, ...] = ()
     """Models that have entries."""
     times: tuple[Times, ...] = ()
     """Forward and backward times."""
@@ -288,7 +242,7 @@ class Profile:
         """Return the kinds that have times, in order of appearance."""
         return tuple(dict.fromkeys(entry.gpu_kind for entry in self.times))
 
-    def model_named(self, name: str) -> ProfiledModel:
+    def model_named(self, name: str) -> ModelShape:
         """Return the model that entries call `name`."""
         return next(model for model in self.models if model.name == name)
 
@@ -341,7 +295,7 @@ def joined(profiles: Sequence[Profile]) -> Profile:
     Raises ProfileError where the result would contradict itself.
     """
     sources: dict[Source, None] = {}
-    models: dict[ProfiledModel, None] = {}
+    models: dict[ModelShape, None] = {}
     for profile in profiles:
         sources |= dict.fromkeys(profile.sources)
         models |= dict.fromkeys(profile.models)

@@ -1,6 +1,6 @@
 """The command line of `zorse_megatron.pretrain`: our flags, checked, and Megatron's, left alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -33,6 +33,7 @@ _SKIPPED = (
 )
 _REBALANCED = "on: replicas that are slower than planned get fewer micro-batches."
 _Choice = TypeVar("_Choice", bound=str)
+_BATCH_SCHEDULE = "--step-batch-size-schedule"
 _NO_MIRROR = "Save more often instead: a smaller --save-interval, on GPUs with --async-save."
 _REMOVED = {"--zorse-mirror": _NO_MIRROR, "--zorse-mirror-overlap": _NO_MIRROR}
 
@@ -55,24 +56,33 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
     script = None if name is None else Path(name)
     problems: list[Problem] = []
     ours, megatron = _ours(words, problems)
-    if script is not None and not script.is_file():
-        problems.append(_no_script(script))
-    if ours["--zorse-plan"] is None:
-        problems += [_needs_plan(flag) for flag in _NEED_PLAN if ours[flag] is not None]
-    limit_bytes, host_limit_bytes = (
-        _limit_bytes(flag, ours[flag], problems)
+    limits_gb = [
+        _number(
+            flag,
+            ours,
+            problems,
+            least=1e-9,
+            expected="a number of gigabytes (10^9 bytes), more than 0",
+            remedy=f"Write, for example, {flag} 14.5.",
+        )
         for flag in ("--zorse-memory-limit", "--zorse-host-memory-limit")
+    ]
+    silence_s = _number(
+        "--zorse-silence-limit",
+        ours,
+        problems,
+        least=LEAST_SILENCE_S,
+        expected=f"a number of seconds, at least {LEAST_SILENCE_S:g}",
+        remedy="Leave it out for 15; torchrun and the batch script wait for 30 and 60.",
     )
     update = _choice("--zorse-update", ours, _UPDATES, _CHOSEN, problems)
     damaged = _choice("--zorse-damaged-checkpoint", ours, ("stop", "skip"), _SKIPPED, problems)
     rebalance = _choice("--zorse-rebalance", ours, ("on", "off"), _REBALANCED, problems)
-    counting = {"--zorse-rebalance": rebalance == "on", "--zorse-status": ours["--zorse-status"]}
-    if _BATCH_SCHEDULE in (word.partition("=")[0] for word in megatron):
-        problems += [_counts_by_batches(flag) for flag, given in counting.items() if given]
-    timeouts = _timeouts(ours["--zorse-silence-limit"], problems)
+    problems += _misfits(script, ours, megatron, rebalances=rebalance == "on")
     lora = None if ours[LORA_FLAG] is None else parse_lora(ours[LORA_FLAG], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
+    limits_bytes = [None if limit is None else int(limit * 1e9) for limit in limits_gb]
     paths = {flag: None if text is None else Path(text) for flag, text in ours.items()}
     return PretrainCommand(
         script=script,
@@ -83,27 +93,15 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
             memory=paths["--zorse-memory"],
             metrics=paths["--zorse-metrics"],
             status=paths["--zorse-status"],
-            memory_limit_bytes=limit_bytes,
-            host_memory_limit_bytes=host_limit_bytes,
+            memory_limit_bytes=limits_bytes[0],
+            host_memory_limit_bytes=limits_bytes[1],
             update=update or "auto",
             skips_damaged=damaged == "skip",
             rebalances=rebalance == "on",
             lora=lora,
         ),
-        timeouts=timeouts,
+        timeouts=Timeouts() if silence_s is None else Timeouts(silence_s=silence_s),
         megatron=megatron,
-    )
-
-
-_BATCH_SCHEDULE = "--step-batch-size-schedule"
-
-
-def _counts_by_batches(flag: str) -> Problem:
-    return Problem(
-        where=flag,
-        found=f"the flag with {_BATCH_SCHEDULE}",
-        expected="batches of one size, by which it counts",
-        remedy="Leave it out until the batch has its final size.",
     )
 
 
@@ -113,38 +111,78 @@ def _ours(
     """Our flags with their values, and Megatron's words; notes problems with ours."""
     found, megatron = split_ours(words)
     ours: dict[str, str | None] = dict.fromkeys(_OURS)
-    for given in found:
-        if given.flag in _REMOVED:
-            problems.append(_removed_flag(given.flag))
-        elif given.flag not in ours:
-            problems.append(_unknown_flag(given.flag))
-        elif not given.values:
-            problems.append(_no_value(given.flag))
-        elif ours[given.flag] is not None:
-            problems.append(_given_twice(given.flag))
+    for flag, values in ((each.flag, each.values) for each in found):
+        if flag not in ours:
+            found_it = "a flag that was removed" if flag in _REMOVED else "an unknown flag"
+            remedy = _REMOVED.get(flag, "Check the spelling.")
+            wrong = (found_it, f"one of {', '.join(_OURS)}", remedy)
+        elif not values:
+            wrong = ("no value", "one", f"Write {flag} VALUE.")
+        elif ours[flag] is not None:
+            wrong = ("it given twice", "it once", "Leave one of them out.")
         else:
-            ours[given.flag] = given.values[0]
+            ours[flag] = values[0]
+            continue
+        said, expected, remedy = wrong
+        problems.append(Problem(where=flag, found=said, expected=expected, remedy=remedy))
     return ours, megatron
 
 
-def _limit_bytes(flag: str, text: str | None, problems: list[Problem]) -> int | None:
-    """Read a number of gigabytes; notes a problem with anything else."""
+def _misfits(
+    script: Path | None,
+    ours: Mapping[str, str | None],
+    megatron: Sequence[str],
+    *,
+    rebalances: bool,
+) -> Iterator[Problem]:
+    """What does not go with the rest of the command."""
+    if script is not None and not script.is_file():
+        yield Problem(
+            where=str(script),
+            found="no such file",
+            expected="your training script, e.g. pretrain_gpt.py",
+            remedy="Correct the path, or leave it out to run the built-in GPT entry.",
+        )
+    for flag in _NEED_PLAN if ours["--zorse-plan"] is None else ():
+        if ours[flag] is not None:
+            yield Problem(
+                where=flag,
+                found="no --zorse-plan",
+                expected="a plan, which the flag is about",
+                remedy=f"Add --zorse-plan PATH, or leave {flag} out.",
+            )
+    counting = {"--zorse-rebalance": rebalances, "--zorse-status": ours["--zorse-status"]}
+    has_schedule = _BATCH_SCHEDULE in (word.partition("=")[0] for word in megatron)
+    for flag, given in counting.items() if has_schedule else ():
+        if given:
+            yield Problem(
+                where=flag,
+                found=f"the flag with {_BATCH_SCHEDULE}",
+                expected="batches of one size, by which it counts",
+                remedy="Leave it out until the batch has its final size.",
+            )
+
+
+def _number(
+    flag: str,
+    ours: Mapping[str, str | None],
+    problems: list[Problem],
+    *,
+    least: float,
+    expected: str,
+    remedy: str,
+) -> float | None:
+    """Read a number; None where there is none. Notes a problem with anything else."""
+    text = ours[flag]
     if text is None:
         return None
     try:
-        limit_bytes = float(text) * 1e9
+        value = float(text)
     except ValueError:
-        limit_bytes = 0.0
-    if 1 <= limit_bytes < float("inf"):
-        return int(limit_bytes)
-    problems.append(
-        Problem(
-            where=flag,
-            found=f"{text!r}",
-            expected="a number of gigabytes (10^9 bytes), more than 0",
-            remedy=f"Write, for example, {flag} 14.5.",
-        )
-    )
+        value = 0.0
+    if least <= value < float("inf"):
+        return value
+    problems.append(Problem(where=flag, found=f"{text!r}", expected=expected, remedy=remedy))
     return None
 
 
@@ -167,70 +205,3 @@ def _choice(
         several = f"one of {', '.join(choices)}" if len(choices) > 2 else " or ".join(choices)
         problems.append(Problem(where=flag, found=f"{text!r}", expected=several, remedy=remedy))
     return None
-
-
-def _timeouts(text: str | None, problems: list[Problem]) -> Timeouts:
-    """Read a number of seconds; notes a problem with anything else."""
-    if text is None:
-        return Timeouts()
-    try:
-        silence_s = float(text)
-    except ValueError:
-        silence_s = 0.0
-    if not LEAST_SILENCE_S <= silence_s < float("inf"):
-        problems.append(
-            Problem(
-                where="--zorse-silence-limit",
-                found=f"{text!r}",
-                expected=f"a number of seconds, at least {LEAST_SILENCE_S:g}",
-                remedy="Leave it out for 15; torchrun and the batch script wait for 30 and 60.",
-            )
-        )
-        return Timeouts()
-    return Timeouts(silence_s=silence_s)
-
-
-def _unknown_flag(flag: str) -> Problem:
-    return Problem(
-        where=flag,
-        found="an unknown flag",
-        expected=f"one of {', '.join(_OURS)}",
-        remedy="Check the spelling.",
-    )
-
-
-def _removed_flag(flag: str) -> Problem:
-    return Problem(
-        where=flag,
-        found="a flag that was removed",
-        expected=f"one of {', '.join(_OURS)}",
-        remedy=_REMOVED[flag],
-    )
-
-
-def _needs_plan(flag: str) -> Problem:
-    return Problem(
-        where=flag,
-        found="no --zorse-plan",
-        expected="a plan, which the flag is about",
-        remedy=f"Add --zorse-plan PATH, or leave {flag} out.",
-    )
-
-
-def _given_twice(flag: str) -> Problem:
-    return Problem(
-        where=flag, found="it given twice", expected="it once", remedy="Leave one of them out."
-    )
-
-
-def _no_value(flag: str) -> Problem:
-    return Problem(where=flag, found="no value", expected="one", remedy=f"Write {flag} VALUE.")
-
-
-def _no_script(script: Path) -> Problem:
-    return Problem(
-        where=str(script),
-        found="no such file",
-        expected="your training script, e.g. pretrain_gpt.py",
-        remedy="Correct the path, or leave it out to run the built-in GPT entry.",
-    )

@@ -20,7 +20,6 @@ from zorse_megatron.inputs.profile import (
     PartMemory,
     ProcessMemory,
     Profile,
-    ProfiledModel,
     Sharded,
     Source,
     Times,
@@ -93,7 +92,7 @@ PARTS: tuple[Part, ...] = ("layer", "embedding", "head")
 class MeasuredSeries:
     """What is measured together: one model in one dtype on one kind of GPU."""
 
-    model: ProfiledModel
+    model: ModelShape
     gpu_kind: str
     dtype: Dtype
 
@@ -103,7 +102,7 @@ class MeasuredSeries:
         return f"zorse profile measure {self.model.name}"
 
 
-def profiled_model(shape: ModelShape) -> ProfiledModel:
+def profiled_model(shape: ModelShape) -> ModelShape:
     """Return a shape under a name that says which layers it has.
 
     The number of layers is not part of the name: layers are measured one by one, and models that
@@ -112,7 +111,7 @@ def profiled_model(shape: ModelShape) -> ProfiledModel:
     facts = {k: v for k, v in dataclasses.asdict(shape).items() if k not in ("name", "num_layers")}
     text = json.dumps(facts, sort_keys=True)
     name = f"gpt-h{shape.hidden_size}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    return ProfiledModel(**{**vars(shape), "name": name})
+    return replace(shape, name=name)
 
 
 def loaded_or_empty(path: Path, source: Source) -> Profile:
@@ -213,7 +212,7 @@ def _with_process(
     return (*others, new)
 
 
-def with_model(profile: Profile, model: ProfiledModel) -> Profile:
+def with_model(profile: Profile, model: ModelShape) -> Profile:
     """Add a model, unless there is one with its layers."""
     if any(each.name == model.name for each in profile.models):
         return profile

@@ -27,9 +27,7 @@ from zorse_megatron.launch.batch_script import (
     BatchOptions,
     Elastic,
     batch_script,
-    closest,
     components_of,
-    is_known,
     refuse_edited,
     refuse_odd_names,
     with_checksum,
@@ -232,9 +230,7 @@ def _sbatch_problems(text: str) -> Iterator[Problem]:
     elif own:
         expected = f"nothing that contradicts the script's own lines, as --{own[0]} does"
         remedy = OWN_OPTIONS[own[0]]
-    elif not is_known(spelt[1]):
-        expected, remedy = "one of the long options of sbatch", closest(spelt[1])
-    else:
+    else:  # sbatch itself says at once whether it has it
         return
     yield Problem(where="--sbatch", found=repr(text), expected=expected, remedy=remedy)
 
