@@ -30,12 +30,13 @@ from zorse_megatron.live.move import (
     Transfer,
     elements,
     make_request,
+    move_s,
     moved_bytes,
+    owners,
     peak_bytes,
     plan_transfers,
     take_request,
 )
-from zorse_megatron.live.move_costs import move_s, owners
 from zorse_megatron.live.run_status import RunStatus
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import fingerprint, parse_plan, save_plan

@@ -18,13 +18,15 @@ from zorse_megatron.live.batch_schedule import BatchSchedule, plan_for_batch
 from zorse_megatron.live.rebalance import (
     Balancer,
     Counts,
+    Preparation,
+    Prepared,
     ReplicaTime,
     best_counts,
     counts_of,
+    held,
     with_counts,
     workers_of,
 )
-from zorse_megatron.live.rebalance_lists import Preparation, Prepared, held
 from zorse_megatron.plan.plan import Plan, Schedule
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.schedule.actions import Action, ActionLists, Kind, edges_of

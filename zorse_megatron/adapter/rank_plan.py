@@ -23,7 +23,7 @@ from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.live.batch_schedule import BatchSchedule, plan_for_batch
-from zorse_megatron.live.rebalance_lists import Preparation, Prepared
+from zorse_megatron.live.rebalance import Preparation, Prepared
 from zorse_megatron.plan.memory_settings import settings_of_rank
 from zorse_megatron.plan.plan import Group, Offload, Plan, tp_group_of_rank
 from zorse_megatron.runtime.mailbox import TpRank

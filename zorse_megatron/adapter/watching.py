@@ -22,8 +22,14 @@ from zorse_megatron.errors import OutputError
 from zorse_megatron.files.read_write import write_text
 from zorse_megatron.inputs.status import RUNNING_PLAN_NAME, STATUS_NAME, Status, dump_status
 from zorse_megatron.live.move import MoveError, take_request
-from zorse_megatron.live.rebalance import Balancer, Counts, counts_of, workers_of
-from zorse_megatron.live.rebalance_lists import Preparation, Prepared
+from zorse_megatron.live.rebalance import (
+    Balancer,
+    Counts,
+    Preparation,
+    Prepared,
+    counts_of,
+    workers_of,
+)
 from zorse_megatron.live.run_status import IterationTimes, LinkTimes, RunStatus
 from zorse_megatron.log import complain, say
 from zorse_megatron.plan.plan import Plan

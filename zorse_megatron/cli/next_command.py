@@ -12,7 +12,7 @@ from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.table import WITHOUT_DROPOUT
 from zorse_megatron.inputs.lora import LORA_FLAG
 from zorse_megatron.inputs.model import flags_of_shape
-from zorse_megatron.launch.stock_command import stripped_of_layout
+from zorse_megatron.launch.training_command import stripped_of_layout
 
 _OF_THIS_ANSWER = ("--json", "--verbose", "-v")
 _DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}

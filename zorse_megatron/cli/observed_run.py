@@ -18,7 +18,7 @@ from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.profile import Profile
 from zorse_megatron.inputs.rank_placement import cluster_problems
 from zorse_megatron.inputs.status import RUNNING_PLAN_NAME, Status, load_status
-from zorse_megatron.live.move_costs import move_s
+from zorse_megatron.live.move import move_s
 from zorse_megatron.live.rebalance import with_counts
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import fingerprint, load_plan

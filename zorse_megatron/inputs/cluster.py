@@ -5,8 +5,8 @@ ranks follow the order of the nodes, and of the GPUs in a node.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
@@ -84,6 +84,17 @@ class Node:
         """Global ranks of its GPUs."""
         return range(self.first_rank, self.first_rank + len(self.gpu_kinds))
 
+    def with_gpus(self, ranks: Sequence[int], *, first_rank: int) -> "Node":
+        """Return the node with the GPUs of these of its ranks alone, in their order."""
+        local = [rank - self.first_rank for rank in ranks]
+        numbers = tuple(self.numbers[at] for at in local)
+        return replace(
+            self,
+            first_rank=first_rank,
+            gpu_kinds=tuple(self.gpu_kinds[at] for at in local),
+            gpu_numbers=None if numbers == tuple(range(len(numbers))) else numbers,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
@@ -150,6 +161,17 @@ class Cluster:
         """Return what the GPU of `rank` can do."""
         node = self.node_of_rank(rank)
         return self.kinds[node.gpu_kinds[rank - node.first_rank]]
+
+    def joined_regions(self, regions: Collection[str]) -> list[set[str]]:
+        """Return the parts of these regions that links between them join."""
+        import networkx as nx  # a quarter of the time in which a command starts
+
+        graph = nx.Graph()
+        graph.add_nodes_from(regions)
+        graph.add_edges_from(
+            link.regions for link in self.region_links if set(link.regions) <= set(regions)
+        )
+        return list(nx.connected_components(graph))
 
     def fingerprint(self) -> ClusterFingerprint:
         """Return what a plan says about the cluster that it was made for."""

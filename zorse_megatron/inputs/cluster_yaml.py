@@ -161,14 +161,7 @@ def joined_without(cluster: Cluster, ranks: Collection[int]) -> bool:
     """Whether the regions of these ranks are joined by links of their own."""
     wanted = frozenset(ranks)
     regions = {node.region for node in cluster.nodes if wanted.intersection(node.ranks)}
-    import networkx as nx
-
-    graph = nx.Graph()
-    graph.add_nodes_from(regions)
-    graph.add_edges_from(
-        link.regions for link in cluster.region_links if regions.issuperset(link.regions)
-    )
-    return not regions or nx.is_connected(graph)
+    return len(cluster.joined_regions(regions)) <= 1
 
 
 def _refuse(cluster: Cluster, wanted: frozenset[int], source: str) -> None:
@@ -201,14 +194,7 @@ def _nodes(cluster: Cluster, wanted: frozenset[int]) -> Iterator[Node]:
     for node in cluster.nodes:
         kept = [rank for rank in node.ranks if rank in wanted]
         if kept:
-            kinds = tuple(node.gpu_kinds[rank - node.first_rank] for rank in kept)
-            numbers = tuple(node.numbers[rank - node.first_rank] for rank in kept)
-            yield replace(
-                node,
-                first_rank=first_rank,
-                gpu_kinds=kinds,
-                gpu_numbers=None if numbers == tuple(range(len(kept))) else numbers,
-            )
+            yield node.with_gpus(kept, first_rank=first_rank)
             first_rank += len(kept)
 
 

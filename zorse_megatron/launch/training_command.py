@@ -1,13 +1,28 @@
 """The training command as every rank runs it: the user's own, the plan, and what resuming needs."""
 
+import dataclasses
 import os
 import os.path
 import shlex
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from zorse_megatron.errors import LaunchError, Problem
-from zorse_megatron.flags.command import last_values
+from zorse_megatron.flags.command import (
+    Command,
+    find_flags,
+    last_values,
+    read_command,
+    split_script,
+)
+from zorse_megatron.flags.model_in_flags import job_dtype
+from zorse_megatron.flags.table import flags, spelling_of
+from zorse_megatron.gpus.gpu import ComputeDtype
+from zorse_megatron.inputs.cluster import Cluster, Node
+from zorse_megatron.launch.rank_environment import stock_environment
 
 MODULE = "zorse_megatron.pretrain"
 _DAMAGED = "--zorse-damaged-checkpoint"
@@ -120,3 +135,141 @@ def folder_problems(given: Sequence[str]) -> Iterator[Problem]:
 def _are_one(first: str, second: str) -> bool:
     """Whether two paths lead to one folder, as the ranks themselves ask before they load."""
     return os.path.realpath(first) == os.path.realpath(second)
+
+
+# Unmodified Megatron in a layout: the user's command with the layout's flags, and its nodes.
+
+
+_LAYOUT = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"),
+    *("num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("micro_batch_size", "use_distributed_optimizer", "use_tp_pp_dp_mapping"),
+    *("overlap_grad_reduce", "overlap_param_gather"),
+    *("overlap_p2p_comm", "overlap_p2p_comm_warmup_flush"),
+    *("recompute_granularity", "recompute_activations"),
+    *("recompute_method", "recompute_num_layers"),
+)
+"""Arguments that a layout decides."""
+
+
+def without_layout(
+    given: Sequence[str], layout: Sequence[str], *, is_started: bool = True
+) -> tuple[str, ...]:
+    """Return the command without the flags that a layout decides.
+
+    `layout`: its flags; `is_started`: whether unmodified Megatron is to run the command. Raises
+    LaunchError with all that contradict the layout, and for what it cannot run; not for another
+    micro-batch size, as under a plan (`replaced_sizes`).
+    """
+    command, wanted = read_command(given), read_command(layout).args
+    problems = [*_unknown_to_stock(given)] if is_started else []
+    problems += _contradictions(command, wanted)
+    if problems:
+        raise LaunchError("the training command does not fit the layout", problems)
+    return stripped_of_layout(given)
+
+
+def stripped_of_layout(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the command without the flags that a layout decides, whatever they say."""
+    spelt = {
+        spelling: 0 if flag.kind != "store" else "?"
+        for flag in flags()
+        if flag.name in _LAYOUT
+        for spelling in flag.spellings
+    }
+    return find_flags(given, spelt)[1]  # type: ignore[arg-type]
+
+
+def replaced_sizes(given: Sequence[str], layout: Sequence[str]) -> tuple[str, ...]:
+    """A note on the micro-batch size of a command, which Megatron asks for: the layout's counts."""
+    found, wanted = (read_command(each).args.micro_batch_size for each in (given, layout))
+    if found in {None, wanted}:
+        return ()
+    return (f"--micro-batch-size {found} becomes {wanted}, the layout's",)
+
+
+def refuse_other_dtype(given: Sequence[str], dtype: ComputeDtype | None) -> None:
+    """Raise LaunchError where a command says another type than the layout was made for."""
+    said = job_dtype(read_command(given).args)
+    if dtype is None or dtype == said:
+        return
+    wanted = "neither --fp16 nor --bf16" if dtype == "fp32" else f"--{dtype}"
+    problem = Problem(
+        where="--fp16, --bf16",
+        found=f"--{said}" if said != "fp32" else "neither",
+        expected=f"{wanted}, as the layout was made for (compute_dtype)",
+        remedy="Stock Megatron has one type for the job, and the command says which one.",
+    )
+    raise LaunchError("the training command does not fit the layout", [problem])
+
+
+def stock_training_of(given: Sequence[str], layout: Sequence[str], tensor: int) -> TrainingCommand:
+    """Add the layout's flags, and those with which a job that saves goes on when requeued.
+
+    `given`: what `without_layout` returns; `tensor`: tensor-parallel ranks. Raises LaunchError.
+    """
+    problems = list(folder_problems(given))
+    if problems:
+        raise LaunchError("the training command cannot be launched", problems)
+    more, save = resuming_flags(given)
+    needed = stock_environment() if tensor > 1 else {}
+    return TrainingCommand(
+        words=(*given, *layout, *more),
+        resumes=save is not None,
+        save=save,
+        module=None,
+        variables=tuple(f"{name}={value}" for name, value in needed.items()),
+    )
+
+
+def in_order(cluster: Cluster, ranks: Sequence[int]) -> Cluster:
+    """Return the cluster with its nodes, and the GPUs of each, in the order of stock's ranks.
+
+    `ranks`: rank of stock's job -> rank of the cluster; those of a node follow each other.
+    """
+    nodes: list[Node] = []
+    for _, some in groupby(ranks, key=lambda rank: cluster.node_of_rank(rank).first_rank):
+        its = list(some)
+        first_rank = sum(len(each.gpu_kinds) for each in nodes)
+        nodes.append(cluster.node_of_rank(its[0]).with_gpus(its, first_rank=first_rank))
+    return dataclasses.replace(cluster, nodes=tuple(nodes))
+
+
+def _unknown_to_stock(given: Sequence[str]) -> Iterator[Problem]:
+    if split_script(given)[0] is None:
+        yield Problem(
+            where="--",
+            found="no script at the start of the training command",
+            expected="Megatron-LM's own, or yours: the built-in GPT entry needs this package",
+            remedy="Such as: -- pretrain_gpt.py --num-layers 32",
+        )
+    for word in dict.fromkeys(word.partition("=")[0] for word in given):
+        if word.startswith("--zorse-"):
+            yield Problem(
+                where=word,
+                found="it in the training command",
+                expected="flags of unmodified Megatron",
+                remedy="Leave it out.",
+            )
+
+
+def _contradictions(command: Command, wanted: Namespace) -> Iterator[Problem]:
+    # `--recompute-activations` is another word for the granularity "selective".
+    selective = wanted.recompute_granularity == "selective"
+    also = Namespace(**{**vars(wanted), "recompute_activations": selective})
+    for name in _LAYOUT:
+        found, expected = getattr(command.args, name), getattr(also, name)
+        if name in command.given and found != expected and name != "micro_batch_size":
+            yield Problem(
+                where=spelling_of(name),
+                found="it" if isinstance(found, bool) else f"{found}",
+                expected=f"{_said(found, expected)}, as the layout has",
+                remedy="Leave it out: zorse launch adds the layout's flags.",
+            )
+
+
+def _said(found: Any, expected: Any) -> str:
+    return "no such flag" if isinstance(found, bool) or expected is None else f"{expected}"

@@ -47,7 +47,7 @@ from zorse_megatron.files.wording import duration, figure, part_of, percent
 from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.rank_placement import refuse_other_cluster
-from zorse_megatron.launch.stock_command import without_layout
+from zorse_megatron.launch.training_command import without_layout
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import load_plan
 from zorse_megatron.schedule.lower import refuse_unsupported

@@ -32,13 +32,6 @@ from zorse_megatron.launch.batch_script import (
     refuse_odd_names,
     with_checksum,
 )
-from zorse_megatron.launch.stock_command import (
-    in_order,
-    refuse_other_dtype,
-    replaced_sizes,
-    stock_training_of,
-    without_layout,
-)
 from zorse_megatron.launch.torchrun_lines import (
     DEFAULT_PORT,
     Rendezvous,
@@ -46,7 +39,15 @@ from zorse_megatron.launch.torchrun_lines import (
     fewest_nodes,
     torchrun_lines,
 )
-from zorse_megatron.launch.training_command import TrainingCommand, training_of
+from zorse_megatron.launch.training_command import (
+    TrainingCommand,
+    in_order,
+    refuse_other_dtype,
+    replaced_sizes,
+    stock_training_of,
+    training_of,
+    without_layout,
+)
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import fingerprint, load_plan
 from zorse_megatron.schedule.lower import refuse_unsupported

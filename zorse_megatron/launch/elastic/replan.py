@@ -59,7 +59,7 @@ def nodes_left(cluster: Cluster, present: Collection[str]) -> NodesLeft:
     """
     there = [node for node in cluster.nodes if node.name in present]
     parts = list(_joined_parts(cluster, there))
-    chosen = max(parts, key=_num_gpus, default=[])
+    chosen = max(parts, key=lambda part: sum(len(n.gpu_kinds) for n in part), default=[])
     return NodesLeft(
         nodes=tuple(chosen),
         lost=tuple(node.name for node in cluster.nodes if node.name not in present),
@@ -91,20 +91,9 @@ def refuse_too_few(
 
 def _joined_parts(cluster: Cluster, nodes: list[Node]) -> Iterator[list[Node]]:
     """The nodes by regions that links join, in the order of their first nodes."""
-    import networkx as nx
-
-    regions = list(dict.fromkeys(node.region for node in nodes))
-    graph = nx.Graph()
-    graph.add_nodes_from(regions)
-    graph.add_edges_from(
-        link.regions for link in cluster.region_links if set(regions).issuperset(link.regions)
-    )
-    for part in nx.connected_components(graph):
+    regions = dict.fromkeys(node.region for node in nodes)
+    for part in cluster.joined_regions(regions):
         yield [node for node in nodes if node.region in part]
-
-
-def _num_gpus(nodes: list[Node]) -> int:
-    return sum(len(node.gpu_kinds) for node in nodes)
 
 
 DEFAULT_LIMIT_S = 600.0
