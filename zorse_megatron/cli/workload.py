@@ -18,7 +18,7 @@ from zorse_megatron.flags.conditions import MUON, barring_tp, fuses_weight_gradi
 from zorse_megatron.flags.model_in_flags import (
     batch_size_from_flags,
     computing_from_flags,
-    dtype_from_flags,
+    job_dtype,
     shape_from_flags,
 )
 from zorse_megatron.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind
@@ -155,7 +155,7 @@ def _from_flags(flags: Sequence[str], check: Callable[[Command], list[Problem]] 
     _refuse_absurd(shape)
     return Workload(
         model=shape,
-        dtype=dtype_from_flags(flags),
+        dtype=DTYPE_OF[job_dtype(command.args)],
         global_batch_size=batch_size_from_flags(flags),
         computing=computing_from_flags(command.args),
         notes=tuple(notes),

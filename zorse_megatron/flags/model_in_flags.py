@@ -6,18 +6,15 @@ again. Names and defaults are those of megatron-core 0.19 (`megatron/training/ar
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import cast
 
 from zorse_megatron.errors import ModelError, Problem
-from zorse_megatron.flags.command import last_values, read_command
-from zorse_megatron.flags.table import by_spelling
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.table import spelling_of
 from zorse_megatron.flags.tokenizers import NotReadable, tokens_of
-from zorse_megatron.gpus.gpu import Attention, ComputeDtype, Dtype
+from zorse_megatron.gpus.gpu import Attention, ComputeDtype
 from zorse_megatron.inputs.model import (
-    NUM_EXPERTS_FLAG,
-    USUAL_DIVISOR,
     Activation,
     Computing,
     Experts,
@@ -33,8 +30,7 @@ from zorse_megatron.inputs.model import (
 from zorse_megatron.live.batch_schedule import BatchSchedule
 from zorse_megatron.plan.plan import Plan
 
-_DIGITS = 9
-_USUAL_TOP_K = 2  # Megatron's
+_LIMIT = 10**9
 _POSITIONS: dict[str, PositionEmbedding] = {
     "learned_absolute": "learned",
     "rope": "rope",
@@ -42,79 +38,62 @@ _POSITIONS: dict[str, PositionEmbedding] = {
     "mrope": "rope",
     "none": "none",
 }
-_NORMS = ("LayerNorm", "RMSNorm")
 # Models that are not a row of equal layers.
 _UNSUPPORTED = (
-    "--multi-latent-attention",
-    "--mtp-num-layers",
-    "--heterogeneous-layers-config-path",
-    "--hybrid-layer-pattern",
-    "--hybrid-override-pattern",
-    "--spec",
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "heterogeneous_layers_config_path",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "spec",
 )
+_BATCH = "the batch of these Megatron flags cannot be planned"
 
 
-@dataclass(kw_only=True)
 class _Flags:
-    """The flags of a command, and what is wrong with those that were asked for."""
+    """A command, and all that is wrong with it: what its parser says, and its model."""
 
-    values: Mapping[str, str | None]
-    args: Namespace
-    """The same as Megatron's parser has them, with its defaults."""
-    problems: list[Problem] = field(default_factory=list)
+    def __init__(self, arguments: Sequence[str]) -> None:
+        command = read_command(arguments)
+        self.args, self.given = command.args, command.given
+        self.problems = list(command.problems)
 
-    def has(self, flag: str) -> bool:
-        return flag in self.values
-
-    def integer(self, flag: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None) -> int:
         """Return a positive integer; without one the problem is noted and 1 returned."""
-        text = self.values.get(flag)
-        if text is not None and text.isdecimal() and len(text) <= _DIGITS and int(text) > 0:
-            return int(text)
-        if flag not in self.values and default is not None:
+        value = getattr(self.args, name)
+        if value is None and default is not None:
             return default
-        self.add(flag, "no value" if text is None else f'"{text}"', "a positive integer")
-        return 1
+        if not isinstance(value, int) or not 0 < value < _LIMIT:
+            self.add(name, "no value" if value is None else f'"{value}"', "a positive integer")
+            return 1
+        return value
 
-    def choice(self, flag: str, default: str, known: Sequence[str]) -> str:
-        """Return one of the known values."""
-        text = self.values.get(flag, default)
-        if text in known:
-            return str(text)
-        self.add(flag, "no value" if text is None else f'"{text}"', f"one of {', '.join(known)}")
-        return default
-
-    def add(self, flag: str, found: str, expected: str, remedy: str | None = None) -> None:
-        """Note a problem."""
+    def add(self, name: str, found: str, expected: str, remedy: str | None = None) -> None:
+        """Note a problem, unless the parser has one with this flag."""
+        flag = spelling_of(name)
         remedy = remedy or f"Add {flag}, or give the model with --model."
-        self.problems.append(Problem(where=flag, found=found, expected=expected, remedy=remedy))
+        if flag not in {each.where for each in self.problems}:
+            problem = Problem(where=flag, found=found, expected=expected, remedy=remedy)
+            self.problems.append(problem)
 
 
 def shape_from_flags(arguments: Sequence[str], *, tensor_parallel: int = 1) -> ModelShape:
     """Return the model that a Megatron command trains. Raises ModelError with every problem."""
-    flags = _flags(arguments)
+    flags = _Flags(arguments)
     shape = _shape(flags, tensor_parallel)
-    for flag in _UNSUPPORTED:
-        if flags.has(flag):
+    for name in _UNSUPPORTED:
+        if name in flags.given:
             remedy = "Only GPT models of equal layers can be planned; remove the flag."
-            flags.add(flag, "the flag", "a model without it", remedy)
+            flags.add(name, "the flag", "a model without it", remedy)
     if shape.experts is not None and tensor_parallel > 1:
         flags.problems.append(
             no_tp_with_experts("--tensor-model-parallel-size", str(tensor_parallel))
         )
     if not flags.problems:
-        flags.problems += problems_of(shape, has_kv_channels=flags.has("--kv-channels"))
+        flags.problems += problems_of(shape, has_kv_channels="kv_channels" in flags.given)
     if flags.problems:
         raise ModelError("the model of these Megatron flags cannot be planned", flags.problems)
     return shape
-
-
-def dtype_from_flags(arguments: Sequence[str]) -> Dtype:
-    """Return the type of number that a Megatron command computes in."""
-    given = last_values(arguments, ["--bf16", "--fp16"])
-    if "--bf16" in given:
-        return "bfloat16"
-    return "float16" if "--fp16" in given else "float32"
 
 
 def batch_size_from_flags(arguments: Sequence[str]) -> int | None:
@@ -122,65 +101,48 @@ def batch_size_from_flags(arguments: Sequence[str]) -> int | None:
 
     Of batches that change it is the largest. Raises ModelError where it is no positive integer.
     """
-    flags = _flags(arguments)
-    if flags.has("--step-batch-size-schedule") and not flags.has("--global-batch-size"):
-        return _largest_batch(flags)
-    if not flags.has("--global-batch-size"):
-        return None
-    size = flags.integer("--global-batch-size")
+    flags = _Flags(arguments)
+    schedule = "step_batch_size_schedule"
+    size = None
+    if "global_batch_size" in flags.given:
+        size = flags.integer("global_batch_size")
+    elif schedule in flags.given:
+        text = flags.args.step_batch_size_schedule
+        try:
+            size = BatchSchedule.parse(text or "", sequence_length=1).sizes[-1]
+        except ValueError:
+            expected = "TOKENS:SAMPLES ..., the first from 0 on"
+            flags.add(schedule, f'"{text}"', expected, "Such as '0:256 10B:512'.")
     if flags.problems:
-        raise ModelError("the batch of these Megatron flags cannot be planned", flags.problems)
+        raise ModelError(_BATCH, flags.problems)
     return size
 
 
-def _largest_batch(flags: _Flags) -> int:
-    text = flags.values["--step-batch-size-schedule"]
-    try:
-        return BatchSchedule.parse(text or "", sequence_length=1).sizes[-1]
-    except ValueError:
-        flag, found = "--step-batch-size-schedule", "no value" if text is None else f'"{text}"'
-        flags.add(
-            flag, found, "TOKENS:SAMPLES ..., the first from 0 on", "Such as '0:256 10B:512'."
-        )
-        raise ModelError(
-            "the batch of these Megatron flags cannot be planned", flags.problems
-        ) from None
-
-
-def _flags(arguments: Sequence[str]) -> _Flags:
-    args = read_command(arguments).args
-    return _Flags(values=last_values(arguments, by_spelling()), args=args)
-
-
 def _shape(flags: _Flags, tensor_parallel: int) -> ModelShape:
-    hidden = flags.integer("--hidden-size")
-    heads = flags.integer("--num-attention-heads")
-    sequence = flags.integer("--seq-length")
-    activation, position = _activation(flags), _position(flags)
-    has_groups = flags.has("--group-query-attention")
-    is_learned = position == "learned"
-    bias = not flags.has("--disable-bias-linear")
-    ffn = flags.integer("--ffn-hidden-size", default_ffn_hidden_size(hidden, activation))
+    args = flags.args
+    hidden, heads = flags.integer("hidden_size"), flags.integer("num_attention_heads")
+    sequence = flags.integer("seq_length")
+    activation, position = _activation(args), _position(flags)
+    ffn = flags.integer("ffn_hidden_size", default_ffn_hidden_size(hidden, activation))
+    has_groups, is_learned = args.group_query_attention, position == "learned"
     return ModelShape(
         name="megatron flags",
-        num_layers=flags.integer("--num-layers"),
+        num_layers=flags.integer("num_layers"),
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
-        num_query_groups=flags.integer("--num-query-groups", 1) if has_groups else heads,
-        kv_channels=flags.integer("--kv-channels", max(1, hidden // heads)),
+        num_query_groups=flags.integer("num_query_groups") if has_groups else heads,
+        kv_channels=flags.integer("kv_channels", max(1, hidden // heads)),
         vocab_size=_vocab_size(flags, tensor_parallel),
         seq_length=sequence,
-        tied_embeddings=not flags.has("--untie-embeddings-and-output-weights"),
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
         activation=activation,
-        norm="rmsnorm"
-        if flags.choice("--normalization", "LayerNorm", _NORMS) == "RMSNorm"
-        else "layernorm",
+        norm="rmsnorm" if args.normalization == "RMSNorm" else "layernorm",
         position_embedding=position,
-        max_positions=flags.integer("--max-position-embeddings") if is_learned else 0,
-        linear_bias=bias,
-        qkv_bias=flags.has("--add-qkv-bias") and not bias,
-        qk_norm=flags.has("--qk-layernorm"),
+        max_positions=flags.integer("max_position_embeddings") if is_learned else 0,
+        linear_bias=args.add_bias_linear,
+        qkv_bias=args.add_qkv_bias and not args.add_bias_linear,
+        qk_norm=args.qk_layernorm,
         experts=_experts(flags, ffn),
     )
 
@@ -197,55 +159,58 @@ def layer_kinds(frequency: str) -> set[str]:
 
 def _experts(flags: _Flags, ffn_hidden_size: int) -> Experts | None:
     """Those of all layers; as in Megatron, 0 of them are none."""
-    if not flags.has(NUM_EXPERTS_FLAG) or flags.values[NUM_EXPERTS_FLAG] == "0":
+    args, shared = flags.args, "moe_shared_expert_intermediate_size"
+    if not args.num_experts:
         return None
-    shared, frequency = "--moe-shared-expert-intermediate-size", "--moe-layer-freq"
-    layers = flags.values.get(frequency, "1") or ""
+    layers = str(args.moe_layer_freq)
     if layer_kinds(layers) != {"1"}:
         expected = "1, or as many ones as there are layers: all of them with experts"
         remedy = "Layers of two kinds train under a plan that is written by hand, but none is made."
-        flags.add(frequency, f'"{layers}"', expected, remedy)
-    is_softmax = flags.values.get("--moe-router-score-function", "softmax") == "softmax"
+        flags.add("moe_layer_freq", f'"{layers}"', expected, remedy)
     return Experts(
-        num_experts=flags.integer(NUM_EXPERTS_FLAG),
-        per_token=flags.integer("--moe-router-topk", _USUAL_TOP_K),
-        ffn_hidden_size=flags.integer("--moe-ffn-hidden-size", ffn_hidden_size),
-        shared_ffn_hidden_size=flags.integer(shared) if flags.has(shared) else 0,
-        has_shared_gate=flags.has("--moe-shared-expert-gate"),
-        scores_all=flags.has("--moe-router-pre-softmax") or not is_softmax,
+        num_experts=flags.integer("num_experts"),
+        per_token=flags.integer("moe_router_topk"),
+        ffn_hidden_size=flags.integer("moe_ffn_hidden_size", ffn_hidden_size),
+        shared_ffn_hidden_size=flags.integer(shared) if shared in flags.given else 0,
+        has_shared_gate=args.moe_shared_expert_gate,
+        scores_all=args.moe_router_pre_softmax or args.moe_router_score_function != "softmax",
     )
 
 
-def _activation(flags: _Flags) -> Activation:
-    if flags.has("--swiglu"):
+def _activation(args: Namespace) -> Activation:
+    if args.swiglu:
         return "swiglu"
-    if flags.has("--squared-relu"):
+    if args.squared_relu:
         return "squared_relu"
-    return "geglu" if flags.has("--quick-geglu") else "gelu"
+    return "geglu" if args.quick_geglu else "gelu"
 
 
 def _position(flags: _Flags) -> PositionEmbedding:
-    if flags.has("--use-rotary-position-embeddings"):
+    args, name = flags.args, "position_embedding_type"
+    if args.use_rotary_position_embeddings:
         return "rope"
-    chosen = flags.choice("--position-embedding-type", "learned_absolute", list(_POSITIONS))
-    return _POSITIONS[chosen]
+    if args.position_embedding_type not in _POSITIONS:
+        found = f'"{args.position_embedding_type}"'
+        flags.add(name, found, f"one of {', '.join(_POSITIONS)}")
+        return "learned"
+    return _POSITIONS[args.position_embedding_type]
 
 
 def _vocab_size(flags: _Flags, tensor_parallel: int) -> int:
-    if flags.has("--padded-vocab-size"):
-        return flags.integer("--padded-vocab-size")
+    if "padded_vocab_size" in flags.given:
+        return flags.integer("padded_vocab_size")
     try:
         size, reason = tokens_of(flags.args), "no tokenizer"
     except NotReadable as error:
         size, reason = None, str(error)
-    if size is None and not flags.has("--vocab-size"):
+    if size is None and "vocab_size" not in flags.given:
         found = f"no such flag, and {reason}"
         remedy = "Add it, or --padded-vocab-size, or a tokenizer whose files are here."
-        flags.add("--vocab-size", found, "the number of tokens", remedy)
+        flags.add("vocab_size", found, "the number of tokens", remedy)
         return 1
     return padded_vocab_size(
-        size or flags.integer("--vocab-size"),
-        divisible_by=flags.integer("--make-vocab-size-divisible-by", USUAL_DIVISOR),
+        size or flags.integer("vocab_size"),
+        divisible_by=flags.integer("make_vocab_size_divisible_by"),
         tensor_parallel=tensor_parallel,
     )
 
