@@ -103,21 +103,13 @@ def kinds_called(name: str) -> tuple[GpuKind, ...]:
 _FORM = re.compile(r"(sxm\d?|pcie|nvlink)$")
 # Chips, clocks and memory of their own, under the numbers of desktop cards.
 _LAPTOP = re.compile(r"laptop|mobile|notebook|max-?q|\d{4}m$", re.IGNORECASE)
-# What others call their accelerators -> whose they are, and what runs there in place of CUDA.
-_OTHERS = tuple(
-    (re.compile(pattern, re.IGNORECASE), what, platform)
-    for pattern, what, platform in (
-        (r"AMD|Instinct|Radeon|MI\d{2,3}|RX ?\d{4}|W[5-7]\d00\b", "a GPU of AMD", "ROCm"),
-        (
-            r"Intel|Gaudi|Habana|Ponte ?Vecchio|Max ?1\d{3}\b",
-            "a device of Intel",
-            "oneAPI or Gaudi",
-        ),
-        (r"(Google )?(Cloud )?TPU", "a TPU", "XLA"),
-        (r"(AWS )?(Trainium|Inferentia|trn\d|inf\d)", "a device of AWS", "Neuron"),
-        (r"(Huawei )?Ascend", "a device of Huawei", "CANN"),
-        (r"Apple|M[1-5]( (Pro|Max|Ultra))?$", "a GPU of Apple", "Metal"),
-    )
+# What others than NVIDIA call their accelerators: AMD, Intel, Google, AWS, Huawei, Apple.
+_FOREIGN = re.compile(
+    r"AMD|Instinct|Radeon|MI\d{2,3}|RX ?\d{4}|W[5-7]\d00\b"
+    r"|Intel|Gaudi|Habana|Ponte ?Vecchio|Max ?1\d{3}\b"
+    r"|(Google )?(Cloud )?TPU|(AWS )?(Trainium|Inferentia|trn\d|inf\d)"
+    r"|(Huawei )?Ascend|Apple|M[1-5]( (Pro|Max|Ultra))?$",
+    re.IGNORECASE,
 )
 
 
@@ -127,7 +119,7 @@ def is_foreign(name: str) -> bool:
     >>> is_foreign("MI300X"), is_foreign("AMD Radeon PRO W6800"), is_foreign("T4")
     (True, True, False)
     """
-    return any(pattern.match(name.strip()) for pattern, _, _ in _OTHERS)
+    return _FOREIGN.match(name.strip()) is not None
 
 
 def variants(name: str) -> tuple[GpuKind, ...]:
@@ -153,15 +145,14 @@ def variants(name: str) -> tuple[GpuKind, ...]:
 
 def unknown_kind(name: str, where: str, known: Iterable[str], *, expected: str) -> Problem:
     """Say what is wrong with a name that is none of `known`, and what may have been meant."""
-    for pattern, what, platform in _OTHERS:
-        if pattern.match(name.strip()):
-            return Problem(
-                where=where,
-                found=f'"{name}", {what}',
-                expected="GPUs of NVIDIA",
-                remedy="Plans are trained over CUDA and NCCL; nothing here was run on "
-                f"{platform}. Leave it out; or, only to plan, describe it under gpu_kinds.",
-            )
+    if is_foreign(name):
+        return Problem(
+            where=where,
+            found=f'"{name}", which is not of NVIDIA',
+            expected="GPUs of NVIDIA",
+            remedy="Plans are trained over CUDA and NCCL; nothing here was run on ROCm, oneAPI or "
+            "XLA. Leave it out; or, only to plan, describe it under gpu_kinds.",
+        )
     if _LAPTOP.search(name):
         return Problem(
             where=where,
