@@ -36,6 +36,7 @@ from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.inputs.model import USUAL, Experts, ModelShape
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule
 from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.memory_ledger import Category, changes_of
 from zorse_megatron.simulate.result import SimulationResult
@@ -212,8 +213,11 @@ def most_activation_bytes(predicted: SimulationResult, rank: int, copies: int) -
 
     Changes at one moment count one after the other, as in `peak_memory`.
     """
+    track, times = predicted.timeline.program.tracks[rank], predicted.timeline.times
     forwards_s = {
-        span.start_s + span.waited_s for span in predicted.spans(rank) if "F" in span.action
+        times.start_s[track.first_task(position)]
+        for position, action in enumerate(track.actions)
+        if action.kind is Kind.FORWARD
     }
     held = head = highest = 0
     for time_s, category, num_bytes in changes_of(predicted.timeline, rank)[1]:
