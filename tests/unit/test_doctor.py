@@ -29,9 +29,11 @@ from zorse_megatron.doctor.plans import CASES, EXACT, UNEVEN_PLAN, WITHIN_ROUNDI
 from zorse_megatron.doctor.timed import (
     TimedSize,
     cluster_of,
+    offload_plans,
     predicted,
     size_for,
     speed_plan,
+    step_copies_s,
     timed_plan,
 )
 from zorse_megatron.emulate.rank_jobs import RankJob, RanksEnd
@@ -82,6 +84,7 @@ class Ranks:
         usual = {
             "communicators": TAKEN,
             "kernels": kernel_answer(),
+            "copies": 20e9,
             "training": dict.fromkeys(range(1, 6), (5.0, 1.0)),
             "resumed": {3: (5.0, 1.0)},
             "refused": None,
@@ -178,7 +181,7 @@ def made(checks, there, ranks, directory):
 
 
 EIGHT = machine(*[A100] * 8, engine="2.9")
-ALL_WELL = {"kernels", "communicators", "plans", "resume", "move", "engine", "speed"}
+ALL_WELL = {"kernels", "communicators", "plans", "resume", "move", "engine", "offload", "speed"}
 # Check, machine, what is wrong there, how the last finding of the check ends, and its words.
 FAULTS = [
     ("communicators", EIGHT, {"failure": {"communicators": "NCCL WARN x"}}, "fail", "NCCL WARN x"),
@@ -202,6 +205,9 @@ FAULTS = [
     ("speed", EIGHT, {"answers": {"timed plan 1": dict.fromkeys(range(1, 6), (5.1, 1.0))}}, "fail",
      "relative_loss"),
     ("speed", EIGHT, {"times_s": {"timed plan 2": 1.03}}, "fail", "expected at most +1%"),
+    ("offload", EIGHT, {"answers": {"offloaded": dict.fromkeys(range(1, 6), (5.1, 1.0))}}, "fail",
+     "offloaded: relative_loss"),
+    ("offload", EIGHT, {"times_s": {"resident": 2.0, "offloaded": 3.1}}, "fail", "at most 5%"),
     ("prediction", EIGHT, {"peak_bytes": 10**9}, "fail", "expected within 10% in time and 8%"),
 ]  # fmt: skip
 
@@ -260,7 +266,8 @@ def test_what_is_as_close_as_stock(mine, theirs, limits, status):
 
 
 def test_all_plans_can_be_executed():
-    for plan in (*(case.plan for case in CASES), speed_plan(OF_A100)):
+    timed = (*offload_plans(OF_A100), speed_plan(OF_A100))
+    for plan in (*(case.plan for case in CASES), *timed):
         refuse_unsupported(plan)
     replicas = [replica for group in UNEVEN_PLAN.groups for replica in group.replicas]
     for what in ("micro_batch_size", "num_microbatches", "shard_weight"):
@@ -389,8 +396,25 @@ def test_the_faster_the_gpu_the_more_it_computes_within_its_memory(kind):
     # 96 h^2 operations a token and layer, against 10 ms of launches, at a third of the peak.
     work_s = 96 * size.hidden**2 * 1024 * size.micro_batch / GPU_KINDS[kind].peak.of("float16")
     assert 3 * work_s > 0.02
-    _, peak_bytes = predicted(speed_plan(size), size, gpu, here.layer_flags, PROFILE)
-    assert peak_bytes < 0.85 * gpu.total_bytes
+    times_s, peaks = zip(
+        *(
+            predicted(plan, size, gpu, here.layer_flags, PROFILE)
+            for plan in (*offload_plans(size), speed_plan(size))
+        ),
+        strict=True,
+    )
+    (resident_s, offloaded_s, _), (_, offloaded_bytes, _) = times_s, peaks
+    assert max(peaks) < 0.85 * gpu.total_bytes
+    # What unfused layers keep (Korthikanti et al., 2022, without sequence parallelism), parameters
+    # and gradients of two chunks, inputs of all micro-batches; and what the simulator says.
+    samples, heads, weights = size.micro_batch, size.hidden // 128, 12 * size.hidden**2
+    kept = 1024 * samples * (34 * size.hidden + 5 * heads * 1024)
+    inputs = 24 * 1024 * samples * 2 * size.hidden
+    limit_bytes = 0.6 * 4 * 18 * weights
+    assert kept + 2 * weights * (2 + 4) + inputs < limit_bytes
+    assert 1.2 * offloaded_bytes < limit_bytes
+    copies_s = step_copies_s(here, GPU_KINDS[kind].host_link_bytes_per_s)
+    assert (offloaded_s - copies_s) / resident_s < 1.04
 
 
 @pytest.mark.parametrize(
@@ -408,6 +432,19 @@ def test_the_faster_the_gpu_the_more_it_computes_within_its_memory(kind):
 def test_sizes_for_other_gpus(gpus, hidden, micro_batch):
     listed = [Gpu(name=n, capability=c, total_bytes=gb * 10**9) for n, c, gb in gpus]
     assert size_for(machine(*listed)) == TimedSize(hidden=hidden, micro_batch=micro_batch)
+
+
+def test_offload_may_cost_its_copies_and_a_little_more_within_less_than_the_state(tmp_path):
+    """805 million parameters, 22 bytes each, at 20 GB/s: 0.89 s; and 5 % of 4 s."""
+    ranks = Ranks(times_s={"resident": 4.0, "offloaded": 5.07})
+    (finding,) = findings_of(["offload"], machine(A100), ranks, tmp_path)
+    assert finding.status == Status.PASS
+    assert finding.figures["step_copies_s"] == pytest.approx(0.8858, rel=1e-3)
+    assert (finding.figures["hidden_size"], finding.figures["micro_batch_size"]) == (4096, 2)
+    resident, offloaded = ranks.of_training()
+    assert "--zorse-memory-limit" not in resident.arguments
+    limit_gb = offloaded.arguments[offloaded.arguments.index("--zorse-memory-limit") + 1]
+    assert float(limit_gb) == pytest.approx(0.6 * 4 * 12 * 4096**2 * 18 / 1e9)
 
 
 @pytest.mark.parametrize(("plan_s", "status"), [(2.01, Status.PASS), (2.05, Status.FAIL)])
@@ -523,7 +560,7 @@ def test_time_and_memory_are_predicted_as_soon_as_two_plans_are_known_to_be_righ
 
 @pytest.mark.parametrize(
     ("words", "known"),
-    [(["--check", "plan"], NAMES), (["--quick", "--check", "engine"], sorted(QUICK))],
+    [(["--check", "plan"], NAMES), (["--quick", "--check", "offload"], sorted(QUICK))],
 )
 def test_an_unknown_check_is_named(words, known, tmp_path):
     result = CliRunner().invoke(app, ["doctor", "--out", str(tmp_path / "new"), *words])

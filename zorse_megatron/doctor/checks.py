@@ -41,7 +41,7 @@ from zorse_megatron.doctor.plans import (
     PlanCase,
     with_split_backward,
 )
-from zorse_megatron.doctor.timed import prediction, speed
+from zorse_megatron.doctor.timed import offload, prediction, speed
 from zorse_megatron.errors import OutOfTime, RankFailure, ZorseError
 from zorse_megatron.gpus.gpu import BF16_FROM, TRITON_FROM
 from zorse_megatron.inputs.status import load_status
@@ -280,6 +280,13 @@ CHECKS: tuple[Check, ...] = (
         remedy="Close what else uses the GPU and repeat it; if it stays so, report it with "
         "doctor.json",
         is_quick=True,
+        limit_s=180.0,
+    ),
+    Check(
+        name="offload",
+        title="What offload costs on one GPU",
+        run=offload,
+        remedy="Plan without offload (docs/performance.md), and report it with doctor.json",
         limit_s=180.0,
     ),
     Check(

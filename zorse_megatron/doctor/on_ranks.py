@@ -34,6 +34,7 @@ from zorse_megatron.runtime.transport import connect, link_groups, world_options
 from zorse_megatron.schedule.communicators import WORLD_CTAS, Communicator, planned_communicators
 
 _TIMEOUT = timedelta(seconds=60)
+_COPIED_BYTES = 256 * 10**6
 _KERNEL_BYTES, _LAUNCHES = 512 * 10**6, 10
 _KERNEL_S = 1e-3
 """What a kernel takes at least: several times what the host takes to launch the next one."""
@@ -97,6 +98,17 @@ def _copy_bytes_per_s(num_bytes: int) -> float:
     device = torch.device("cuda", 0)
     yardstick = copy_case(num_bytes, device)
     return yardstick.num_bytes / _each_s(yardstick.kernel, device)
+
+
+def copies() -> float:
+    """Bytes per second between pinned host memory and the GPU, of the slower direction."""
+    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    here = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    pairs = ((there, here), (here, there))
+    return _COPIED_BYTES / max(
+        _each_s(partial(target.copy_, source, non_blocking=True), there.device)
+        for target, source in pairs
+    )
 
 
 def _disagreement(make: Callable[..., Case], device: torch.device) -> str | None:
@@ -231,7 +243,7 @@ def _wait_for(device: torch.device) -> None:
 def main() -> None:
     """Entry point."""
     check, path, *arguments = sys.argv[1:]
-    checks = {each.__name__: each for each in (machine, communicators, kernels)}
+    checks = {each.__name__: each for each in (machine, communicators, kernels, copies)}
     answer = checks[check](*arguments)
     if os.environ["RANK"] == "0":
         Path(path).write_text(json.dumps(answer), encoding="utf-8")

@@ -22,6 +22,7 @@ from zorse_megatron.doctor.plans import (
     ONE_F_ONE_B,
     WITHIN_ROUNDING,
     gpt_flags,
+    in_host,
     plan_of,
     replica,
 )
@@ -32,7 +33,7 @@ from zorse_megatron.gpus.gpu import BF16_FROM
 from zorse_megatron.gpus.known_gpus import CAPABILITIES, GPU_KINDS, kind_of_device
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.profile import load_profile
-from zorse_megatron.plan.plan import Group, Plan, Recompute
+from zorse_megatron.plan.plan import Group, Plan, Recompute, Schedule
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.simulate.iteration import simulate
 
@@ -81,7 +82,8 @@ class TimedSize:
         return {"hidden_size": self.hidden, "micro_batch_size": self.micro_batch}
 
 
-# By work. Samples grow with the width, no faster: what a layer keeps must fit beside the state.
+# By work. Samples grow with the width, no faster: what a layer keeps must fit into what `offload`
+# leaves of the training state.
 SIZES = tuple(
     TimedSize(hidden=hidden, micro_batch=micro_batch)
     for hidden, micro_batch in ((2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8), (8192, 4))
@@ -141,6 +143,17 @@ def timed_flags(
     return (*gpt_flags(flags), *WITHOUT_EVALUATION, *more, *layers)
 
 
+def offload_plans(size: TimedSize) -> tuple[Plan, Plan]:
+    """One rank with everything on the GPU, and with everything in host memory; all recomputed."""
+    whole = Recompute(mode="full")
+    group = Group(replicas=(replica(0, size.micro_batch, _OFFLOAD_MICRO_BATCHES),), recompute=whole)
+    by_layer = Schedule(name="breadth_first", parameters={"parameters": "per_pass"})
+    return (
+        plan_of((group,), [(0, _LAYERS)], ONE_F_ONE_B),
+        plan_of((in_host(group),), [(0, 1)] * _LAYERS, by_layer),
+    )
+
+
 def _median_s(trained: Trained) -> float:
     """Of the iterations after the warm-up."""
     return median(s for step, s in trained.elapsed_s.items() if step > _WARM_UP)
@@ -189,6 +202,16 @@ _MAX_SLOWER = 0.01
 _FILLED, _MAX_LAYERS = 0.85, 96
 """Of the GPU's memory, as predicted: the rest is for CUDA's context and fragmentation."""
 _MAX_TIME_ERROR, _MAX_PEAK_ERROR = 0.10, 0.08
+_OFFLOAD_MICRO_BATCHES = 24
+"""By the simulator, offloading then costs all known kinds at most 4 % beyond its copies."""
+_COPIED_BYTES = 14
+"""Per parameter, to the GPU for the step: fp32 weight, both moments, 16-bit weight. Its gradient
+comes twice, for the norm and for the step. Less goes back meanwhile. Nothing hides these copies
+(docs/performance.md)."""
+_HELD = 0.6
+"""What the offloaded run may hold, of its training state: the gradients alone are 0.22 of that."""
+_MAX_SLOWDOWN = 0.05
+"""Beyond those copies."""
 
 
 def speed_plan(size: TimedSize) -> Plan:
@@ -229,6 +252,51 @@ def speed(run: DoctorRun) -> Finding:
     if plan_s > (1 + _MAX_SLOWER) * stock_s:
         return failed(f"{said}; expected at most {_MAX_SLOWER:+.0%}", **figures)
     return passed(said, **figures)
+
+
+def offload(run: DoctorRun) -> Finding:
+    """The same model under both plans.
+
+    The second run stops if it needs the memory that the state alone would take on the GPU.
+    """
+    size = size_for(run.machine)
+    limit_bytes = round(_HELD * size.state_bytes)
+    copies_s = step_copies_s(run.machine, run.answer("copies"))
+    on_gpu, in_memory = offload_plans(size)
+    flags = timed_flags(on_gpu, size, run.machine.layer_flags)
+    resident = run.trained("resident", on_gpu, flags)
+    limit = ("--zorse-memory-limit", str(limit_bytes / 1e9))
+    offloaded = run.trained("offloaded", in_memory, (*flags, *limit))
+    resident_s, offloaded_s = _median_s(resident), _median_s(offloaded)
+    beyond = (offloaded_s - copies_s) / resident_s - 1
+    figures = {
+        **size.figures,
+        "resident_s": resident_s,
+        "offloaded_s": offloaded_s,
+        "offloaded_within_bytes": limit_bytes,
+        "step_copies_s": copies_s,
+        "slowdown_beyond_copies": beyond,
+    }
+    same = compared(offloaded, resident, WITHIN_ROUNDING)
+    if same.status is Status.FAIL:
+        return failed(f"offloaded: {same.said}", **figures)
+    said = (
+        f"resident {resident_s:.3g} s, offloaded {offloaded_s:.3g} s, of which copies around the "
+        f"step {copies_s:.3g} s, within {_HELD:.0%} of the training state's memory"
+    )
+    if beyond > _MAX_SLOWDOWN:
+        return failed(f"{said}; expected at most {_MAX_SLOWDOWN:.0%} more beside it", **figures)
+    return passed(said, **figures)
+
+
+def step_copies_s(machine: Machine, bytes_per_s: float) -> float:
+    """What copies around the optimizer step take, at the speed of the link to the host.
+
+    Megatron accumulates gradients in fp32 with --bf16, and in 16 bits with --fp16.
+    """
+    gradient_bytes = 4 if machine.dtype_flag == "--bf16" else 2
+    num_parameters = _LAYERS * size_for(machine).layer_parameters
+    return num_parameters * (_COPIED_BYTES + 2 * gradient_bytes) / bytes_per_s
 
 
 def prediction(run: DoctorRun) -> Finding:
