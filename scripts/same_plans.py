@@ -235,8 +235,10 @@ def answer_of(case: dict[str, Any]) -> dict[str, Any]:
         cluster = used if used.exists() else given["cluster.yaml"]
         said = output_of(work, ["check", str(plan), "--actions"]).splitlines(keepends=True)
         lists = "".join(line for line in said if line.startswith("rank "))
-        words = ["simulate", str(plan), "--json", "--cluster", str(cluster), *about]
+        words = ["explain", str(plan), "--json", "--cluster", str(cluster), *about]
         told = json.loads(output_of(work, words))
+        if not lists or "iteration_s" not in told:
+            raise RuntimeError(f"found no lists or no simulation of {case['name']}: {told}")
         return {
             "files": {path.name: path.read_text(encoding="utf-8") for path in files},
             "actions": hashlib.sha256(lists.encode()).hexdigest(),

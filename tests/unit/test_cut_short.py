@@ -25,10 +25,10 @@ class Interrupts:
         self.found_s = []
 
     def __call__(self, progress):
-        if len(self.found_s) == self.at:
-            raise KeyboardInterrupt
         if progress.best is not None:
             self.found_s.append(progress.best.iteration_s)
+        if len(self.found_s) == self.at:
+            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("at", [1, 3, 8])
