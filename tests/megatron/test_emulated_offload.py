@@ -62,9 +62,7 @@ def test_a_model_that_needs_all_in_the_host_takes_what_the_simulator_says():
     assert found.iteration_s == pytest.approx(outcome.iteration_s, rel=0.02)
     # Emulated GPUs count neither messages nor what is beside tensors.
     expected = [
-        rank.total.num_bytes
-        - rank.at_peak_bytes[Category.BUFFERS]
-        - rank.at_peak_bytes[Category.FIXED]
+        rank.total_bytes - rank.at_peak_bytes[Category.BUFFERS] - rank.at_peak_bytes[Category.FIXED]
         for rank in outcome.simulation.memory
     ]
     assert found.peak_bytes == pytest.approx(expected, rel=0.1)

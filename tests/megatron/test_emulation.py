@@ -300,7 +300,7 @@ def test_plans_take_what_the_simulator_says_and_lose_what_stock_loses(
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
     # Emulated GPUs do not count messages.
     expected = [
-        rank.total.num_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
+        rank.total_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
     ]
     assert found.peak_bytes == pytest.approx(expected, rel=0.1)
     assert found.losses == pytest.approx(stock_losses, abs=2e-5)
@@ -381,7 +381,7 @@ def test_adapters_take_what_the_simulator_says(lab, plan, tolerance):
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
     assert predicted.iteration_s < 0.9 * of_all.iteration_s
     expected = [
-        rank.total.num_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
+        rank.total_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
     ]
     assert found.peak_bytes == pytest.approx(expected, rel=0.002)
     assert found.losses[-1] < found.losses[0]
@@ -406,7 +406,7 @@ def test_experts_take_what_the_simulator_says(lab, plan, tolerance):
     predicted = simulate(plan, dataclasses.replace(inputs.costs, comm=comm, kinds=kinds))
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
     expected = [
-        rank.total.num_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
+        rank.total_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
     ]
     assert found.peak_bytes == pytest.approx(expected, rel=0.002)
 
