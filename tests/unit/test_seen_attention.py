@@ -1,6 +1,8 @@
 """Which core attention ran, seen from what it keeps; and where the run would use the other one."""
 
 import dataclasses
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.unit.test_profile import T4, one_pass, started
 from zorse_megatron.inputs.model import Computing
 from zorse_megatron.inputs.profile import Source, Times
 from zorse_megatron.measure.measured_profile import with_pass
+from zorse_megatron.measure.on_ranks import layer_timing
 from zorse_megatron.measure.on_ranks.layer_timing import SeenAttention, _context_bytes
 
 HEADS, TOKENS, CHANNELS = 3, 16, 16
@@ -89,3 +92,38 @@ def test_a_run_with_another_attention_than_was_measured_is_told(measured, comput
     text = FOUR_KINDS.replace("1 x V100-16, 1 x T4, ", "").replace(", 1 x H100-80", "")
     found = models(model, text=text, computing=computing, profile=profile).warnings
     assert [note[: len(expected)] for note, expected in zip(found, warned, strict=True)] == warned
+
+
+class Passes:
+    """Of a layer on the CPU, with weight gradients apart."""
+
+    seq_length, device = 8, torch.device("cpu")
+
+    def make(self, part, size):
+        def forward():
+            return torch.ones(size, requires_grad=True) * 2.0
+
+        return SimpleNamespace(forward=forward, backward=lambda output: output.sum().backward())
+
+    def num_parameters(self, part):
+        return 1
+
+    @contextmanager
+    def weight_gradients_apart(self):
+        yield SimpleNamespace(delaying=lambda key: nullcontext(), compute=lambda key: None)
+
+
+def test_weight_gradients_take_no_longer_than_the_backward_that_is_told(monkeypatch):
+    """Where warm-up is slow, weight gradients were compared with it, too, and profiles refused."""
+    backwards_s = [9.0] * layer_timing.WARM_UP + [1.0, 1.0, 1.0, 5.0, 5.0]
+    weights_s = [5.0] * len(backwards_s)
+    assert len(backwards_s) == layer_timing.WARM_UP + layer_timing.REPEATS
+    times_s = iter([each_s for each_s in backwards_s for _ in ("forward", "backward")] + weights_s)
+
+    def timed_s(work, device):
+        work()
+        return next(times_s)
+
+    monkeypatch.setattr(layer_timing, "timed_s", timed_s)
+    found = layer_timing.measured_pass(Passes(), "layer", 2)
+    assert (found.backward_s, found.weight_gradients_s) == (1.0, 1.0)

@@ -220,17 +220,18 @@ def measured_pass(passes: "ModelPasses", part: Part, size: int) -> MeasuredPass:
     for _ in range(WARM_UP + REPEATS):
         forward_s.append(timed_s(lambda: outputs.append(one.forward()), passes.device))
         backward_s.append(timed_s(lambda: one.backward(outputs.pop()), passes.device))
+    backward_median_s = median(backward_s[WARM_UP:])
     weights_s = _weight_gradients_s(passes, one) if part == "layer" else None
     return MeasuredPass(
         part=part,
         micro_batch_size=size,
         forward_s=median(forward_s[WARM_UP:]),
-        backward_s=median(backward_s[WARM_UP:]),
+        backward_s=backward_median_s,
         parameters=passes.num_parameters(part),
         saved_bytes=max(0, memory.saved_bytes),
         peak_bytes=memory.peak_bytes,
         attention=seen.attention if part == "layer" else None,
-        weight_gradients_s=None if weights_s is None else min(weights_s, median(backward_s)),
+        weight_gradients_s=None if weights_s is None else min(weights_s, backward_median_s),
     )
 
 
