@@ -201,6 +201,19 @@ def test_every_step_leads_to_a_plan_of_the_same_model_gpus_and_batch(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 7])
+def test_climbing_again_is_never_slower_and_finds_the_same_each_time(seed):
+    inputs, start = a_pipeline(seed)
+    once = dataclasses.replace(inputs, space=dataclasses.replace(SPACE, effort="normal"))
+    first, *again = (
+        climbed_from(Evaluator(each, Estimator(each)), [start], 200_000)
+        for each in (once, inputs, inputs)
+    )
+    assert again[0].plan == again[1].plan
+    assert again[0].iteration_s <= first.iteration_s
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_climbing_ends_near_the_best_placement_of_all(seed):
     """From the fastest pipeline of the search, against every placement of as many chunks."""

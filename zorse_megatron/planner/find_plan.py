@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 _REJECTED = 10
-_HIGH = 8
+_HIGH = 24
 """How many times as far `--effort high` climbs."""
 
 

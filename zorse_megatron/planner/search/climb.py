@@ -6,6 +6,8 @@ in flight in one group, with weight gradients apart or not, with other placement
 `PlanMoves` finds. Which are worth a simulation is found by ordering them (`Forecast`), which takes
 a fifth as long and ranks them alike, within the memory that the last simulation found (`Room`).
 
+With `--effort high` it goes on from the highest plan: a few random steps away, and up again.
+
 It climbs without weight gradients apart, then with them from there and from the search's plans: a
 plan is never slower because they are allowed.
 
@@ -13,6 +15,7 @@ Equal inputs find equal plans: computations are limited, not seconds.
 """
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -67,6 +70,12 @@ _MANY = 150
 _OF_MANY_ORDERED = 10
 """In which part of these near plans are ordered at a time, in a short climb."""
 _DELAYED = (0.15, 0.3, 0.6)
+_STEPS = (1, 2, 2, 3)
+"""Random steps away from the highest plan, before it is climbed again; one of these."""
+_MOST_DOWN = 1.05
+"""Such a step may make the plan slower by that."""
+_MISSES = 40
+"""So many climbs in a row that find nothing faster are the last."""
 _PARTS = (0.4, 0.6, 0.8)
 """Of what is in flight, whether it takes no less: first all of them are tried, then the last."""
 
@@ -106,6 +115,8 @@ def _highest(climb: "Climb", found: Sequence[Evaluation]) -> Evaluation:
             best_s = min(best_s, start.iteration_s)
     first = sorted(starts.values(), key=lambda each: each.iteration_s)
     ends = [climb.climbed(start) for start in first[: 1 if climb.is_short else _CLIMBED]]
+    if ends and climb.goes_on:
+        ends.append(climb.again(min(ends, key=lambda each: each.iteration_s)))
     evaluations = (each.evaluation for each in ends)
     return min(evaluations, key=lambda each: each.iteration_s, default=found[0])
 
@@ -135,6 +146,10 @@ class Climb:
         self.tried: set[object] = set()
         """Plans that were simulated."""
         self.most = self.left = most
+        self.goes_on = (
+            self.space.effort == "high" and splits == evaluator.inputs.space.split_backward
+        )
+        """Whether it climbs again from near the highest plan; the last of two climbs only."""
         self.is_short = False
         """Whether plans are so large that few can be ordered: then one or two of everything."""
 
@@ -191,6 +206,30 @@ class Climb:
                 break
             best = better
         return best
+
+    def again(self, best: Ordered) -> Ordered:
+        """Climb from random plans near the best one, as long as the budget lasts."""
+        draw, misses = random.Random(0), 0
+        while self.left > 0 and misses < _MISSES:
+            start = best
+            for _ in range(draw.choice(_STEPS)):
+                start = self._random_step(start, draw, _MOST_DOWN * best.iteration_s)
+            end = start if start is best else self.climbed(start)
+            misses = 0 if end.iteration_s < best.iteration_s else misses + 1
+            best = min(best, end, key=lambda each: each.iteration_s)
+        return best
+
+    def _random_step(self, here: Ordered, draw: random.Random, limit_s: float) -> Ordered:
+        """A near plan of any kind, if it fits within the limit; else the same."""
+        around = [*self._orders(here)]
+        around += self._least_busy(here, self.moves.around(here.plan, here.orders))
+        around += self._placements(here) if "interleaved" in self.space.schedules else ()
+        one = draw.choice(around)
+        rooms = {ranks: room for ranks, room in here.rooms.items() if ranks not in one.changed}
+        if not self._may_simulate(one.plan):
+            return here
+        found = self._in_order(one.plan, one.orders, rooms)
+        return here if found is None or found.iteration_s > limit_s else found
 
     def with_less_in_flight(self, best: Evaluation) -> Evaluation:
         """The plan with less memory, where it takes as long: the climb fills what there is."""
