@@ -12,6 +12,7 @@ from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.rank_bytes import RankSizes
 from zorse_megatron.simulate.result import SimulationResult
+from zorse_megatron.trace import Span
 
 
 def run(
@@ -32,6 +33,11 @@ def run(
     if forward_only:
         options.setdefault("lists", lower_plan(plan, forward_only=True))
     return simulate(plan, replace(costs, **more), **options)
+
+
+def traces_of(result: SimulationResult) -> dict[int, tuple[Span, ...]]:
+    """Spans of every simulated rank."""
+    return {rank: result.spans(rank) for rank in result.simulated_ranks}
 
 
 def costs_of(plan: Plan, *, compute=None, memory=None, comm=None, kinds=None, **more) -> JobCosts:

@@ -14,7 +14,7 @@ from matplotlib.path import Path as MatplotlibPath
 from tests.examples import examples
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.made_plans import even_plan
-from tests.unit.simulation import run, transfers_of
+from tests.unit.simulation import run, traces_of, transfers_of
 from tests.unit.test_simulate_memory import priced_with_options
 from tests.unit.test_simulate_times import run_case
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
@@ -61,7 +61,7 @@ def test_the_timeline_draws_the_bars_of_a_row_at_once(tmp_path, monkeypatch):
     (axes,) = figures[0].axes
     drawn = [patch.get_path() for patch in axes.patches]
     rectangles = sum(int((path.codes == MatplotlibPath.MOVETO).sum()) for path in drawn)
-    of_ranks = [span for of_rank in result.traces.values() for span in of_rank]
+    of_ranks = [span for of_rank in traces_of(result).values() for span in of_rank]
     assert rectangles == len(of_ranks) + sum(span.waited_s > 0 for span in of_ranks)
     looks = 1 + len({look for look in gantt._LOOKS.values()})
     assert len(axes.patches) + len(axes.collections) <= looks * PLAN.world_size
@@ -272,7 +272,7 @@ def test_saved_traces_are_those_of_a_run(tmp_path):
 
     plan = UNEVEN_PLAN
     result = run(plan)
-    for rank, expected in result.traces.items():
+    for rank, expected in traces_of(result).items():
         trace = Trace()
         trace.add(expected)
         found, spans = load_trace(trace.save(tmp_path, rank=rank))

@@ -11,7 +11,7 @@ from tests.examples import examples
 from tests.strategies import with_random_transfers
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.made_plans import even_plan, ministages, one_group, plan_of, replica, with_owners
-from tests.unit.simulation import run, transfers_of
+from tests.unit.simulation import run, traces_of, transfers_of
 from zorse_megatron.plan.plan import (
     ModelFingerprint,
     Offload,
@@ -311,7 +311,7 @@ def test_copies_that_share_a_link_are_told_apart_from_those_that_do_not():
     whole = run(plan, **options)
     assert merged.stands_in == (0, 0, 2, 2, 4, 4, 6, 6)
     assert merged.usage == whole.usage
-    assert merged.traces[0] != merged.traces[2]
+    assert traces_of(merged)[0] != traces_of(merged)[2]
 
 
 def test_the_ends_of_a_ring_over_two_nodes_are_told_apart():

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeMemory, node_links
 from tests.unit.made_plans import even_plan, one_group
-from tests.unit.simulation import run, transfers_of
+from tests.unit.simulation import run, traces_of, transfers_of
 from zorse_megatron.simulate.assumptions import Perturbation, SimulationError, SlowSpell
 
 
@@ -49,7 +49,7 @@ def test_jitter_depends_on_the_seed_alone():
     plan = even_plan(3, 2, 4)
 
     def times(seed, kinds=None):
-        return run(plan, kinds=kinds, perturbation=Perturbation(jitter=0.1, seed=seed)).traces
+        return traces_of(run(plan, kinds=kinds, perturbation=Perturbation(jitter=0.1, seed=seed)))
 
     assert times(1) == times(1)
     assert times(1) != times(2)

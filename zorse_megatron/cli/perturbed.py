@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from typing import TYPE_CHECKING, Annotated
@@ -57,8 +57,8 @@ class SlowMachines:
         """
         from zorse_megatron.simulate.assumptions import Perturbation, SlowSpell
 
-        told = {text: _Slow.of(text) for text in self.slow or ()}
-        found = [each for each in map(_Slow.of, self.slow or ()) if each is not None]
+        told = [(text, _Slow.of(text)) for text in self.slow or ()]
+        found = [each for _, each in told if each is not None]
         kinds, world_size = costs.cluster.kinds, costs.cluster.world_size
         ranks = {str(rank): rank for rank in range(world_size)}
         has_links = not {each.name for each in found} <= ranks.keys() | kinds.keys()
@@ -135,7 +135,7 @@ def _named_twice(found: list[_Slow]) -> Iterator[Problem]:
 
 
 def _problems(
-    told: Mapping[str, _Slow | None],
+    told: Iterable[tuple[str, _Slow | None]],
     ranks: Collection[str],
     kinds: Collection[str],
     links: Collection[str],
@@ -143,7 +143,7 @@ def _problems(
     may_end: bool,
 ) -> Iterator[Problem]:
     """Yield texts that are no factor, unknown names, and iterations where there are none."""
-    for text, each in told.items():
+    for text, each in dict(told).items():
         if each is None:
             expected = "NAME=FACTOR with a factor above 0"
             remedy = "For example, with --slow 3=1.3 rank 3 is 30 % slower."

@@ -261,11 +261,6 @@ class SimulationResult:
         """
         return spans_of(self.timeline, self._simulated(rank))
 
-    @cached_property
-    def traces(self) -> Mapping[int, tuple[Span, ...]]:
-        """Spans of every simulated rank."""
-        return {rank: self.spans(rank) for rank in self.simulated_ranks}
-
     def memory_over_time(self, rank: int) -> tuple[MemoryStep, ...]:
         """Bytes on the rank's GPU after each change, by category."""
         return memory_over_time(self.timeline, self.stands_in[rank])
