@@ -20,8 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.doctor.doctor_run import DoctorRun, Gpu, machine_here
+from zorse_megatron.doctor.doctor_run import DoctorRun, machine_here
 from zorse_megatron.doctor.plans import EXPERTS, ONE_F_ONE_B, gpt_flags, plan_of, replica
+from zorse_megatron.doctor.report import Gpu
 from zorse_megatron.doctor.timed import cluster_of
 from zorse_megatron.emulate.rank_jobs import run_spawned
 from zorse_megatron.errors import ZorseError

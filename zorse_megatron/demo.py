@@ -22,8 +22,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from zorse_megatron.doctor.doctor_run import DoctorRun, Status, Trained, compared, machine_here
+from zorse_megatron.doctor.doctor_run import DoctorRun, Trained, compared, machine_here
 from zorse_megatron.doctor.plans import EXACT, FP32_FLAGS, MAX_ABS_LOSS_DIFFERENCE
+from zorse_megatron.doctor.report import Status
 from zorse_megatron.emulate.rank_jobs import runner_here
 from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining, training_flags
 from zorse_megatron.errors import Problem, ZorseError

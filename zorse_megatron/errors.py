@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 # What is found may be anything: it must not steer the terminal that shows it.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text, with the names of signs in place of those that would steer a terminal."""
     return _CONTROLS.sub(lambda control: ascii(control[0])[1:-1], text)
 
 
@@ -28,7 +29,7 @@ class Problem:
 
     def __str__(self) -> str:
         text = f"{self.where}: found {self.found}; expected {self.expected}. {self.remedy}"
-        return _printable(text)
+        return printable(text)
 
 
 class ZorseError(Exception):
@@ -49,7 +50,7 @@ class ZorseError(Exception):
     def __str__(self) -> str:
         lines = [f"{self.title} ({len(self.problems)} problem{'s'[: len(self.problems) > 1]}):"]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
-        return _printable("\n".join(lines))
+        return printable("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Ranks hand errors to each other; by default the message alone would be handed on."""

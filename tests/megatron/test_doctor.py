@@ -12,7 +12,7 @@ from tests.megatron.launch import run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.doctor import checks, timed
 from zorse_megatron.doctor.checks import CHECKS, examine
-from zorse_megatron.doctor.doctor_run import DoctorRun, Finding, Status, compared, machine_here
+from zorse_megatron.doctor.doctor_run import DoctorRun, compared, machine_here
 from zorse_megatron.doctor.plans import (
     CASES,
     EXACT,
@@ -20,6 +20,7 @@ from zorse_megatron.doctor.plans import (
     SMALL_GPT,
     UNEVEN_PLAN,
 )
+from zorse_megatron.doctor.report import Finding, Report, Status, dump_report, load_report
 from zorse_megatron.emulate.rank_jobs import RankJob
 from zorse_megatron.schedule.communicators import planned_communicators
 
@@ -79,9 +80,19 @@ def test_dry_run(dry_run: DoctorRun, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     refused = [each.said for each in findings if each.status == Status.NOT_POSSIBLE]
     assert all(said.startswith("no CUDA device") for said in refused)
+    assert_report_is_read_back(dry_run, findings)
     assert_mistakes_are_found(dry_run)
     assert_ranks_connect(dry_run)
     assert_speed_is_measured(dry_run, monkeypatch)
+
+
+def assert_report_is_read_back(run: DoctorRun, findings: list[Finding]) -> None:
+    """Also the report of a run with figures, reasons and software as they are here."""
+    report = Report(version="0", date="2026", machine=run.machine, checks=tuple(findings))
+    path = run.directory / "doctor.json"
+    path.write_text(dump_report(report))
+    assert load_report(path) == report
+    assert len(report.as_table().splitlines()) == 2 + len(findings)
 
 
 def assert_mistakes_are_found(run: DoctorRun) -> None:

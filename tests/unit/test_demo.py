@@ -8,8 +8,9 @@ from rich.console import Console
 
 from zorse_megatron import demo
 from zorse_megatron.demo import loss_table
-from zorse_megatron.doctor.doctor_run import Machine, Trained
+from zorse_megatron.doctor.doctor_run import Trained
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
+from zorse_megatron.doctor.report import Machine
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 

@@ -17,14 +17,8 @@ from zorse_megatron.doctor.doctor_run import (
     NO_CUDA,
     CannotShare,
     DoctorRun,
-    Finding,
-    Status,
     Trained,
     compared,
-    failed,
-    no_time,
-    not_possible,
-    passed,
 )
 from zorse_megatron.doctor.plans import (
     CASES,
@@ -41,6 +35,7 @@ from zorse_megatron.doctor.plans import (
     PlanCase,
     with_split_backward,
 )
+from zorse_megatron.doctor.report import Finding, Status, failed, no_time, not_possible, passed
 from zorse_megatron.doctor.timed import offload, prediction, speed
 from zorse_megatron.errors import OutOfTime, RankFailure, ZorseError
 from zorse_megatron.gpus.gpu import BF16_FROM, TRITON_FROM

@@ -1,12 +1,10 @@
-"""Where checks train, what two runs differ by, and what came of it: one file to send."""
+"""Where checks train, and what two runs differ by."""
 
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
@@ -14,140 +12,17 @@ from zlib import crc32
 from pydantic import TypeAdapter
 
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
+from zorse_megatron.doctor.report import Finding, Machine, failed, passed
 from zorse_megatron.emulate.rank_jobs import RankJob, RunJob
 from zorse_megatron.errors import OutOfTime, Problem, RankFailure
 from zorse_megatron.flags.torch_builds import StartError, unusable_gpus
-from zorse_megatron.gpus.gpu import BF16_FROM, Capability
 from zorse_megatron.launch.rank_environment import SHARE_GPUS
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import save_plan
 
-# What came of the checks, and on which machine: one file to send.
-
-
 NO_CUDA = "no CUDA device"
 _LONGEST_NAME = 100
 """Of a directory; file systems have a limit of 255."""
-Figure = float | int | str | None
-
-
-class Status(StrEnum):
-    """Each check has one of these, with a reason unless it passed."""
-
-    PASS = "pass"
-    FAIL = "fail"
-    NOT_POSSIBLE = "not possible here"
-    NO_TIME = "no time left"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What came of one check: a line of the report."""
-
-    status: Status
-    said: str
-    """What was found, and of a failure what was expected."""
-    figures: Mapping[str, Figure] = field(default_factory=dict)
-    """Measured values, with their units in the names."""
-    check: str = ""
-    title: str = ""
-    remedy: str = ""
-    """What to do about a failure, or for more time."""
-    duration_s: float = 0.0
-
-    def __str__(self) -> str:
-        line = f"{self.status}: {self.title}: {self.said}"
-        return f"{line}. {self.remedy}" if self.remedy else line
-
-
-def passed(said: str, **figures: Figure) -> Finding:
-    """A check that passed."""
-    return Finding(status=Status.PASS, said=said, figures=figures)
-
-
-def failed(said: str, **figures: Figure) -> Finding:
-    """A check that failed."""
-    return Finding(status=Status.FAIL, said=said, figures=figures)
-
-
-def not_possible(reason: str) -> Finding:
-    """A check that this machine cannot make."""
-    return Finding(status=Status.NOT_POSSIBLE, said=reason)
-
-
-def no_time() -> Finding:
-    """A check that was not begun, or cut off, when the time for all was up."""
-    remedy = "Give it more with --time-limit, or make fewer checks (--check)"
-    return Finding(status=Status.NO_TIME, said="not checked", remedy=remedy)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """One GPU."""
-
-    name: str
-    capability: Capability
-    total_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What the checks need to know of it."""
-
-    gpus: tuple[Gpu, ...]
-    torch: str
-    nccl: str | None
-    transformer_engine: str | None
-    driver: str | None
-    """Its version, as nvidia-smi has it."""
-    num_processors: int
-    unusable_gpus: str | None = None
-    """Those that torch cannot use, and why."""
-
-    @property
-    def dtype_flag(self) -> str:
-        """Of Megatron: the 16-bit type that all GPUs have units for."""
-        return "--bf16" if all(gpu.capability >= BF16_FROM for gpu in self.gpus) else "--fp16"
-
-    @property
-    def layer_flags(self) -> tuple[str, ...]:
-        """Of Megatron: 16 bits, and its own layers where Transformer Engine is not installed."""
-        local = ("--transformer-impl", "local", "--no-masked-softmax-fusion")
-        return (self.dtype_flag, *(() if self.transformer_engine else local))
-
-    def shares_gpus(self, world_size: int) -> bool:
-        """Whether so many ranks are more than there are GPUs."""
-        return bool(self.gpus) and world_size > len(self.gpus)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """All findings, and where they were made."""
-
-    machine: Machine
-    findings: tuple[Finding, ...]
-    version: str
-    date: str
-    """When they were begun."""
-
-    @property
-    def is_well(self) -> bool:
-        """Whether all was checked that this machine can check, and nothing has failed."""
-        return all(each.status in {Status.PASS, Status.NOT_POSSIBLE} for each in self.findings)
-
-    @property
-    def summary(self) -> str:
-        """How many checks ended how."""
-        counts = Counter(each.status for each in self.findings)
-        return ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
-
-    def as_json(self) -> dict[str, Any]:
-        """For programs, and to be sent: `doctor.json`."""
-        values = asdict(self)
-        checks = values.pop("findings")
-        return {"ok": self.is_well, "summary": self.summary, **values, "checks": checks}
-
-
 T = TypeVar("T")
 ON_RANKS = "zorse_megatron.doctor.on_ranks"
 _CORPUS_BYTES = 200_000

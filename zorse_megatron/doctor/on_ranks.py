@@ -21,7 +21,7 @@ import torch.distributed as dist
 from zorse_megatron.adapter.groups.process_groups import create_groups, nccl_channels
 from zorse_megatron.adapter.start_checks import found_software, gpu_of
 from zorse_megatron.costs.process_memory import CONTEXT_BYTES, communicator_bytes
-from zorse_megatron.doctor.doctor_run import Gpu, Machine
+from zorse_megatron.doctor.report import Gpu, Machine
 from zorse_megatron.kernels.bench_cases import CASES, Case, copy_case
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.launch.rank_environment import queue_environment, share_gpus

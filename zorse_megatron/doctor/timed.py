@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from zorse_megatron.doctor.doctor_run import (
-    DoctorRun,
-    Finding,
-    Gpu,
-    Machine,
-    Status,
-    Trained,
-    compared,
-    failed,
-    passed,
-)
+from zorse_megatron.doctor.doctor_run import DoctorRun, Trained, compared
 from zorse_megatron.doctor.plans import (
     ONE_F_ONE_B,
     WITHIN_ROUNDING,
@@ -26,6 +16,7 @@ from zorse_megatron.doctor.plans import (
     plan_of,
     replica,
 )
+from zorse_megatron.doctor.report import Finding, Gpu, Machine, Status, failed, passed
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.model_in_flags import computing_from_flags, shape_from_flags
 from zorse_megatron.flags.table import WITHOUT_EVALUATION

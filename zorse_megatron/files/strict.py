@@ -43,6 +43,8 @@ class FileKind:
     """Key that files may still have -> what to do now."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Key of earlier versions -> its name now."""
+    has_long_texts: bool = False
+    """Whether texts may have several lines, as messages have."""
 
     @property
     def with_article(self) -> str:
@@ -97,7 +99,7 @@ def built(
     gives the line of each path, for a format that people write.
     """
     found = list(problems)
-    controls = islice(control_problems(value), _MAX_PROBLEMS + 1)
+    controls = islice(control_problems(value, lines=kind.has_long_texts), _MAX_PROBLEMS + 1)
     found += [_at(problem, source, lines, problem.where) for problem in controls]
     result = None
     try:

@@ -144,15 +144,20 @@ def one_line(text: str) -> str:
     return " ".join(_CONTROLS.sub(" ", known).split())
 
 
-def control_problems(value: Any, path: str = "") -> Iterator[Problem]:
-    """Yield where a text among JSON values has such a character."""
+def control_problems(value: Any, path: str = "", *, lines: bool = False) -> Iterator[Problem]:
+    """Yield where a text among JSON values has such a character.
+
+    `lines`: whether texts may have tabs, and ends of lines.
+    """
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from control_problems(item, f"{path}.{key}" if path else key)
+            yield from control_problems(item, f"{path}.{key}" if path else key, lines=lines)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from control_problems(item, f"{path}[{index}]")
-    elif isinstance(value, str) and (control := _CONTROLS.search(value)):
+            yield from control_problems(item, f"{path}[{index}]", lines=lines)
+    elif isinstance(value, str) and (
+        control := _CONTROLS.search(re.sub(r"[\t\n]", "", value) if lines else value)
+    ):
         yield Problem(
             where=path or "top level",
             found=f"a control character (U+{ord(control[0]):04X}) in {value!a}",

@@ -1,13 +1,12 @@
 """`zorse discover`, `profile` and `doctor`: measure and check the machines at hand."""
 
-import json
 import os
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,8 +33,10 @@ from zorse_megatron.cli.options import (
     SeqLength,
     StatusDirectory,
     answers,
+    given_options,
 )
 from zorse_megatron.cli.workload import Workload, workload_of
+from zorse_megatron.doctor.report import Finding, Report, dump_report, load_report
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.read_write import write_text
@@ -53,7 +54,6 @@ from zorse_megatron.plan.plan_file import load_plan
 
 if TYPE_CHECKING:
     from zorse_megatron.doctor.checks import Check
-    from zorse_megatron.doctor.doctor_run import Finding, Report
     from zorse_megatron.measure.on_ranks.cluster_discovery import Discovered
     from zorse_megatron.measure.on_ranks.profile_run import Profiled
 
@@ -339,43 +339,74 @@ def correct(
 _FILE = "doctor.json"
 
 
-@answers
-def doctor(
-    *,
-    output: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Write doctor.json here.")
-    ] = Path("doctor"),
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Which checks are made, for how long, and where their report goes."""
+
+    context: typer.Context
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write doctor.json here.")] = (
+        Path("doctor")
+    )
     check: Annotated[
         list[str] | None,
         typer.Option(help="Make only these checks; repeat it for several."),
-    ] = None,
+    ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="Make only those of three minutes on one GPU.")
-    ] = False,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Leave the GPUs alone: a dry run.")] = False,
+    ] = False
+    cpu: Annotated[bool, typer.Option("--cpu", help="Leave the GPUs alone: a dry run.")] = False
     time_limit: Annotated[
         float, typer.Option(min=10, help="End what has not ended after so many seconds.")
-    ] = 600.0,
-    as_json: bool,
-) -> Output:
+    ] = 600.0
+    read: Annotated[
+        Path | None,
+        typer.Option(
+            "--read",
+            metavar="REPORT",
+            help="Make no checks: print what the report in this file says, and its figures in "
+            "Markdown.",
+        ),
+    ] = None
+
+
+@answers
+def doctor(*, options: DoctorOptions, as_json: bool) -> Output:
     """Check on this machine's GPUs that plans train as stock Megatron does. No network.
 
     Without a GPU, all that needs none is checked on the CPU. Exit status 1 if a check fails, or had
     no time.
     """
+    if options.read is not None:
+        return _read_back(options.read, options.context)
     refuse_without("train", what="zorse doctor")
-    checks = _checks(check or [], output, quick=quick)
-    if cpu:
+    checks = _checks(options.check or [], options.out, quick=options.quick)
+    if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    ends_s = time.monotonic() + time_limit
+    ends_s = time.monotonic() + options.time_limit
     report = _report(checks, ends_s, quiet=as_json)
-    written = output / _FILE
-    write_text(written, json.dumps(report.as_json(), indent=1) + "\n", parents=True)
-    return Output(
-        values=report.as_json(),
-        shown=[f"{report.summary}; written: {written}"],
-        ok=report.is_well,
-    )
+    written = write_text(options.out / _FILE, dump_report(report), parents=True)
+    return _found(report, [f"{report.summary}; written: {written}"])
+
+
+def _read_back(path: Path, context: typer.Context) -> Output:
+    others = given_options(context, ("out", "check", "quick", "cpu", "time_limit"))
+    problems = [
+        Problem(
+            where=option,
+            found="it with --read",
+            expected="one of the two: a report that is read makes no checks",
+            remedy=f"Leave {option} or --read out.",
+        )
+        for option in others
+    ]
+    refuse(problems, "the report cannot be read")
+    report = load_report(path)
+    return _found(report, [*map(str, report.checks), report.summary, "", report.as_table()])
+
+
+def _found(report: Report, shown: list[str]) -> Output:
+    values = {"summary": report.summary, **asdict(report)}
+    return Output(values=values, shown=shown, ok=report.is_well)
 
 
 def _checks(names: list[str], output: Path, *, quick: bool) -> "tuple[Check, ...]":
@@ -402,12 +433,12 @@ def _checks(names: list[str], output: Path, *, quick: bool) -> "tuple[Check, ...
     return tuple(check for check in checks if not names or check.name in names)
 
 
-def _report(checks: "tuple[Check, ...]", ends_s: float, *, quiet: bool) -> "Report":
+def _report(checks: "tuple[Check, ...]", ends_s: float, *, quiet: bool) -> Report:
     from zorse_megatron.doctor.checks import examine
-    from zorse_megatron.doctor.doctor_run import DoctorRun, Report, machine_here
+    from zorse_megatron.doctor.doctor_run import DoctorRun, machine_here
     from zorse_megatron.emulate.rank_jobs import exits_on_signals, run_spawned, runner_here
 
-    def tell(finding: "Finding") -> None:
+    def tell(finding: Finding) -> None:
         if not quiet:
             print_plain(str(finding))
 
@@ -417,5 +448,5 @@ def _report(checks: "tuple[Check, ...]", ends_s: float, *, quiet: bool) -> "Repo
         machine = machine_here(run_spawned, directory)
         with runner_here(has_gpu=bool(machine.gpus)) as run_job:
             run = DoctorRun(machine=machine, run_job=run_job, directory=directory, ends_s=ends_s)
-            findings = tuple(examine(run, checks, tell))
-    return Report(machine=machine, findings=findings, version=__version__, date=date)
+            found = tuple(examine(run, checks, tell))
+    return Report(version=__version__, date=date, machine=machine, checks=found)
