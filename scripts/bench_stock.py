@@ -38,8 +38,8 @@ from zorse_megatron.plan.plan_file import dump_plan, parse_plan
 from zorse_megatron.planner.baselines.lower_bounds import link_bound
 from zorse_megatron.planner.baselines.stock_best import Stock, stock_at_best
 from zorse_megatron.planner.baselines.stock_search import framework_of
-from zorse_megatron.planner.describe_plan import describe_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
+from zorse_megatron.planner.outcome import describe_plan
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.simulate.assumptions import RUNTIME, Framework
 from zorse_megatron.simulate.memory_ledger import Category

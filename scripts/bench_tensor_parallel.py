@@ -23,10 +23,9 @@ from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.baselines.stock_best import stock_at_best
-from zorse_megatron.planner.describe_plan import describe_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs, on_ranks
-from zorse_megatron.planner.outcome import NoPlanError, Outcome
+from zorse_megatron.planner.outcome import NoPlanError, Outcome, describe_plan
 
 BATON = b"nodes: [{gpus: [2 x A100-40, 2 x T4], link: PCIe 12 GB/s, host_memory: 256GiB}]"
 LARGE_LAYERS = b"nodes: [{gpus: 4 x T4, link: PCIe 12 GB/s, host_memory: 256GiB}]"

@@ -19,8 +19,7 @@ from zorse_megatron.gpus.gpu import LinkType
 from zorse_megatron.inputs.cluster import Link, Nics, NodeLink, RegionLink, Switch
 from zorse_megatron.planner.baselines.published_planners import paper_groupings
 from zorse_megatron.planner.groupings.graph_cuts import split_groupings
-from zorse_megatron.planner.groupings.neighbours import neighbours
-from zorse_megatron.planner.groupings.proposals import propose_groupings
+from zorse_megatron.planner.groupings.proposals import neighbours, propose_groupings
 
 MAX_GROUPS = 64
 # Kind of GPU, link inside, its GB/s, Gb/s of the NICs together.

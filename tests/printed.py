@@ -19,7 +19,6 @@ from tests.unit.conftest import FewLayouts
 from zorse_megatron.cli.main import app
 from zorse_megatron.planner import find_plan as search_module
 from zorse_megatron.planner import gpu_selection
-from zorse_megatron.planner import other_searches as replan_module
 from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.baselines.stock_search import StockSearch
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -63,8 +62,7 @@ def each_search_once() -> Iterator[None]:
     """Several commands search for the same plan or layout: again the first answer will do."""
     find_plan = once(search_module.find_plan, lambda **options: options.get("strategy"))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (search_module, replan_module):
-            patch.setattr(module, "find_plan", find_plan)
+        patch.setattr(search_module, "find_plan", find_plan)
         in_short = once(gpu_selection.search, lambda _progress, effort: effort)
         patch.setattr(gpu_selection, "search", in_short)
         of_stock = keeping(stock_best.StockSearch)

@@ -10,7 +10,7 @@ from tests.unit.cli_samples import runner_in
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS
 from zorse_megatron.plan.plan import Recompute
-from zorse_megatron.planner import other_searches
+from zorse_megatron.planner import find_plan as find_plan_module
 from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.baselines.stock_best import Stock, StockAtBest, stock_on_all
 from zorse_megatron.planner.baselines.stock_layouts import grids, plan_of_grid
@@ -121,7 +121,7 @@ def test_explain_says_it_of_the_gpus_that_a_plan_is_for(tmp_path, monkeypatch):
     slow = "nodes: [{name: a, gpus: 1 x A100-40, nics: NIC}, {name: b, gpus: 1 x T4, nics: NIC}]"
     (tmp_path / "cluster.yaml").write_text(slow.replace("NIC", "100 Mb/s"))
     case = ("--model", "model.json", "--seq-length", "512", "--global-batch-size", "16")
-    monkeypatch.setattr(other_searches, "replan", lambda inputs, **_: None)
+    monkeypatch.setattr(find_plan_module, "replan", lambda inputs, **_: None)
     planned = run("plan", "--cluster", "cluster.yaml", *case, "--out", "less.json")
     assert planned.exit_code == 0, planned.output
     words = ("explain", "less.json", "--cluster", "less.cluster.yaml", *case, "--search")

@@ -24,11 +24,10 @@ from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.plan.plan import Group, Offload, Predictions, Recompute
 from zorse_megatron.plan.plan_file import load_plan, parse_plan
 from zorse_megatron.planner import find_plan as search_module
-from zorse_megatron.planner import other_searches as replan_module
 from zorse_megatron.planner.baselines import stock_best
+from zorse_megatron.planner.find_plan import OneMore, Replans
 from zorse_megatron.planner.inputs import search_inputs as inputs_module
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace
-from zorse_megatron.planner.other_searches import OneMore, Replans
 from zorse_megatron.planner.outcome import (
     LinkBound,
     NoPlanError,
@@ -102,7 +101,7 @@ def run(tmp_path, monkeypatch, few_layouts, little_effort):
 def search(monkeypatch):
     stand_in = Search()
     monkeypatch.setattr(search_module, "find_plan", stand_in)
-    monkeypatch.setattr(replan_module, "replan", fake_replan)
+    monkeypatch.setattr(search_module, "replan", fake_replan)
     return stand_in
 
 
@@ -409,7 +408,7 @@ def test_weight_gradients_are_apart_where_layers_can(run, search, added, options
 
 
 def test_a_new_search_of_explain_has_the_tp_groups_of_plan(run, search, monkeypatch):
-    monkeypatch.setattr(replan_module, "replan", lambda inputs, **_: search(inputs) and None)
+    monkeypatch.setattr(search_module, "replan", lambda inputs, **_: search(inputs) and None)
     told = ("--", "pretrain_gpt.py", *FLAGS)
     run("plan", "--cluster", "cluster.yaml", "--use-all", *told)
     run("explain", "plan.json", "--cluster", "cluster.yaml", "--search", *told)

@@ -9,8 +9,8 @@ import pytest
 from tests.unit.cli_samples import WORKLOAD, write_lab
 from tests.unit.planner_cases import random_case
 from zorse_megatron.plan.plan_file import load_plan
-from zorse_megatron.planner.find_plan import SearchCutShort, find_plan
-from zorse_megatron.planner.outcome import CUT_SHORT
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.outcome import CUT_SHORT, SearchCutShort
 from zorse_megatron.planner.search import finish_plan
 from zorse_megatron.planner.simulate_plan import simulate_plan
 

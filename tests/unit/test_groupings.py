@@ -40,7 +40,6 @@ from zorse_megatron.costs.topology import (
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.groupings.graph_cuts import cheapest_cut, reduce_graph, split_groupings
-from zorse_megatron.planner.groupings.neighbours import neighbours
 from zorse_megatron.planner.groupings.pools import (
     Grouping,
     Pool,
@@ -51,7 +50,7 @@ from zorse_megatron.planner.groupings.pools import (
     set_partitions,
     spread,
 )
-from zorse_megatron.planner.groupings.proposals import propose_groupings
+from zorse_megatron.planner.groupings.proposals import neighbours, propose_groupings
 from zorse_megatron.planner.groupings.symmetry import Symmetry
 from zorse_megatron.planner.search.sources import PlanKeys
 
@@ -323,8 +322,7 @@ def test_candidates_of_cluster_b_have_what_the_planner_looks_for() -> None:
 def test_the_order_does_not_depend_on_the_process() -> None:
     script = (
         "from tests.topologies import two_regions\n"
-        "from zorse_megatron.planner.groupings.neighbours import neighbours\n"
-        "from zorse_megatron.planner.groupings.proposals import propose_groupings\n"
+        "from zorse_megatron.planner.groupings.proposals import neighbours, propose_groupings\n"
         "found = list(propose_groupings(two_regions(), limit=150))\n"
         "found += neighbours(two_regions(), found[40].grouping)\n"
         "print(found)"

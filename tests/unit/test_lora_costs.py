@@ -13,6 +13,7 @@ from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in
 from tests.unit.fake_tp_costs import FakeTpCosts, RingComm
 from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.costs.analytic_compute import AnalyticCompute, shares_of, traffic_of
+from zorse_megatron.costs.communication import TpCollectives
 from zorse_megatron.costs.interface import TpShard
 from zorse_megatron.costs.model_memory import (
     LayerActivations,
@@ -21,7 +22,6 @@ from zorse_megatron.costs.model_memory import (
     precision_of,
 )
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
-from zorse_megatron.costs.tensor_parallel_communication import TpCollectives
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.lora import Lora, parse_lora

@@ -24,10 +24,9 @@ from zorse_megatron.costs.topology import Topology
 from zorse_megatron.inputs.cluster import Nics
 from zorse_megatron.plan.plan_file import dump_plan, parse_plan
 from zorse_megatron.planner.baselines.lower_bounds import Crossing, link_bound, lower_bound_s, sides
-from zorse_megatron.planner.describe_plan import describe_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
-from zorse_megatron.planner.outcome import LinkBound, NoPlanError, Outcome
+from zorse_megatron.planner.outcome import LinkBound, NoPlanError, Outcome, describe_plan
 
 # Work.
 

@@ -7,16 +7,15 @@ import pytest
 from zorse_megatron.files.wording import duration
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS
-from zorse_megatron.planner import other_searches as replan_module
+from zorse_megatron.planner import find_plan as find_plan_module
 from zorse_megatron.planner.explain import explain
-from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.find_plan import Replans, find_plan, replan
 from zorse_megatron.planner.inputs.search_inputs import (
     SearchSpace,
     make_inputs,
     on_ranks,
     with_one_more,
 )
-from zorse_megatron.planner.other_searches import Replans, replan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_effort")]
 CLUSTER = """
@@ -95,5 +94,5 @@ def test_some_of_the_gpus():
 
 
 def test_large_clusters_are_not_planned_again(monkeypatch):
-    monkeypatch.setattr(replan_module, "MOST_GPUS", 3)
+    monkeypatch.setattr(find_plan_module, "MOST_TO_REPLAN", 3)
     assert replan(lab()) is None

@@ -12,7 +12,7 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.fake_tp_costs import FakeTpCosts, RingComm
 from tests.unit.made_plans import even_plan, in_tp_groups, plan_of, replica
 from tests.unit.simulation import costs_of, run, transfers_of
-from zorse_megatron.costs.tensor_parallel_communication import TpCollectives
+from zorse_megatron.costs.communication import TpCollectives
 from zorse_megatron.plan.plan import Group, TpShards
 from zorse_megatron.schedule.actions import RECEIVES, SENDS
 from zorse_megatron.simulate.assumptions import STOCK_1F1B, Framework, Perturbation, SimulationError

@@ -19,7 +19,7 @@ from zorse_megatron.schedule.lower import refuse_unsupported
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.baselines.stock_best import Stock, StockAtBest, StockLayout
-    from zorse_megatron.planner.error_bar import ErrorBar
+    from zorse_megatron.planner.explain import ErrorBar
     from zorse_megatron.planner.explanation import Explanation
     from zorse_megatron.planner.outcome import Outcome
 
@@ -156,8 +156,7 @@ def answer_of(
     run: ObservedRun | None,
 ) -> Answer:
     """Explain what was found."""
-    from zorse_megatron.planner.error_bar import error_bar
-    from zorse_megatron.planner.explain import explain
+    from zorse_megatron.planner.explain import error_bar, explain
 
     plan, inputs = found.outcome.plan, found.costs.inputs
     return Answer(

@@ -180,7 +180,7 @@ def page_of(answer: Answer, *, shows_progress: bool) -> str:
     Searches once more for each kind of GPU, below 256 of them.
     """
     from zorse_megatron.planner.explanation import one_more_sentences
-    from zorse_megatron.planner.other_searches import MOST_GPUS, replan
+    from zorse_megatron.planner.find_plan import MOST_TO_REPLAN, replan
     from zorse_megatron.plots.report_page import html_page
 
     costs, plan = answer.costs, answer.outcome.plan
@@ -197,7 +197,10 @@ def page_of(answer: Answer, *, shows_progress: bool) -> str:
             *(
                 one_more_sentences(more)
                 if more is not None
-                else [f"One more GPU: not searched for {MOST_GPUS} GPUs or more, it takes too long"]
+                else [
+                    f"One more GPU: not searched for {MOST_TO_REPLAN} GPUs or more, "
+                    "it takes too long"
+                ]
             ),
             *_pictures(costs, plan, result),
             "Predicted by zorse-megatron's simulator, which executes the ranks' own lists of "

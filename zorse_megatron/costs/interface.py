@@ -159,7 +159,7 @@ WHOLE = TpShard()
 
 
 class TpCosts(Protocol):
-    """Costs of tensor-parallel groups; see `costs.tensor_parallel_communication` for what is
+    """Costs of tensor-parallel groups; see `costs.communication` for what is
     inside.
     """
 

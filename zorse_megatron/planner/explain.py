@@ -1,8 +1,9 @@
-"""Why a plan takes as long as it does, and what would make it faster."""
+"""Why a plan takes as long as it does, what would make it faster, and how sure that is."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zorse_megatron.files.wording import memory, percent
 from zorse_megatron.plan.plan import Plan
@@ -21,8 +22,8 @@ from zorse_megatron.planner.explanation import (
     critical_shares,
     sentences,
 )
+from zorse_megatron.planner.find_plan import Replans
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.other_searches import Replans
 from zorse_megatron.planner.search.local_moves import busiest_group, changes
 from zorse_megatron.planner.simulate_plan import host_needs, simulate_plan
 from zorse_megatron.simulate.result import SimulationResult
@@ -127,3 +128,58 @@ def _alternatives(inputs: Inputs, plan: Plan, result: SimulationResult) -> Itera
             why = f"{percent(abs(change))} {'slower' if change > 0 else 'faster'}"
         iteration_s = found.iteration_s if found.fits else None
         yield Alternative(what=what, iteration_s=iteration_s, why_not=why)
+
+
+# How far a predicted iteration may be off, as cost models and simulator were.
+#
+# Layer times: what nine of ten public measurements were off by at most, for the GPUs' basis
+# (docs/simulator.md). The simulation of an iteration from measured layers: the largest error over
+# Sailor's runs (docs/simulator.md), 19 with a pipeline and 6 without. The two are taken to be
+# independent. No run of this project's own on GPUs is in it.
+
+
+_PIPELINE, _ONE_GROUP = 0.09, 0.16
+_MOST_NAMED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorBar:
+    """Of a predicted iteration time."""
+
+    share: float
+    """The time is expected within (1 - share, 1 + share) times what is predicted."""
+    basis: str
+    """For people: what layer times rest on."""
+
+    def between(self, value: float) -> tuple[float, float]:
+        """Where a time may lie that is predicted to be `value`."""
+        return value * (1 - self.share), value * (1 + self.share)
+
+
+def error_bar(inputs: Inputs, *, num_groups: int) -> ErrorBar:
+    """Return that of a plan on all GPUs, by the kind whose layer times are known worst."""
+    layers = max((each.off_by for each in inputs.provenances.values()), default=0.0)
+    return ErrorBar(
+        share=math.hypot(layers, _PIPELINE if num_groups > 1 else _ONE_GROUP),
+        basis=_basis(inputs),
+    )
+
+
+def _basis(inputs: Inputs) -> str:
+    by_kind = inputs.provenances
+    unknown = [kind for kind, each in by_kind.items() if not each.is_calibrated]
+    estimated = [kind for kind, each in by_kind.items() if each.basis == "analytic"]
+    if unknown:
+        return f"from data sheets, {_named(unknown)} never measured"
+    if len(estimated) == len(by_kind):
+        return "from published figures"
+    if estimated:
+        return f"{_named(estimated)} from published figures, others by your profile"
+    if any(each.basis == "scaled" for each in by_kind.values()):
+        return "scaled from your profile"
+    return "calibrated by your profile"
+
+
+def _named(kinds: list[str]) -> str:
+    more = f" and {len(kinds) - _MOST_NAMED} more" if len(kinds) > _MOST_NAMED else ""
+    return ", ".join(kinds[:_MOST_NAMED]) + more

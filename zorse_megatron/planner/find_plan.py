@@ -1,4 +1,4 @@
-"""The search for the fastest plan: the entry to this package."""
+"""The search for the fastest plan, and what other searches find: the entry to this package."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,20 +24,20 @@ from zorse_megatron.planner.baselines.stock_best import (
 )
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.describe_plan import describe_plan, structure
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, best_first, gc_paused
-from zorse_megatron.planner.inputs.search_inputs import Inputs, refuse_too_large
+from zorse_megatron.planner.inputs.search_inputs import Inputs, refuse_too_large, with_one_more
 from zorse_megatron.planner.outcome import (
     CUT_SHORT,
     STRATEGIES,
     NoPlanError,
     Outcome,
-    PlannerInputError,
     Rejected,
     SearchCutShort,
     SearchProgress,
     SearchStats,
     Strategy,
+    describe_plan,
+    structure,
 )
 from zorse_megatron.planner.search.climb import climbed_from
 from zorse_megatron.planner.search.effort import Effort
@@ -51,19 +51,6 @@ from zorse_megatron.planner.search.tensor_parallel_search import search_with_tp
 from zorse_megatron.planner.search.zorse_search import SearchResult
 from zorse_megatron.planner.shortage import no_plan
 from zorse_megatron.simulate.iteration import micro_batch_times
-
-__all__ = [
-    "STRATEGIES",
-    "NoPlanError",
-    "Outcome",
-    "PlannerInputError",
-    "Rejected",
-    "SearchCutShort",
-    "SearchProgress",
-    "SearchStats",
-    "Strategy",
-    "find_plan",
-]
 
 _REJECTED = 10
 _HIGH = 24
@@ -355,3 +342,75 @@ def _notes(inputs: Inputs, best: Evaluation, found: Evaluation) -> Iterator[str]
         yield "the iteration was extrapolated from two shorter batches"
     if offloads_anything(best.plan) and any(host is None for host in inputs.host_bytes):
         yield "the cluster file does not give host memory: it is assumed to suffice"
+
+
+# What another search finds: on the same GPUs, and on one more of a kind.
+
+
+MOST_TO_REPLAN = 256
+"""GPUs. Beyond, a search for each kind takes minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneMore:
+    """The plan that is found with one more GPU of a kind."""
+
+    kind: str
+    node: str
+    """Where the new GPU is: the smallest node of the kind, or a new one like it."""
+    iteration_s: float
+    speedup: float
+    """Iterations per second over those of the best plan without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replans:
+    """Other searches beside a plan."""
+
+    again_s: float
+    """Iteration of the best plan that is known for the same GPUs."""
+    one_more: tuple[OneMore, ...]
+    """By gain, largest first; those that fit."""
+
+
+def replan(
+    inputs: Inputs,
+    *,
+    found_s: float | None = None,
+    on_progress: Callable[[SearchProgress], None] | None = None,
+) -> Replans | None:
+    """Search with one more GPU of each kind.
+
+    None where the cluster is too large for that. `found_s`: iteration of the best plan for
+    `inputs`; if it is left out, that is searched first.
+    """
+    if inputs.world_size >= MOST_TO_REPLAN:
+        return None
+    if found_s is None:
+        found_s = find_plan(inputs, on_progress=_titled("again", on_progress)).iteration_s
+    return Replans(again_s=found_s, one_more=_one_more(inputs, found_s, on_progress))
+
+
+def _one_more(
+    inputs: Inputs, found_s: float, on_progress: Callable[[SearchProgress], None] | None
+) -> tuple[OneMore, ...]:
+    rows = []
+    for kind in dict.fromkeys(inputs.kinds):
+        larger, node = with_one_more(inputs, kind)
+        try:
+            report = _titled(f"one more {kind}", on_progress)
+            iteration_s = find_plan(larger, on_progress=report).iteration_s
+        except NoPlanError:  # a GPU that is too small for one layer, once more
+            continue
+        speedup = found_s / iteration_s
+        rows.append(OneMore(kind=kind, node=node, iteration_s=iteration_s, speedup=speedup))
+    rows.sort(key=lambda each: (each.iteration_s, each.kind))
+    return tuple(rows)
+
+
+def _titled(
+    title: str, on_progress: Callable[[SearchProgress], None] | None
+) -> Callable[[SearchProgress], None] | None:
+    if on_progress is None:
+        return None
+    return lambda progress: on_progress(replace(progress, phase=f"{title}: {progress.phase}"))

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zorse_megatron.costs.communication import TpCollectives
 from zorse_megatron.costs.interface import (
     NO_TIME,
     WHOLE,
@@ -15,7 +16,6 @@ from zorse_megatron.costs.interface import (
     TpShard,
 )
 from zorse_megatron.costs.stage_formulas import pass_s
-from zorse_megatron.costs.tensor_parallel_communication import TpCollectives
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting

@@ -42,7 +42,7 @@ from zorse_megatron.plan.plan_file import load_plan
 if TYPE_CHECKING:
     from zorse_megatron.planner.baselines.stock_best import StockAtBest
     from zorse_megatron.planner.explanation import Explanation
-    from zorse_megatron.planner.other_searches import Replans
+    from zorse_megatron.planner.find_plan import Replans
     from zorse_megatron.simulate.result import SimulationResult
 
 
@@ -107,7 +107,7 @@ def _searched(
 ) -> "tuple[Replans | None, StockAtBest | None]":
     """Search again, and for what stock takes; None where there is none, or it takes too long."""
     from zorse_megatron.planner.baselines.stock_best import MOST_GPUS, stock_at_best
-    from zorse_megatron.planner.other_searches import replan
+    from zorse_megatron.planner.find_plan import replan
     from zorse_megatron.planner.outcome import NoPlanError
 
     inputs, replans = found.costs.inputs, None

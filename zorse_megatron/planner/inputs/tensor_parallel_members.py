@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from zorse_megatron.costs.communication import TpCollectives
 from zorse_megatron.costs.interface import ModelSection, TpRankCosts, TpShard
-from zorse_megatron.costs.tensor_parallel_communication import TpCollectives
 from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.plan.plan import Plan, Replica, TpShards

@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from zorse_megatron.planner.closed_form.candidate import balanced_layers
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.groupings.neighbours import neighbours
 from zorse_megatron.planner.groupings.pools import Grouping, normalised, set_partitions
-from zorse_megatron.planner.groupings.proposals import GroupingProposal, propose_groupings
+from zorse_megatron.planner.groupings.proposals import (
+    GroupingProposal,
+    neighbours,
+    propose_groupings,
+)
 from zorse_megatron.planner.groupings.symmetry import Symmetry
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
