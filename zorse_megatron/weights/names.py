@@ -21,7 +21,6 @@ _LAYERS = "decoder.layers."
 _ATTENTION = "self_attention.linear_"
 _MLP_NORM = "mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)
 """Key and name; before experts, too, in Megatron's own layers."""
-"""In the keys of adapters' tensors, and in no others."""
 MODULES: Mapping[Target, str] = {
     **{"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
     **{"o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj"},

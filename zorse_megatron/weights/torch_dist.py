@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -89,17 +87,20 @@ def write_checkpoint(
 # bytes of each tensor. Nothing of them is run, and only what is asked for is read. Sources: `_save`
 # in `torch.serialization`, `_rebuild_tensor_v2` in `torch._utils`.
 
+_MOST_OPEN = 256
+"""Archives whose lists of contents are kept: pieces of one tensor are read one after another."""
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 class Archive:
-    """A part of a file that is an archive. Of it, only what is looked at is read.
+    """Bytes that are an archive, such as a part of a mapped file; of them, only what is looked at
+    is read.
 
-    Methods raise OSError, and whatever a part that is none makes pickle, numpy and zipfile raise.
+    Methods raise OSError, and whatever bytes that are none make pickle, numpy and zipfile raise.
     """
 
-    def __init__(self, path: Path, offset: int, num_bytes: int) -> None:
-        self._data = np.memmap(path, np.uint8, "r", offset, (num_bytes,))
+    def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        self._data = data
         self._zip = ZipFile(_Bytes(memoryview(self._data)))
         self._root = self._zip.namelist()[0].partition("/")[0]
 
@@ -173,10 +174,9 @@ class CheckpointTensors:
     def __init__(self, folder: Path) -> None:
         """Read its index. Raises OSError, and whatever an index that is none makes pickle raise."""
         self.folder = folder
-        self._reader = dcp.FileSystemReader(folder)
-        metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._archives: dict[MetadataIndex, Archive] = {}
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+        self._files: dict[str, np.memmap[Any, np.dtype[np.uint8]]] = {}
+        self._archive = lru_cache(_MOST_OPEN)(self._opened)
         self._at: dict[tuple[str, int], Mapping[tuple[int, ...], list[Any]]] = {}
         self._entries: Mapping[str, Any] = metadata.state_dict_metadata
         self._places: Mapping[MetadataIndex, Any] = metadata.storage_data
@@ -224,38 +224,38 @@ class CheckpointTensors:
         """
         return self._archive(MetadataIndex(_COMMON)).value()[0]
 
-    def read_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Read a block of a tensor, and of files no more than it. Raises as `common`."""
+    def read(self, tensor: WholeTensor) -> torch.Tensor:
+        """Read the rows that stand for something. Raises as `common`."""
+        place, rest = self._place(tensor), tensor.shape
+        offsets, sizes = (*place, *(0 for _ in rest)), (*(1 for _ in place), *rest)
+        return self.read_box(self._key(tensor), offsets, sizes, depth=len(place)).view(rest)
+
+    def read_box(
+        self, key: str, offsets: Sequence[int], sizes: Sequence[int], *, depth: int = 0
+    ) -> torch.Tensor:
+        """Read a block of a tensor, and of files no more than it. Raises as `common`.
+
+        `depth`: at one place of how many of the first axes it is.
+        """
         entry = self._entries[key]
         target = torch.empty(tuple(sizes), dtype=entry.properties.dtype)
-        for item in self._items(key, offsets, target.shape):
+        for item in self._items(key, offsets, target.shape, depth=depth):
             archive = self._archive(item.storage_index)
             part = archive.box(item.storage_offsets, item.lengths, target.dtype)
             _place_of(item, target).copy_(part)
         return target
 
-    def _archive(self, index: MetadataIndex) -> Archive:
-        if index not in self._archives:
-            place = self._places[index]
-            path = self.folder / place.relative_path
-            self._archives[index] = Archive(path, place.offset, place.length)
-        return self._archives[index]
-
-    def read(self, tensor: WholeTensor) -> torch.Tensor:
-        """Read the rows that stand for something. Raises OSError, CheckpointException."""
-        key, place, rest = self._key(tensor), self._place(tensor), tensor.shape
-        target = torch.empty((*(1 for _ in place), *rest), dtype=self.dtype(tensor))
-        items = self._items(key, (*place, *(0 for _ in rest)), target.shape, depth=len(place))
-        self._reader.read_data(LoadPlan(items), _Loading(target)).wait()
-        return target.view(rest)
+    def _opened(self, index: MetadataIndex) -> Archive:
+        place = self._places[index]
+        name = place.relative_path
+        if name not in self._files:
+            self._files[name] = np.memmap(self.folder / name, np.uint8, "r")
+        return Archive(self._files[name][place.offset : place.offset + place.length])
 
     def _items(
         self, key: str, offsets: Sequence[int], sizes: torch.Size, *, depth: int = 0
     ) -> list[ReadItem]:
-        """Say where the parts of a box are, which is at one place of the first axes (`depth`).
-
-        Raises OSError where some are nowhere.
-        """
+        """Say where the parts of a box are (see `read_box`). Raises OSError where some are not."""
         wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=sizes)
         chunks = self._chunks(key, depth).get(tuple(offsets[:depth]), [])
         entry = replace(self._entries[key], chunks=chunks)
@@ -349,39 +349,6 @@ class _Saving(SavePlanner):
         """Make what is written next."""
         name, offset = write_item.index.fqn, write_item.index.offset
         return self._data[name] if offset is None else self._makes[name, offset]()
-
-
-class _Loading(LoadPlanner):
-    """Has the parts of one tensor read into their places."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the place of a part."""
-        return _place_of(read_item, self._target)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It is in its place."""
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Unused: the plan is made by its caller, as are the next three."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Unused."""
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Unused."""
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Unused."""
-        raise NotImplementedError
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unused: only tensors are read."""
-        raise NotImplementedError
 
 
 def _item(written: Written) -> WriteItem:
