@@ -131,12 +131,6 @@ class RecordedNvml:
             raise ValueError("not found")
         return uuid
 
-    def nvmlDeviceGetName(self, handle: str) -> str:
-        return {"GPU-a": "Tesla V100-SXM2-16GB", "GPU-b": "Tesla T4"}[handle]
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
-        return SimpleNamespace(total=16_900_000_000)
-
     def nvmlDeviceGetNvLinkState(self, handle: str, line: int) -> int:
         if line not in self.lines:
             raise ValueError("not supported")
@@ -146,37 +140,33 @@ class RecordedNvml:
         return self.lines[line]
 
 
+def properties(uuid: str, name: str) -> SimpleNamespace:
+    return SimpleNamespace(uuid=uuid, name=name, total_memory=16_900_000_000)
+
+
+V100, T4, UNKNOWN = (
+    properties(uuid, name)
+    for uuid, name in (("a", "Tesla V100-SXM2-16GB"), ("b", "Tesla T4"), ("c", "Tesla T4"))
+)
+
+
 @pytest.mark.parametrize(
     ("lines", "link"),
     [({}, "pcie"), ({0: None}, "pcie"), ({0: None, 1: 0}, "nvlink"), ({0: 0, 1: 2}, "nvswitch")],
 )
 def test_nvml_says_what_joins_the_gpus(lines: dict[int, int | None], link: str) -> None:
-    seen = seen_gpu(RecordedNvml(lines), ("GPU-a", "GPU-b"), 0)
+    seen = seen_gpu(RecordedNvml(lines), (V100, T4), 0)
     assert (seen.kind, seen.link_type, seen.memory_bytes) == ("V100-16", link, 16_900_000_000)
 
 
-def test_nvml_leaves_out_what_the_driver_keeps() -> None:
-    """As nvidia-smi -q shows it for a T4: torch then has 14.56 GiB, as people report."""
-
-    class Newer(RecordedNvml):
-        nvmlMemory_v2 = 2
-
-        def nvmlDeviceGetMemoryInfo(self, handle: str, version: int = 1) -> SimpleNamespace:
-            assert version == 2
-            return SimpleNamespace(total=15360 * 2**20, reserved=449 * 2**20)
-
-    seen = seen_gpu(Newer({}), ("GPU-b",), 0)
-    assert round(seen.memory_bytes / 2**30, 2) == 14.56
-
-
 def test_each_rank_has_its_gpu_and_one_too_many_is_refused() -> None:
-    nvml, both = RecordedNvml({}), ("GPU-a", "GPU-b")
+    nvml, both = RecordedNvml({}), (V100, T4)
     assert seen_gpu(nvml, both, 1).kind == "T4"
     with pytest.raises(MeasureError, match="local rank 2 and 2 GPUs"):
         seen_gpu(nvml, both, 2)
     with pytest.raises(MeasureError, match="no answer about GPU-c"):
-        seen_gpu(nvml, ("GPU-c",), 0)
-    assert seen_gpu(nvml, ("GPU-b",), 1).kind == "T4"  # each rank is shown its own
+        seen_gpu(nvml, (UNKNOWN,), 0)
+    assert seen_gpu(nvml, (T4,), 1).kind == "T4"  # each rank is shown its own
 
 
 def test_network_adapters_that_are_up(tmp_path) -> None:
@@ -411,17 +401,11 @@ def test_clocks_do_not_matter(ways: list[float], offsets: list[float]) -> None:
         assert (each.num_bytes, each.messages) == (BYTES, 6)
 
 
-def test_what_nobody_waited_for_does_not_count() -> None:
+@pytest.mark.parametrize("told_as", [{"waited": False}, {"back_bytes": 2 * BYTES}])
+def test_what_nobody_waited_for_and_messages_of_two_sizes_do_not_count(told_as: dict) -> None:
     links, way_s = of_three(), dict.fromkeys(EDGES, 0.1)
     for number in range(6):
-        links.take(told(links, number, way_s, (0.0, 0.0, 0.0), waited=False))
-    assert links.links() == ()
-
-
-def test_messages_of_two_sizes_are_not_compared() -> None:
-    links, way_s = of_three(), dict.fromkeys(EDGES, 0.1)
-    for number in range(6):
-        links.take(told(links, number, way_s, (0.0, 0.0, 0.0), back_bytes=2 * BYTES))
+        links.take(told(links, number, way_s, (0.0, 0.0, 0.0), **told_as))
     assert links.links() == ()
 
 

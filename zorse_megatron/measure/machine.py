@@ -1,8 +1,8 @@
 """What ranks see of their machine, and the nodes that they make up.
 
-A GPU is asked through NVML (package nvidia-ml-py; names are those of its API reference), the host
-through proc(5), and sysfs for /sys/class/net and /sys/class/infiniband. Nodes of one kind are
-measured once.
+What joins GPUs is asked through NVML (package nvidia-ml-py; names are those of its API reference),
+the rest of them through torch, the host through proc(5), and sysfs for /sys/class/net and
+/sys/class/infiniband. Nodes of one kind are measured once.
 """
 
 import os
@@ -128,41 +128,28 @@ def load_nvml() -> Any:
     return pynvml
 
 
-def seen_gpu(nvml: Any, uuids: Sequence[str], local_rank: int) -> SeenDevice:
+def seen_gpu(nvml: Any, gpus: Sequence[Any], local_rank: int) -> SeenDevice:
     """Return the GPU of a rank. Raises MeasureError where there is none.
 
-    `nvml`: the module pynvml; `uuids`: of the GPUs that this process may use. A launcher may show
-    each rank only its own GPU.
+    `nvml`: the module pynvml; `gpus`: `torch.cuda.get_device_properties` of those that this process
+    may use. A launcher may show each rank only its own GPU.
     """
-    number = 0 if len(uuids) == 1 else local_rank
-    if number >= len(uuids):
+    number = 0 if len(gpus) == 1 else local_rank
+    if number >= len(gpus):
         raise _error(
-            f"local rank {local_rank} and {len(uuids)} GPUs", "Start one rank for each GPU."
+            f"local rank {local_rank} and {len(gpus)} GPUs", "Start one rank for each GPU."
         )
+    gpu = gpus[number]
+    # CUDA numbers GPUs as CUDA_VISIBLE_DEVICES says and NVML does not, so they go by uuid.
+    uuid = f"GPU-{gpu.uuid}"
     try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuids[number])
-        name = nvml.nvmlDeviceGetName(handle)
-        return SeenDevice(
-            name=name.decode() if isinstance(name, bytes) else name,
-            memory_bytes=_memory_bytes(nvml, handle),
-            link_type=_link_type(nvml, handle),
-            is_gpu=True,
-        )
+        link_type = _link_type(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
     except nvml.NVMLError as error:
-        found = f"no answer about {uuids[number]} ({error})"
+        found = f"no answer about {uuid} ({error})"
         raise _error(found, "Try nvidia-smi -L: it lists what the driver knows.") from error
-
-
-def _memory_bytes(nvml: Any, handle: Any) -> int:
-    """What CUDA can give a program: all but what the driver and the firmware keep.
-
-    NVML tells that part since its second version of the question: of a T4's 15,360 MiB 449.
-    """
-    version = getattr(nvml, "nvmlMemory_v2", None)
-    if version is None:
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version)
-    return int(memory.total) - int(memory.reserved)
+    return SeenDevice(
+        name=gpu.name, memory_bytes=gpu.total_memory, link_type=link_type, is_gpu=True
+    )
 
 
 def _link_type(nvml: Any, handle: Any) -> LinkType:

@@ -100,10 +100,8 @@ def seen_ranks(launched: LaunchedRank) -> list[SeenRank]:
 def _device(local_rank: int, ranks_on_node: int) -> SeenDevice:
     if not torch.cuda.is_available():
         return seen_cpu(ranks_on_node)
-    count = torch.cuda.device_count()
-    # CUDA numbers the GPUs as CUDA_VISIBLE_DEVICES says and NVML does not, so they go by uuid.
-    uuids = [f"GPU-{torch.cuda.get_device_properties(n).uuid}" for n in range(count)]
-    return seen_gpu(load_nvml(), uuids, local_rank)
+    gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    return seen_gpu(load_nvml(), gpus, local_rank)
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
