@@ -3,19 +3,27 @@
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
 from zorse_megatron.cli.answer import Answer
+from zorse_megatron.cli.console import progress_shown
 from zorse_megatron.cli.gpu_selection import Found, gpus_of, spares
+from zorse_megatron.cli.simulated import capacities_bytes, rank_table, simulated, types_of
 from zorse_megatron.cli.tables import plan_line, plan_table
+from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.files.wording import NO_CHANGE, as_against, duration, figure, number_of, percent
 from zorse_megatron.flags.torch_builds import short_build_note
+from zorse_megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.baselines.stock_best import StockLayout
+    from zorse_megatron.plots.report_page import Picture
+    from zorse_megatron.simulate.result import SimulationResult
 
 
 _MOST_SIZES = 3
@@ -46,12 +54,12 @@ def lines_of(answer: Answer, *, is_verbose: bool) -> Iterator[str | Table]:
     yield from warnings[:_MOST_WARNINGS]
     if len(warnings) > _MOST_WARNINGS:
         yield "more to see to: --verbose"
-    if answer.next_command is not None:
-        yield answer.next_command.line
+    if (command := answer.next_command) is not None:
+        yield command.line
     if is_verbose:
         yield from _details(answer)
-    if answer.run is not None and answer.move is not None:
-        yield from answer.run.lines(answer.move)
+    if answer.task.run is not None and answer.move is not None:
+        yield from answer.task.run.lines(answer.move)
 
 
 def _iteration(answer: Answer) -> Iterator[str]:
@@ -70,15 +78,15 @@ def _iteration(answer: Answer) -> Iterator[str]:
 def _stock(answer: Answer) -> Iterator[str]:
     from zorse_megatron.planner.baselines.stock_best import MOST_GPUS
 
-    if answer.stock is None:
+    if answer.found.stock is None:
         why = "not computed for a run that goes on"
         if answer.costs.workload.computing.lora is not None:
             why = "it has no LoRA"
-        elif answer.num_gpus > MOST_GPUS:
+        elif answer.found.num_gpus > MOST_GPUS:
             why = "not computed for so many GPUs"
         yield f"Stock Megatron: {why}"
         return
-    best, even = answer.stock.best, answer.stock.even.fitting
+    best, even = answer.found.stock.best, answer.found.stock.even.fitting
     if best.fitting is None:
         yield f"Stock Megatron has no layout that fits ({best.reason})"
     elif not answer.is_stock:
@@ -109,7 +117,7 @@ def _best_stock(answer: Answer, best: "StockLayout", even: "StockLayout | None")
 
 
 def _on(answer: Answer, layout: "StockLayout") -> str:
-    return f" on {layout.gpus}" if len(layout.ranks) < answer.num_gpus else ""
+    return f" on {layout.gpus}" if len(layout.ranks) < answer.found.num_gpus else ""
 
 
 def _flags(answer: Answer) -> Iterator[str]:
@@ -128,17 +136,17 @@ def _flags(answer: Answer) -> Iterator[str]:
 
 
 def _tokens(answer: Answer) -> Iterator[str]:
-    if answer.tokens is None:
+    if answer.task.tokens is None:
         return
     low, high = (answer.days(each) for each in answer.error_bar.between(1.0))
     yield (
-        f"{answer.tokens.said} tokens take {figure(answer.days())} days "
+        f"{answer.task.tokens.said} tokens take {figure(answer.days())} days "
         f"({figure(low)} to {figure(high)}), without interruptions"
     )
 
 
 def _gpus(answer: Answer) -> str:
-    cluster, left = answer.costs.cluster, answer.left
+    cluster, left = answer.costs.cluster, answer.task.left
     number = cluster.world_size
     used = f"GPUs used: {gpus_of(cluster, range(number))}"
     if left is not None:
@@ -146,7 +154,7 @@ def _gpus(answer: Answer) -> str:
         used += f", {', '.join(left.cut_off)} cut off" * bool(left.cut_off)
     if not answer.found.left_out:
         return f"{used} (all{f' {number}' if number > 1 else ''}); none left out"
-    return f"{used} ({number} of {answer.num_gpus}); {spares(answer.found)}"
+    return f"{used} ({number} of {answer.found.num_gpus}); {spares(answer.found)}"
 
 
 def _limit(answer: Answer) -> str:
@@ -236,3 +244,56 @@ def _selection(found: Found) -> Iterator[str | Table]:
             "chosen" if point.ranks == found.ranks else "",
         )
     yield table
+
+
+# The page of `--html`.
+
+
+def page_of(answer: Answer, *, shows_progress: bool) -> str:
+    """The answer, what each GPU does and holds, and what one more would bring, as HTML.
+
+    Searches once more for each kind of GPU, below 256 of them.
+    """
+    from zorse_megatron.planner.explanation import one_more_sentences
+    from zorse_megatron.planner.find_plan import MOST_TO_REPLAN, replan
+    from zorse_megatron.plots.report_page import html_page
+
+    costs, plan = answer.costs, answer.outcome.plan
+    with progress_shown("searching", wanted=shows_progress, title="page") as tell:
+        more = replan(costs.inputs, found_s=answer.outcome.iteration_s, on_progress=tell)
+    result = simulated(plan, costs, source="the plan")
+    return html_page(
+        f"{costs.workload.model.name} on {costs.cluster.name or 'the cluster'}",
+        [
+            f"{costs.inputs.global_batch_size} samples of {costs.inputs.sequence_length:,} tokens "
+            f"an iteration, {types_of(plan, costs)}",
+            *lines_of(answer, is_verbose=True),
+            rank_table(plan, result, costs.cluster),
+            *(
+                one_more_sentences(more)
+                if more is not None
+                else [
+                    f"One more GPU: not searched for {MOST_TO_REPLAN} GPUs or more, "
+                    "it takes too long"
+                ]
+            ),
+            *_pictures(costs, plan, result),
+            "Predicted by zorse-megatron's simulator, which executes the ranks' own lists of "
+            "actions. Not measured.",
+        ],
+    )
+
+
+def _pictures(costs: WorkloadCosts, plan: Plan, result: "SimulationResult") -> Iterator["Picture"]:
+    from zorse_megatron.plots.figures import draw_memory
+    from zorse_megatron.plots.gantt import draw_timeline
+    from zorse_megatron.plots.report_page import Picture
+
+    with TemporaryDirectory(prefix="zorse-page-") as directory:
+        path = Path(directory) / "picture.png"
+        draw_timeline(path, plan=plan, result=result, title="")
+        yield Picture(title="One iteration: each GPU's timeline", png=path.read_bytes())
+        capacities = capacities_bytes(costs.cluster)
+        draw_memory(path, plan=plan, result=result, capacity_bytes=capacities, title="")
+        title = "Peak memory of each GPU, against its capacity"
+        yield Picture(title=title, png=path.read_bytes())

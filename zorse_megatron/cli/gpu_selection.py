@@ -28,24 +28,13 @@ OnProgress = Callable[[Any], None] | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class StockFound:
-    """What stock Megatron takes, and its best layout as a plan."""
-
-    at_best: "StockAtBest"
-    plan: Plan | None
-    """Of the GPUs that the layout uses; None: none fits."""
-    cluster_text: str | None
-    """The cluster file of these GPUs; None where they are all."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Found:
     """A plan, the GPUs that it is for, and what it is compared with."""
 
     costs: WorkloadCosts
     """On these GPUs."""
     outcome: "Outcome"
-    stock: StockFound | None
+    stock: "StockAtBest | None"
     """Stock Megatron on the best GPUs of the whole cluster; None: there are too many, or it is not
     asked for."""
     ranks: tuple[int, ...]
@@ -56,6 +45,10 @@ class Found:
     whole: WorkloadCosts
     """On all GPUs."""
     cluster_text: str | None
+    """The cluster file of these GPUs; None where they are all."""
+    stock_plan: Plan | None = None
+    """Stock's best layout, for the GPUs that it uses; None: none fits."""
+    stock_cluster_text: str | None = None
     """The cluster file of these GPUs; None where they are all."""
 
     @property
@@ -172,23 +165,23 @@ class GpuSearches:
             assert self.failure is not None, "each search found a plan or failed"
             raise self.failure
         costs, outcome = self.outcomes[ranks]
+        stock = None if self.stock is None else self._at_best(self.stock)
+        layout = None if stock is None else stock.best.fitting
+        plan, text = None, None
+        if layout is not None:
+            plan = layout.plan_on(self._costs_on(layout.gpu_ranks).inputs)
+            text = self._text_of(layout.gpu_ranks)
         return Found(
             costs=costs,
             outcome=outcome,
-            stock=None if self.stock is None else self._stock_found(self.stock),
+            stock=stock,
             ranks=ranks,
             points=points,
             whole=self.costs,
             cluster_text=self._text_of(ranks),
+            stock_plan=plan,
+            stock_cluster_text=text,
         )
-
-    def _stock_found(self, stock: "StockSearches") -> StockFound:
-        at_best = self._at_best(stock)
-        if (best := at_best.best.fitting) is None:
-            return StockFound(at_best=at_best, plan=None, cluster_text=None)
-        ranks = best.gpu_ranks
-        plan = best.plan_on(self._costs_on(ranks).inputs)
-        return StockFound(at_best=at_best, plan=plan, cluster_text=self._text_of(ranks))
 
     def _layouts_on(self, ranks: tuple[int, ...]) -> "list[StockLayout] | None":
         """Stock's, fastest first, for the strategies that start from them; None: of themselves."""

@@ -175,6 +175,12 @@ class WorkloadOptions:
         return training_flags(self.context)
 
     @property
+    def training_flags(self) -> tuple[str, ...] | None:
+        """Those after `--`, or quoted as the model; None: there is no training command."""
+        flags = model_or_flags(self.model, self.flags)[1]
+        return None if flags is None else tuple(flags)
+
+    @property
     def profiles(self) -> list[Path]:
         """Files of profiles."""
         return self.profile or []
@@ -202,8 +208,7 @@ class WorkloadOptions:
             dtype_may_be_auto=dtype_may_be_auto,
             plan=plan,
         )
-        _, in_command = model_or_flags(self.model, flags)
-        return with_lora(found, self.lora, has_command=in_command is not None)
+        return with_lora(found, self.lora, has_command=self.training_flags is not None)
 
 
 def checked_share(value: float, option: str) -> float:

@@ -1,29 +1,33 @@
-"""The files that `zorse plan` writes, its page among them."""
+"""The files that `zorse plan` writes: plans, and cluster files beside them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
-from zorse_megatron.cli.answer import Answer, Written
-from zorse_megatron.cli.answer_lines import lines_of
-from zorse_megatron.cli.console import Errors, progress_shown, refuse
+from zorse_megatron.cli.console import Errors, refuse
 from zorse_megatron.cli.gpu_selection import Found
-from zorse_megatron.cli.simulated import capacities_bytes, rank_table, simulated, types_of
-from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.read_write import NotWritten, stream_of, write_text
 from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.inputs.cluster_yaml import USED_GPUS
 from zorse_megatron.inputs.rank_placement import stock_plan_file, used_cluster_file
-from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import load_plan, save_plan
 
-if TYPE_CHECKING:
-    from zorse_megatron.plots.report_page import Picture
-    from zorse_megatron.simulate.result import SimulationResult
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Files that were written; None: that one was not."""
+
+    plan: Path | None = None
+    used_cluster: Path | None = None
+    """The cluster file of the GPUs that are used, where some are not."""
+    stock: Path | None = None
+    """Stock's best layout beside another plan."""
+    stock_cluster: Path | None = None
+    """The cluster file of the GPUs that it uses, where it leaves some out."""
+    error: NotWritten | None = None
+    """Why not all could be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,36 +118,31 @@ class PlanOutputs:
                     remedy=f"Choose another --out, or move that file{is_cluster}.",
                 )
 
-    def saved(
-        self, found: Found, *, cluster: Path, left: str | None
-    ) -> tuple[Written, NotWritten | None]:
-        """Write plans and cluster files; also return why one could not be.
+    def saved(self, found: Found, *, cluster: Path, left: str | None) -> Written:
+        """Write plans and cluster files, as far as that can be done.
 
-        The plan is shown in any case. `cluster`: the file that was read, which stays; `left`: the
-        text of one without the nodes that are lost.
+        `cluster`: the file that was read, which stays; `left`: the text of one without the nodes
+        that are lost.
         """
-        stock, text = found.stock, found.cluster_text or left
-        stock_text = (stock and stock.cluster_text) or left
+        text, stock_text = found.cluster_text or left, found.stock_cluster_text or left
         used = self.used_cluster if text else None
-        beside = self.stock if stock and stock.plan else None
-        stock_cluster = self.stock_cluster if beside and stock_text else None
+        stock = self.stock if found.stock_plan else None
+        stock_cluster = self.stock_cluster if stock and stock_text else None
+        written = Written()
         try:
             if used and text:
                 write_text(used, text)
             if self.plan is not None:
                 save_plan(found.outcome.plan, self.plan)
-        except NotWritten as error:
-            return Written(plan=error.kept), error
-        written = Written(plan=self.plan, used_cluster=used)
-        try:
+            written = Written(plan=self.plan, used_cluster=used)
             if stock_cluster and stock_text:
                 write_text(stock_cluster, stock_text)
-            if beside and stock and stock.plan:
-                save_plan(stock.plan, beside)
+            if stock and found.stock_plan:
+                save_plan(found.stock_plan, stock)
         except NotWritten as error:
-            return written, error
-        self._remove_left_over({used, beside, stock_cluster}, keep=cluster)
-        return replace(written, stock=beside, stock_cluster=stock_cluster), None
+            return replace(written, plan=written.plan or error.kept, error=error)
+        self._remove_left_over({used, stock, stock_cluster}, keep=cluster)
+        return replace(written, stock=stock, stock_cluster=stock_cluster)
 
     def _remove_left_over(self, new: set[Path | None], *, keep: Path) -> None:
         """Remove what an earlier plan of that name had beside it, and this one has not."""
@@ -172,53 +171,3 @@ def _is_plan(path: Path) -> bool:
     except ZorseError:
         return False
     return True
-
-
-def page_of(answer: Answer, *, shows_progress: bool) -> str:
-    """The answer, what each GPU does and holds, and what one more would bring, as HTML.
-
-    Searches once more for each kind of GPU, below 256 of them.
-    """
-    from zorse_megatron.planner.explanation import one_more_sentences
-    from zorse_megatron.planner.find_plan import MOST_TO_REPLAN, replan
-    from zorse_megatron.plots.report_page import html_page
-
-    costs, plan = answer.costs, answer.outcome.plan
-    with progress_shown("searching", wanted=shows_progress, title="page") as tell:
-        more = replan(costs.inputs, found_s=answer.outcome.iteration_s, on_progress=tell)
-    result = simulated(plan, costs, source="the plan")
-    return html_page(
-        f"{costs.workload.model.name} on {costs.cluster.name or 'the cluster'}",
-        [
-            f"{costs.inputs.global_batch_size} samples of {costs.inputs.sequence_length:,} tokens "
-            f"an iteration, {types_of(plan, costs)}",
-            *lines_of(answer, is_verbose=True),
-            rank_table(plan, result, costs.cluster),
-            *(
-                one_more_sentences(more)
-                if more is not None
-                else [
-                    f"One more GPU: not searched for {MOST_TO_REPLAN} GPUs or more, "
-                    "it takes too long"
-                ]
-            ),
-            *_pictures(costs, plan, result),
-            "Predicted by zorse-megatron's simulator, which executes the ranks' own lists of "
-            "actions. Not measured.",
-        ],
-    )
-
-
-def _pictures(costs: WorkloadCosts, plan: Plan, result: "SimulationResult") -> Iterator["Picture"]:
-    from zorse_megatron.plots.figures import draw_memory
-    from zorse_megatron.plots.gantt import draw_timeline
-    from zorse_megatron.plots.report_page import Picture
-
-    with TemporaryDirectory(prefix="zorse-page-") as directory:
-        path = Path(directory) / "picture.png"
-        draw_timeline(path, plan=plan, result=result, title="")
-        yield Picture(title="One iteration: each GPU's timeline", png=path.read_bytes())
-        capacities = capacities_bytes(costs.cluster)
-        draw_memory(path, plan=plan, result=result, capacity_bytes=capacities, title="")
-        title = "Peak memory of each GPU, against its capacity"
-        yield Picture(title=title, png=path.read_bytes())

@@ -443,11 +443,7 @@ def _planned(
         may_leave_out=not use_all,
         with_stock=strategy == "zorse",
     ).find()
-    return Planned(
-        ranks=found.ranks,
-        outcome=found.outcome,
-        stock=None if found.stock is None else found.stock.at_best,
-    )
+    return Planned(ranks=found.ranks, outcome=found.outcome, stock=found.stock)
 
 
 def _compared(  # noqa: PLR0917

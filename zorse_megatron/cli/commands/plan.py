@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zorse_megatron.cli.answer import Answer, answer_as_json, answer_of
-from zorse_megatron.cli.answer_lines import lines_of
+from zorse_megatron.cli.answer import Answer, Task, answer_as_json
+from zorse_megatron.cli.answer_lines import lines_of, page_of
 from zorse_megatron.cli.console import (
     Errors,
     Output,
@@ -18,15 +18,13 @@ from zorse_megatron.cli.console import (
     refusal,
     reported_errors,
 )
-from zorse_megatron.cli.gpu_selection import CostsOf, Found, GpuSearches
-from zorse_megatron.cli.next_command import NextCommand, next_command
-from zorse_megatron.cli.observed_run import ObservedRun, observed_run
+from zorse_megatron.cli.gpu_selection import Found, GpuSearches
+from zorse_megatron.cli.observed_run import observed_run
 from zorse_megatron.cli.options import ClusterFile, WorkloadOptions, answers
-from zorse_megatron.cli.plan_files import PlanOutputs, page_of
+from zorse_megatron.cli.plan_files import PlanOutputs
 from zorse_megatron.cli.plan_options import (
     AnswerOptions,
     SearchOptions,
-    Tokens,
     grad_reduce_dtype_named,
     strategy_named,
     tokens_named,
@@ -34,13 +32,11 @@ from zorse_megatron.cli.plan_options import (
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
-from zorse_megatron.files.read_write import NotWritten, write_text
+from zorse_megatron.files.read_write import write_text
 from zorse_megatron.files.strict import read_file
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import (
     CLUSTER_FILE,
-    USED_GPUS,
-    dump_cluster,
     nodes_without,
     parse_cluster,
     with_gpus,
@@ -79,11 +75,14 @@ def plan(
         _says_what_fits(task.costs, task.strategy),
     ):
         found = _found(task, search, tell)
-    answer, lost = _answered(task, found, outputs, given, cluster)
-    is_gone = lost is not None and answer.written.plan is None
+    if task.run is not None:
+        found = replace(found, outcome=task.run.named(found.outcome))
+    written = task.save(found)
+    answer = Answer(task=task, found=found, written=written)
+    is_gone = written.error is not None and written.plan is None
     plan_text = [dump_plan(answer.outcome.plan).rstrip()] if is_gone else []  # it took a search
     lines = (*lines_of(answer, is_verbose=shown.verbose), *plan_text)
-    Output(values=answer_as_json(answer), shown=lines, error=lost).print(as_json=as_json)
+    Output(values=answer_as_json(answer), shown=lines, error=written.error).print(as_json=as_json)
     with reported_errors():  # on stderr: the plan's JSON has been printed
         if outputs.page is not None:
             write_text(outputs.page, page_of(answer, shows_progress=not as_json))
@@ -91,7 +90,7 @@ def plan(
                 print_plain(f"written: {outputs.page}")
 
 
-def _found(task: "_Task", search: SearchOptions, tell: Tell) -> Found:
+def _found(task: Task, search: SearchOptions, tell: Tell) -> Found:
     """Search; an interrupt ends that, and what was found by then is the answer."""
     searches = GpuSearches(
         costs=task.costs,
@@ -110,21 +109,6 @@ def _found(task: "_Task", search: SearchOptions, tell: Tell) -> Found:
         return searches.found_so_far()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """What is to be planned, as the options say."""
-
-    strategy: "Strategy"
-    tokens: Tokens | None
-    costs: WorkloadCosts
-    """On all GPUs."""
-    costs_of: CostsOf
-    left: NodesLeft | None = None
-    """Nodes that are not lost; None: all nodes of the cluster file."""
-    run: ObservedRun | None = None
-    """That the plan is to go on with."""
-
-
 def _task(
     cluster: Path,
     given: WorkloadOptions,
@@ -132,7 +116,7 @@ def _task(
     outputs: PlanOutputs,
     *,
     tokens: str | None,
-) -> _Task:
+) -> Task:
     """Read options and files. Raises a ZorseError with all that is wrong with them."""
     errors = Errors()
     with errors.collect():
@@ -159,8 +143,16 @@ def _task(
     if (status := search.from_status) is not None:
         run = observed_run(status, data, workload, profiles, margin=margin, source=source)
         costs = costs_of(run.costs.cluster, profiles=run.profiles)
-    return _Task(
-        strategy=strategy, tokens=to_train, costs=costs, costs_of=costs_of, left=left, run=run
+    return Task(
+        cluster=cluster,
+        given=given,
+        outputs=outputs,
+        strategy=strategy,
+        tokens=to_train,
+        costs=costs,
+        costs_of=costs_of,
+        left=left,
+        run=run,
     )
 
 
@@ -186,41 +178,6 @@ def _left(cluster: Cluster, search: SearchOptions, source: str) -> NodesLeft:
         )
     nodes_without(cluster, lost, source=source)
     return nodes_left(cluster, {node.name for node in cluster.nodes} - set(lost))
-
-
-def _answered(
-    task: _Task, found: Found, outputs: PlanOutputs, given: WorkloadOptions, cluster: Path
-) -> tuple[Answer, NotWritten | None]:
-    """Write the plan, and say what is known of it; also return why it could not be written."""
-    if task.run is not None:
-        found = replace(found, outcome=task.run.named(found.outcome))
-    left, text = task.left, None
-    if left is not None:
-        header = f"{USED_GPUS}\nWithout {', '.join((*left.lost, *left.cut_off))}."
-        text = dump_cluster(task.costs.cluster, header)
-    written, lost = outputs.saved(found, cluster=cluster, left=text)
-    answer = answer_of(found, tokens=task.tokens, written=written, left=left, run=task.run)
-    if lost is not None or task.run is not None or outputs.is_stream:
-        return answer, lost
-    return replace(answer, next_command=_next_command(answer, given, outputs.plan, cluster)), None
-
-
-def _next_command(
-    answer: Answer, given: WorkloadOptions, out: Path | None, cluster: Path
-) -> NextCommand:
-    """Where stock Megatron is recommended, the command that starts its layout."""
-    written = answer.written
-    plan, there, by_stock = out, written.used_cluster, answer.is_stock
-    if answer.recommends_stock and written.stock is not None:
-        plan, there, by_stock = written.stock, written.stock_cluster, True
-    return next_command(
-        given,
-        plan=plan,
-        cluster=there or cluster,
-        costs=answer.costs,
-        can_be_trained=answer.cannot_train is None,
-        is_stock=by_stock,
-    )
 
 
 @contextmanager
