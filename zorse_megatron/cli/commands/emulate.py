@@ -130,19 +130,25 @@ def emulate(
     from zorse_megatron.emulate.emulator import emulator
 
     refuse_without("train", what="zorse emulate")
-    plan, flags, layout = load_plan(path), given.flags, None
+    plan, flags, source, layout = load_plan(path), given.flags, str(path), None
     if emulation.stock:
-        layout, flags = _stock_layout(plan, cluster, flags, source=str(path))
-    emulation.refuse(plan, str(path))
-    workload, profiles = given.workload(plan, flags=flags), given.profiles
-    costs = costs_for_plan(plan, cluster, workload, profiles, source=str(path))
-    perturbation = slow.perturbation(costs)
+        layout, flags = _stock_layout(plan, cluster, flags, source)
+    emulation.refuse(plan, source)
+    costs = costs_for_plan(
+        plan, cluster, given.workload(plan, flags=flags), given.profiles, source=source
+    )
+    perturbation, recompute = slow.perturbation(costs), costs.workload.computing.recompute
+    system, simulated_costs, framework = _ours(plan, costs, emulation), costs, None
+    if layout is not None:
+        system, simulated_costs, framework = _stocks(plan, costs, *layout)
+        recompute = None  # by its flags
     with progress_shown("simulating", wanted=not as_json) as tell:
-        job = _ours(plan, costs, emulation) if layout is None else _stocks(plan, costs, *layout)
-        predicted = simulated(job.plan, job.costs, source=str(path), framework=job.framework)
-        training = _tiny(costs, [job.plan], iterations, job.recompute)
+        trained = system.plan or system.stock_layout
+        assert trained is not None
+        predicted = simulated(trained, simulated_costs, source=source, framework=framework)
+        training = _tiny(costs, [trained], iterations, recompute)
         with emulator(costs.inputs, training, perturbation=perturbation, tell=tell) as emulated:
-            run = emulated.run(job.system)
+            run = emulated.run(system)
     return Output(
         values=_as_json(run, predicted),
         shown=_shown_run(path, run, costs, predicted),
@@ -162,20 +168,7 @@ def _adapter_problems(costs: WorkloadCosts) -> Iterator[Problem]:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """Who trains, and what is simulated beside it."""
-
-    system: "System"
-    plan: Plan
-    """What is simulated, on GPUs in the order of `costs`."""
-    costs: WorkloadCosts
-    framework: "Framework | None" = None
-    recompute: "JobRecompute | None" = None
-    """Of the whole job; stock recomputes by its flags."""
-
-
-def _ours(plan: Plan, costs: WorkloadCosts, emulation: EmulationOptions) -> _Job:
+def _ours(plan: Plan, costs: WorkloadCosts, emulation: EmulationOptions) -> "System":
     """Our runtime under the plan."""
     from zorse_megatron.emulate.emulator import System
     from zorse_megatron.emulate.tiny_model import lora_flags
@@ -186,35 +179,11 @@ def _ours(plan: Plan, costs: WorkloadCosts, emulation: EmulationOptions) -> _Job
         *(("--zorse-status", str(status.absolute())) if status is not None else ()),
         *lora_flags(costs.workload.computing.lora),
     )
-    system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan, flags=flags)
-    recompute = costs.workload.computing.recompute
-    return _Job(system=system, plan=plan, costs=costs, recompute=recompute)
-
-
-def _stocks(plan: Plan, costs: WorkloadCosts, grid: "Grid", order: tuple[int, ...]) -> _Job:
-    """Unmodified Megatron with the flags of a plan's layout, on the plan's GPUs.
-
-    `order`: rank of stock's job -> rank of the cluster.
-    """
-    from zorse_megatron.emulate.emulator import System, flags_of_grid
-    from zorse_megatron.planner.baselines.stock_layouts import Placement, plan_of_grid
-    from zorse_megatron.planner.baselines.stock_search import framework_of
-
-    nodes = tuple(tuple(some) for _, some in groupby(order, key=costs.inputs.spec.node_of))
-    placed = Placement(nodes=nodes).inputs(costs.inputs)
-    made, dtype = plan_of_grid(placed, grid), plan.groups[0].compute_dtype
-    groups = tuple(replace(group, compute_dtype=dtype) for group in made.groups)
-    layout, flags = replace(made, groups=groups), flags_of_grid(placed, grid)
-    return _Job(
-        system=System(name="stock Megatron", gpus=order, flags=flags, stock_layout=layout),
-        plan=layout,
-        costs=replace(costs, inputs=placed),
-        framework=framework_of(grid),
-    )
+    return System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan, flags=flags)
 
 
 def _stock_layout(
-    plan: Plan, cluster: Path, flags: tuple[str, ...] | None, *, source: str
+    plan: Plan, cluster: Path, flags: tuple[str, ...] | None, source: str
 ) -> tuple[tuple["Grid", tuple[int, ...]], tuple[str, ...] | None]:
     """Read a plan as stock's layout, and take what that decides from the training command.
 
@@ -228,6 +197,27 @@ def _stock_layout(
     if flags is not None:
         flags = without_layout(flags, layout_flags(grid), is_started=False)
     return (grid, order), flags
+
+
+def _stocks(
+    plan: Plan, costs: WorkloadCosts, grid: "Grid", order: tuple[int, ...]
+) -> "tuple[System, WorkloadCosts, Framework]":
+    """Unmodified Megatron with the flags of a plan's layout, on the plan's GPUs.
+
+    And what it costs, on GPUs in the order of its ranks. `order`: rank of stock's job -> rank of
+    the cluster.
+    """
+    from zorse_megatron.emulate.emulator import System, flags_of_grid
+    from zorse_megatron.planner.baselines.stock_layouts import Placement, plan_of_grid
+    from zorse_megatron.planner.baselines.stock_search import framework_of
+
+    nodes = tuple(tuple(some) for _, some in groupby(order, key=costs.inputs.spec.node_of))
+    placed = Placement(nodes=nodes).inputs(costs.inputs)
+    made, dtype = plan_of_grid(placed, grid), plan.groups[0].compute_dtype
+    groups = tuple(replace(group, compute_dtype=dtype) for group in made.groups)
+    layout, flags = replace(made, groups=groups), flags_of_grid(placed, grid)
+    system = System(name="stock Megatron", gpus=order, flags=flags, stock_layout=layout)
+    return system, replace(costs, inputs=placed), framework_of(grid)
 
 
 def _tiny(

@@ -48,7 +48,6 @@ from zorse_megatron.launch.training_command import (
     training_of,
     without_layout,
 )
-from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import fingerprint, load_plan
 from zorse_megatron.schedule.lower import refuse_unsupported
 
@@ -253,58 +252,40 @@ class _Job:
     """For the user, on the training command and the GPUs."""
 
 
-def _planned_job(path: Path, cluster: Path, given: Sequence[str], *, names_nodes: bool) -> _Job:
-    """Our runtime under a plan. Raises ZorseError if files and command do not go together."""
-    plan, there = _files(path, cluster)
-    refuse_unsupported(plan, str(path))
-    training = training_of(given, plan=str(path), cluster=str(cluster) if names_nodes else None)
-    workload, _ = workload_in_flags(given, plan, path, there.kinds)
-    if names_nodes:
-        refuse_odd_names(there)
-    title = f"Trains under {path} (plan {fingerprint(plan)}) on the GPUs{_of(there)}."
-    return _job(plan, there, training, title, workload.notes)
+def _job(path: Path, cluster: Path, given: Sequence[str], options: LaunchOptions) -> _Job:
+    """Our runtime under a plan, or unmodified Megatron in its layout.
 
-
-def _stock_job(path: Path, cluster: Path, given: Sequence[str], *, names_nodes: bool) -> _Job:
-    """Unmodified Megatron in a plan's layout. Raises ZorseError as `_planned_job`, and for a plan
-    that is no layout of stock's or a command that contradicts it."""
+    Raises ZorseError where files and command do not go together, or a plan is no layout of stock's.
+    """
     from zorse_megatron.planner.baselines.stock_plans import grid_of_plan, layout_flags
 
-    plan, there = _files(path, cluster)
-    grid, order = grid_of_plan(plan, [node.ranks for node in there.nodes], str(path))
-    refuse_unsupported(plan, str(path))
-    layout = layout_flags(grid)
-    rest = without_layout(given, layout)
-    refuse_other_dtype(rest, plan.groups[0].compute_dtype)
-    training = stock_training_of(rest, layout, grid.tensor)
-    workload, _ = workload_in_flags(rest, plan, path, there.kinds, by_stock=True)
+    plan, there, source = load_plan(path), load_cluster(cluster), str(path)
+    refuse_other_cluster(plan, there, source)
+    name, of = fingerprint(plan), f" of {there.name}" if there.name else ""
+    names_nodes, words, ordered = options.names_nodes, given, there
+    notes: tuple[str, ...] = ()
+    if options.stock:
+        grid, order = grid_of_plan(plan, [node.ranks for node in there.nodes], source)
+        layout = layout_flags(grid)
+        words, notes = without_layout(given, layout), replaced_sizes(given, layout)
+        refuse_other_dtype(words, plan.groups[0].compute_dtype)
+        training = stock_training_of(words, layout, grid.tensor)
+        title = f"Unmodified Megatron in the layout of {path} ({name}){of}."
+        ordered = in_order(there, order)
+    else:
+        training = training_of(given, plan=source, cluster=str(cluster) if names_nodes else None)
+        title = f"Trains under {path} (plan {name}) on the GPUs{of}."
+    refuse_unsupported(plan, source)
+    workload, _ = workload_in_flags(words, plan, path, there.kinds, by_stock=options.stock)
     if names_nodes:
         refuse_odd_names(there)
-    title = f"Unmodified Megatron in the layout of {path} ({fingerprint(plan)}){_of(there)}."
-    notes = (*replaced_sizes(given, layout), *workload.notes)
-    return _job(plan, in_order(there, order), training, title, notes)
-
-
-def _files(path: Path, cluster: Path) -> tuple[Plan, Cluster]:
-    plan, there = load_plan(path), load_cluster(cluster)
-    refuse_other_cluster(plan, there, str(path))
-    return plan, there
-
-
-def _job(
-    plan: Plan, cluster: Cluster, training: TrainingCommand, title: str, notes: tuple[str, ...]
-) -> _Job:
     return _Job(
-        cluster=cluster,
+        cluster=ordered,
         training=training,
         title=title,
-        name=f"zorse-{fingerprint(plan)}",
-        notes=(*notes, *build_notes(list(cluster.kinds))),
+        name=f"zorse-{name}",
+        notes=(*notes, *workload.notes, *build_notes(list(there.kinds))),
     )
-
-
-def _of(cluster: Cluster) -> str:
-    return f" of {cluster.name}" if cluster.name else ""
 
 
 @answers
@@ -319,8 +300,7 @@ def launch(
         ]
     )
     given = training_flags(options.context) or ()
-    make = _stock_job if options.stock else _planned_job
-    job = make(path, cluster, given, names_nodes=options.names_nodes)
+    job = _job(path, cluster, given, options)
     joined = [str(path), "--cluster", str(cluster), *when_lost.words(), "--", *given]
     if options.elastic:
         when_lost.refuse_without_save(job.training)
