@@ -135,7 +135,7 @@ def job_flags(
     watched: bool = False,
 ) -> dict[str, list[str]]:
     """Job -> its flags; writes a corpus and a plan. `watched`: see the top."""
-    corpus, entry = scratch / "text", "tests.megatron.corpus_entry"
+    corpus, entry = scratch / "text", "zorse_megatron.adapter.corpus"
     server.run_ranks([str(corpus), str(CORPUS_BYTES)], 1, entry=entry, timeout_s=120).check()
     save_plan(layout.plan(), scratch / "plan.json")
     flags = common_flags(layout, corpus, iterations)

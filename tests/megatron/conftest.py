@@ -22,7 +22,7 @@ def corpus_prefix(megatron_server: MegatronServer) -> Path:
 
     Written by a rank: Megatron must not be imported in the test process before CPU mode.
     """
-    entry = "tests.megatron.corpus_entry"
+    entry = "zorse_megatron.adapter.corpus"
     return _text("stdlib", megatron_server, entry, str(CORPUS_BYTES))
 
 

@@ -16,7 +16,7 @@ MAX_BYTES = 50_000
 
 def write(server: MegatronServer, prefix: Path, max_bytes: int = MAX_BYTES) -> dict[str, int]:
     result = server.run_ranks(
-        [str(prefix), str(max_bytes)], 1, entry="tests.megatron.corpus_entry", timeout_s=60
+        [str(prefix), str(max_bytes)], 1, entry="zorse_megatron.adapter.corpus", timeout_s=60
     ).check()
     return dict(json.loads(result.outputs[0].splitlines()[-1]))
 

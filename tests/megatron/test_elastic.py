@@ -6,11 +6,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
 from tests.megatron.comparison import BASE_FLAGS
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_checkpoints import MAX_DIFFERENCE
 from tests.megatron.test_rank_death import without_timeout
+from zorse_megatron.cli.main import app
 from zorse_megatron.launch.elastic.replan import Replanner
 from zorse_megatron.launch.training_command import training_of
 from zorse_megatron.live.checkpoint_choice import newest_saved
@@ -46,9 +49,12 @@ def test_training_goes_on_exactly_without_a_lost_node(tmp_path: Path) -> None:
         *("--save", str(save), "--save-interval", str(SAVED_EVERY)),
         *("--zorse-metrics", str(metrics)),
     )
+    plan, cluster = tmp_path / "plan.json", tmp_path / "cluster.yaml"
+    files = ["--cluster", str(cluster), "--out", str(plan), "--use-all"]
+    CliRunner().invoke(app, ["plan", *files, "--", *training])
     replanner = Replanner(
-        plan=None,
-        cluster=tmp_path / "cluster.yaml",
+        plan=plan,
+        cluster=cluster,
         directory=tmp_path / "plans",
         training=training,
         min_gpus=3,

@@ -7,10 +7,9 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from tests.unit.fake_costs import FakeComm
-from zorse_megatron.emulate.conductor import call, conducted
+from zorse_megatron.emulate.conductor import RankClock, call, conducted
 from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.on_ranks.backend import BACKEND, TensorSizes, register
-from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
 from zorse_megatron.runtime.hierarchical_collectives import (
     CommDtype,

@@ -15,8 +15,7 @@ import pytest
 from tests.ranks.forked import start
 from tests.ranks.test_watch import watched_environment
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
-from zorse_megatron.launch.torchrun_lines import torchrun_lines
-from zorse_megatron.launch.training_command import MODULE, TrainingCommand
+from zorse_megatron.launch.training_command import MODULE, TrainingCommand, torchrun_lines
 from zorse_megatron.processes import free_port
 
 CLUSTER = parse_cluster(

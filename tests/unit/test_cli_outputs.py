@@ -89,7 +89,7 @@ def test_the_plan_that_was_found_is_kept(as_json, run, tmp_path, monkeypatch):
     kept = tmp_path / "kept"
     kept.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(kept))
-    monkeypatch.setattr("zorse_megatron.cli.plan_files.refuse_unwritable", lambda *_, **__: None)
+    monkeypatch.setattr("zorse_megatron.cli.plan_options.refuse_unwritable", lambda *_, **__: None)
     result = run(*PLAN, "--out", "no/plan.json", *(["--json"] if as_json else []))
     (file,) = kept.iterdir()
     told(result, f"What was to be written is in {file}.")
@@ -103,7 +103,7 @@ def test_the_plan_that_was_found_is_kept(as_json, run, tmp_path, monkeypatch):
 def test_the_plan_is_printed_where_nothing_takes_a_file(run, tmp_path, monkeypatch):
     (tmp_path / "cluster.yaml").write_text(TWO)
     monkeypatch.setattr("tempfile.tempdir", "/proc")
-    monkeypatch.setattr("zorse_megatron.cli.plan_files.refuse_unwritable", lambda *_, **__: None)
+    monkeypatch.setattr("zorse_megatron.cli.plan_options.refuse_unwritable", lambda *_, **__: None)
     result = run(*PLAN, "--out", "/proc/plan.json")
     told(result, "/proc/plan.json could not be written")
     assert parse_plan(result.stdout[result.stdout.index("\n{") :].encode()).world_size == 2

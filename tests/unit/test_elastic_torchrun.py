@@ -19,7 +19,7 @@ from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.launch.elastic.replan import GivenUp, JobFiles, Replanner, Starts, nodes_left
 from zorse_megatron.launch.elastic.torchrun_ranks import Answers, Arrival, answers_for
-from zorse_megatron.launch.torchrun_lines import Rendezvous, elastic_torchrun_lines
+from zorse_megatron.launch.training_command import Rendezvous, elastic_torchrun_lines
 from zorse_megatron.processes import free_port
 
 CLUSTER = parse_cluster(b"""
@@ -42,7 +42,7 @@ class Planned(Replanner):
         )
 
 
-PLANNED = Planned(plan=None, cluster=Path("c.yaml"), directory=Path("d"), training=())
+PLANNED = Planned(plan=Path("p.json"), cluster=Path("c.yaml"), directory=Path("d"), training=())
 
 
 class Begun(Starts):
@@ -111,7 +111,7 @@ def test_nodes_that_are_cut_off_are_told() -> None:
             files = super().files_for({"b"})
             return replace(files, left=replace(files.left, cut_off=("a",), lost=("c",)))
 
-    cut_off = CutOff(plan=None, cluster=Path("c.yaml"), directory=Path("d"), training=())
+    cut_off = CutOff(plan=Path("p.json"), cluster=Path("c.yaml"), directory=Path("d"), training=())
     told = answers(arrivals_of(["b", "a"]), replanner=cut_off)
     assert all("a: found no link to b" in str(answer["error"]) for answer in told)
     assert [answer["leaves"] for answer in told] == [False] * 2 + [True] * 3
@@ -156,7 +156,7 @@ def test_what_cannot_be_planned_is_told_to_all() -> None:
         def files_for(self, present: object) -> JobFiles:
             raise LaunchError("too few GPUs are left", [PROBLEM])
 
-    fails = Fails(plan=None, cluster=Path("c.yaml"), directory=Path("d"), training=())
+    fails = Fails(plan=Path("p.json"), cluster=Path("c.yaml"), directory=Path("d"), training=())
     told = answers(arrivals_of(["b"]), replanner=fails)
     assert len(told) == 2
     assert all("too few GPUs" in str(answer["error"]) for answer in told)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.fake_costs import FakeComm, node_links
-from zorse_megatron.emulate.conductor import Conductor, call, conducted
+from zorse_megatron.emulate.conductor import Conductor, EmulationFailed, RankClock, call, conducted
 from zorse_megatron.emulate.link_clock import (
     Answer,
     Collective,
@@ -22,7 +22,6 @@ from zorse_megatron.emulate.link_clock import (
     Wait,
 )
 from zorse_megatron.emulate.on_ranks.host_copies import EmulatedHostLink
-from zorse_megatron.emulate.rank_clock import EmulationFailed, RankClock
 from zorse_megatron.simulate.assumptions import SimulationError
 
 COMM = FakeComm(bytes_per_s=10.0)

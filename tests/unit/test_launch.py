@@ -24,8 +24,7 @@ from zorse_megatron.launch.batch_script import (
     components_of,
 )
 from zorse_megatron.launch.rank_environment import launched_rank, torch_environment
-from zorse_megatron.launch.torchrun_lines import torchrun_lines
-from zorse_megatron.launch.training_command import TrainingCommand, training_of
+from zorse_megatron.launch.training_command import TrainingCommand, torchrun_lines, training_of
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 TRAINING = TrainingCommand(

@@ -14,8 +14,7 @@ from tests.unit.test_launch import tasks_of
 from tests.unit.test_stock_plans import inputs_for, layouts
 from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
 from zorse_megatron.launch.batch_script import BatchOptions, batch_script, components_of
-from zorse_megatron.launch.torchrun_lines import torchrun_lines
-from zorse_megatron.launch.training_command import in_order, stock_training_of
+from zorse_megatron.launch.training_command import in_order, stock_training_of, torchrun_lines
 from zorse_megatron.plan.plan import ClusterFingerprint, ModelFingerprint
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.planner.baselines.stock_layouts import Grid, plan_of_grid

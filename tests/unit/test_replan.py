@@ -58,8 +58,9 @@ def test_goes_on_with_the_largest_joined_part(present: set[str]) -> None:
 
 def replanner(directory: Path, **options: Any) -> Replanner:
     (directory / "cluster.yaml").write_bytes(LAB)
-    given: dict[str, Any] = {"plan": None, "training": tuple(FLAGS), **options}
-    return Replanner(cluster=directory / "cluster.yaml", directory=directory / "plans", **given)
+    given: dict[str, Any] = {"training": tuple(FLAGS), **options}
+    files = {"plan": directory / "plan.json", "cluster": directory / "cluster.yaml"}
+    return Replanner(**files, directory=directory / "plans", **given)
 
 
 @pytest.mark.slow
@@ -97,7 +98,7 @@ def test_another_profile_is_another_search(tmp_path: Path) -> None:
 
 
 def test_the_given_plan_is_that_for_all_nodes(tmp_path: Path) -> None:
-    files = replanner(tmp_path, plan=tmp_path / "plan.json").files_for({"a-0", "a-1", "b"})
+    files = replanner(tmp_path).files_for({"a-0", "a-1", "b"})
     assert (files.plan, files.cluster) == (tmp_path / "plan.json", tmp_path / "cluster.yaml")
     assert not (tmp_path / "plans").exists()
 

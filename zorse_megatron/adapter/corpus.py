@@ -2,8 +2,12 @@
 
 A token is a byte. Byte 0 occurs in no text and ends a document, so the vocabulary is exactly 256:
 stock's NullTokenizer takes both numbers as flags.
+
+`python -m zorse_megatron.adapter.corpus PREFIX MAX_BYTES` writes the standard library's sources.
 """
 
+import json
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -103,3 +107,16 @@ def standard_library_documents() -> Iterator[tuple[str, bytes]]:
             text = (root / path).read_bytes()
             if text:
                 yield path.as_posix(), text
+
+
+def main() -> None:
+    """Write `PREFIX.bin`, `PREFIX.idx`, and the flags to train on them as `PREFIX.json`."""
+    prefix = Path(sys.argv[1])
+    info = write_corpus(prefix, standard_library_documents(), max_bytes=int(sys.argv[2]))
+    flags = ["--data-path", str(prefix), "--split", "1,0,0", *tokenizer_flags()]
+    prefix.with_suffix(".json").write_text(json.dumps(flags))
+    print(json.dumps({"documents": info.num_documents, "tokens": info.num_tokens}))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,8 +11,7 @@ from zorse_megatron.cli.command_group import own_options
 from zorse_megatron.cli.gpu_selection import CostsOf, Found
 from zorse_megatron.cli.observed_run import ObservedRun
 from zorse_megatron.cli.options import WorkloadOptions
-from zorse_megatron.cli.plan_files import PlanOutputs, Written
-from zorse_megatron.cli.plan_options import Tokens
+from zorse_megatron.cli.plan_options import PlanOutputs, Tokens, Written
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
 from zorse_megatron.files.strict import plain

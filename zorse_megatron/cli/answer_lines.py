@@ -13,8 +13,14 @@ from rich.text import Text
 from zorse_megatron.cli.answer import Answer
 from zorse_megatron.cli.console import progress_shown
 from zorse_megatron.cli.gpu_selection import Found, gpus_of, spares
-from zorse_megatron.cli.simulated import capacities_bytes, rank_table, simulated, types_of
-from zorse_megatron.cli.tables import plan_line, plan_table
+from zorse_megatron.cli.simulated import (
+    capacities_bytes,
+    plan_line,
+    plan_table,
+    rank_table,
+    simulated,
+    types_of,
+)
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.files.wording import NO_CHANGE, as_against, duration, figure, number_of, percent
 from zorse_megatron.flags.torch_builds import short_build_note
@@ -22,7 +28,7 @@ from zorse_megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.baselines.stock_best import StockLayout
-    from zorse_megatron.plots.report_page import Picture
+    from zorse_megatron.plots.figures import Picture
     from zorse_megatron.simulate.result import SimulationResult
 
 
@@ -256,7 +262,7 @@ def page_of(answer: Answer, *, shows_progress: bool) -> str:
     """
     from zorse_megatron.planner.explanation import one_more_sentences
     from zorse_megatron.planner.find_plan import MOST_TO_REPLAN, replan
-    from zorse_megatron.plots.report_page import html_page
+    from zorse_megatron.plots.figures import html_page
 
     costs, plan = answer.costs, answer.outcome.plan
     with progress_shown("searching", wanted=shows_progress, title="page") as tell:
@@ -285,9 +291,8 @@ def page_of(answer: Answer, *, shows_progress: bool) -> str:
 
 
 def _pictures(costs: WorkloadCosts, plan: Plan, result: "SimulationResult") -> Iterator["Picture"]:
-    from zorse_megatron.plots.figures import draw_memory
+    from zorse_megatron.plots.figures import Picture, draw_memory
     from zorse_megatron.plots.gantt import draw_timeline
-    from zorse_megatron.plots.report_page import Picture
 
     with TemporaryDirectory(prefix="zorse-page-") as directory:
         path = Path(directory) / "picture.png"

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.tables import plan_line, plan_table
+from zorse_megatron.cli.simulated import plan_line, plan_table
 from zorse_megatron.cli.workload import Workload, model_in, named_model
 from zorse_megatron.costs.measured_curves import fit_curve, unlikely_times
 from zorse_megatron.errors import ZorseError

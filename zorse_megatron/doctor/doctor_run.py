@@ -246,7 +246,7 @@ class DoctorRun:
         if self.data is None:
             prefix = self.place("corpus") / "text"
             words = (str(prefix), str(_CORPUS_BYTES))
-            self.run("corpus", "zorse_megatron.emulate.on_ranks.corpus_main", words)
+            self.run("corpus", "zorse_megatron.adapter.corpus", words)
             self.data = tuple(json.loads(prefix.with_suffix(".json").read_text()))
         return self.data
 

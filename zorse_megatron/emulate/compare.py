@@ -332,8 +332,7 @@ class ComparisonReport:
 
     def save(self, directory: Path) -> list[Path]:
         """Write all files; returns their paths."""
-        from zorse_megatron.plots.figures import draw_bars, draw_panels
-        from zorse_megatron.plots.report_page import Picture, html_page
+        from zorse_megatron.plots.figures import Picture, draw_bars, draw_panels, html_page
 
         values, bars, timeline, page = (directory / name for name in FILES)
         write_text(values, json.dumps(self.as_json(), indent=2) + "\n", parents=True)

@@ -125,7 +125,7 @@ class Emulator:
         self.server.run(
             RankJob(
                 name="corpus",
-                entry="zorse_megatron.emulate.on_ranks.corpus_main",
+                entry="zorse_megatron.adapter.corpus",
                 arguments=(str(prefix), str(CORPUS_BYTES)),
                 world_size=1,
                 directory=self.directory,

@@ -17,8 +17,12 @@ from zorse_megatron.errors import LaunchError, OutputError, Problem
 from zorse_megatron.files.read_write import stream_of
 from zorse_megatron.files.wording import did_you_mean
 from zorse_megatron.inputs.cluster import Cluster, Node
-from zorse_megatron.launch.torchrun_lines import MAX_RESTARTS, OWN_STORES, described
-from zorse_megatron.launch.training_command import TrainingCommand
+from zorse_megatron.launch.training_command import (
+    MAX_RESTARTS,
+    OWN_STORES,
+    TrainingCommand,
+    described,
+)
 from zorse_megatron.live.checkpoint_files import TRACKER
 from zorse_megatron.plan.spans import spell
 
@@ -102,6 +106,8 @@ def _unknown(key: str, known: set[str]) -> Problem:
     )
 
 
+_SIGNAL_S = 120
+"""How long before its end the job is told to save, in seconds."""
 _CPUS = "cpus-per-task="
 """What srun, too, has to be told of the user's own options."""
 _PARAMETERS = """\
@@ -214,8 +220,6 @@ class BatchOptions:
     """Ask for the nodes by the names in the cluster file."""
     elastic: Elastic | None = None
     """Let the job go on with the nodes that are left when one of them fails."""
-    signal_s: int = 120
-    """How long before its end the job is told to save, in seconds."""
     more: tuple[str, ...] = ()
     """Further options of sbatch without their dashes, for every component: `time=24:00:00`."""
 
@@ -329,7 +333,7 @@ class _Script:
             blocks.append([*self._nodes(component), *restarts, *stays, *more])
         blocks[0] = ["--job-name=zorse", "--output=%x-%j.txt", "--open-mode=append", *blocks[0]]
         if resumes:
-            blocks[0].append(f"--signal=B:USR1@{self.options.signal_s}")
+            blocks[0].append(f"--signal=B:USR1@{_SIGNAL_S}")
         joined = [[f"#SBATCH {shlex.quote(option)}" for option in block] for block in blocks]
         lines = joined[0]
         for block in joined[1:]:
@@ -376,7 +380,7 @@ class _Script:
         if self.options.elastic is not None:
             most = f'{self.options.elastic.fewest_nodes}:"${{#GPUS[@]}}"'
             nodes, meets = f"--nnodes {most} --max-restarts {MAX_RESTARTS}", _MEET
-        return _ON_NODE.format(gpus=gpus, save_s=self.options.signal_s, nodes=nodes, meets=meets)
+        return _ON_NODE.format(gpus=gpus, save_s=_SIGNAL_S, nodes=nodes, meets=meets)
 
     def _srun(self) -> str:
         # Since 22.05 srun does not take this one over from sbatch.

@@ -1,14 +1,17 @@
-"""Figures of comparisons, losses and memory, without a window."""
+"""Figures of comparisons, losses and memory, without a window; and a page of them."""
 
 import io
-from collections.abc import Callable, Hashable, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from rich.table import Table
 
 from zorse_megatron.files.read_write import write_bytes
 from zorse_megatron.plan.plan import Plan
@@ -122,11 +125,6 @@ def draw_memory(
 
     Where there are more ranks than `max_rows`, ranks of a group that look the same share a row.
     """
-    if len(capacity_bytes) != plan.world_size:
-        raise ValueError(
-            f"found capacities of {len(capacity_bytes)} GPUs; expected {plan.world_size}, "
-            "one per rank"
-        )
     peaks = result.peak_memory_bytes
     rows = rows_of(
         plan,
@@ -317,11 +315,6 @@ def draw_curves(
 
     `tolerance`: the largest difference that counts as equal; `unit`: of the losses.
     """
-    if tuple(first.iterations) != tuple(second.iterations):
-        raise ValueError(
-            f"found {len(first.iterations)} and {len(second.iterations)} iterations, or other "
-            "ones; expected two curves over the same iterations"
-        )
     figure = new_figure(width_inches=8, height_inches=5.5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
     figure.suptitle(title, fontsize=12)
@@ -378,3 +371,52 @@ def _draw_difference(axes: Axes, first: LossCurve, second: LossCurve, tolerance:
         fontsize=9,
         color=FAINT,
     )
+
+
+# A page of an answer that needs no other file: pictures are in it, nothing is loaded.
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; max-width: 1120px; margin: 0 auto; }
+body { padding: 32px 24px; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+p { margin: 4px 0; }
+table { border-collapse: collapse; width: 100%; margin: 16px 0; }
+th, td { text-align: left; vertical-align: top; padding: 6px 10px 6px 0; }
+th, td { border-bottom: 1px solid #e3e8ee; }
+img { width: 100%; }
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A PNG with what it shows."""
+
+    title: str
+    png: bytes
+
+
+def html_page(title: str, shown: Iterable[str | Table | Picture]) -> str:
+    """Return the page: a paragraph for each line, tables and pictures; all texts are escaped."""
+    parts = "\n".join(map(_part, shown))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{escape(title)}</h1>\n{parts}\n</body>\n</html>\n"
+    )
+
+
+def _part(shown: str | Table | Picture) -> str:
+    if isinstance(shown, str):
+        return f"<p>{escape(shown)}</p>"
+    if isinstance(shown, Picture):
+        data = b64encode(shown.png).decode()
+        title = escape(shown.title)
+        return f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{data}">'
+    head = _row("th", [column.header for column in shown.columns])
+    columns = [list(column.cells) for column in shown.columns]
+    rows = "\n".join(_row("td", cells) for cells in zip(*columns, strict=True))
+    return f"<table>\n{head}\n{rows}\n</table>"
+
+
+def _row(tag: str, cells: Iterable[object]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(str(cell))}</{tag}>' for cell in cells)}</tr>"

@@ -32,19 +32,17 @@ from zorse_megatron.launch.batch_script import (
     refuse_odd_names,
     with_checksum,
 )
-from zorse_megatron.launch.torchrun_lines import (
+from zorse_megatron.launch.training_command import (
     DEFAULT_PORT,
     Rendezvous,
+    TrainingCommand,
     elastic_torchrun_lines,
     fewest_nodes,
-    torchrun_lines,
-)
-from zorse_megatron.launch.training_command import (
-    TrainingCommand,
     in_order,
     refuse_other_dtype,
     replaced_sizes,
     stock_training_of,
+    torchrun_lines,
     training_of,
     without_layout,
 )

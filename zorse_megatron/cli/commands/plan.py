@@ -21,9 +21,9 @@ from zorse_megatron.cli.console import (
 from zorse_megatron.cli.gpu_selection import Found, GpuSearches
 from zorse_megatron.cli.observed_run import observed_run
 from zorse_megatron.cli.options import ClusterFile, WorkloadOptions, answers
-from zorse_megatron.cli.plan_files import PlanOutputs
 from zorse_megatron.cli.plan_options import (
     AnswerOptions,
+    PlanOutputs,
     SearchOptions,
     grad_reduce_dtype_named,
     strategy_named,

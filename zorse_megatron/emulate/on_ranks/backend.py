@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zorse_megatron.emulate.conductor import RankClock
 from zorse_megatron.emulate.link_clock import (
     Collective,
     CollectiveKind,
@@ -23,7 +24,6 @@ from zorse_megatron.emulate.link_clock import (
     PartExchange,
     Transfer,
 )
-from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.runtime.collectives import OperationKind, StageSizes
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 

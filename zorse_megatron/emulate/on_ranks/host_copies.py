@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zorse_megatron.emulate.rank_clock import RankClock
+from zorse_megatron.emulate.conductor import RankClock
 from zorse_megatron.runtime.host_link import HostBacked, HostLink
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 from zorse_megatron.schedule.shards import state_pieces

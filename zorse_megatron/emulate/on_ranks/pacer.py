@@ -27,11 +27,11 @@ from zorse_megatron.costs.interface import (
     PassTimes,
     RecomputeMode,
 )
+from zorse_megatron.emulate.conductor import RankClock
 from zorse_megatron.emulate.emulated_job import EmulatedJob
 from zorse_megatron.emulate.on_ranks.host_copies import EmulatedHostLink
 from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
 from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes, TpModelSizes
-from zorse_megatron.emulate.rank_clock import RankClock
 
 
 class Pacer:

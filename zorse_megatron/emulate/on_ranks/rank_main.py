@@ -23,12 +23,11 @@ def emulate(job: EmulatedJob, rank: int) -> RankSetup:
 
     from zorse_megatron.adapter.model.chunk_view import emulation_hooks
     from zorse_megatron.adapter.patches.rebind import REGISTRY
-    from zorse_megatron.emulate.conductor import call
+    from zorse_megatron.emulate.conductor import EmulatedTime, RankClock, call
     from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
     from zorse_megatron.emulate.on_ranks.model_sizes import sizes_of_rank
     from zorse_megatron.emulate.on_ranks.pacer import Pacer
-    from zorse_megatron.emulate.rank_clock import EmulatedTime, RankClock
 
     clock = RankClock(call(job.address, rank))
     atexit.register(clock.finish)

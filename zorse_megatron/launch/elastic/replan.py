@@ -114,8 +114,8 @@ class JobFiles:
 class Replanner:
     """Plans a training command for whatever nodes of a cluster are there."""
 
-    plan: Path | None
-    """For all nodes; None: it is searched for as for fewer of them."""
+    plan: Path
+    """For all nodes."""
     cluster: Path
     directory: Path
     """Where the files for fewer nodes are kept; all nodes have to see it."""
@@ -143,10 +143,11 @@ class Replanner:
         refuse_too_few(
             whole, left, min_gpus=self.min_gpus, saved=saved, source=f"nodes of {self.cluster}"
         )
-        if left.nodes == whole.nodes and self.plan is not None:
+        if left.nodes == whole.nodes:
             return JobFiles(plan=self.plan, cluster=self.cluster, left=left, is_new=False)
         cluster_left = with_gpus(whole, left.ranks, source=str(self.cluster))
-        text = dump_cluster(cluster_left, _header(left))
+        gone = ", ".join((*left.lost, *left.cut_off))
+        text = dump_cluster(cluster_left, f"The cluster without {gone}.")
         name = self._name(text)
         cluster, plan = self.directory / f"{name}.yaml", self.directory / f"{name}.json"
         is_new = not _is_whole(cluster, plan, text)
@@ -209,11 +210,6 @@ def _is_whole(cluster: Path, plan: Path, text: str) -> bool:
         return cluster.read_bytes() == text.encode("utf-8", "surrogateescape")
     except (OSError, PlanError):
         return False
-
-
-def _header(left: NodesLeft) -> str:
-    gone = ", ".join((*left.lost, *left.cut_off)) or "none of its nodes"
-    return f"The cluster without {gone}."
 
 
 def _problems(answer: bytes, cluster: Path, status: int) -> list[Problem]:
