@@ -3,13 +3,15 @@
 import math
 import os
 import resource
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
 
 from tests.examples import examples
+from tests.unit.cli_samples import runner_in
 from tests.unit.strangers import MANY
 from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.baselines.stock_search import Simulated, StockSearch
@@ -36,6 +38,12 @@ LITTLE_EFFORT = Effort(
     tries=4,
     climb=1000,
 )
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What runs `zorse` beside good files, in `tmp_path`."""
+    return runner_in(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.printed import each_search_once
-from tests.unit.cli_samples import EXAMPLES, FLAGS, WORKLOAD, runner_in
+from tests.unit.cli_samples import EXAMPLES, FLAGS, WORKLOAD
 from zorse_megatron.cli.gpu_selection import Found, spares
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.plan_options import tokens_named
@@ -39,11 +39,6 @@ CLUSTERS = {
     "never measured": (NEVER_MEASURED, "llama-1b", 8, ()),
     "four kinds": (MIX, "gpt-1.3b", 12, ()),
 }
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    return runner_in(tmp_path, monkeypatch)
 
 
 def planned(run, tmp_path, cluster, *more):

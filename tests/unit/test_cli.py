@@ -11,18 +11,13 @@ import pytest
 from rich.table import Table
 from typer.main import get_command
 
-from tests.unit.cli_samples import FLAGS, runner_in
+from tests.unit.cli_samples import FLAGS
 from zorse_megatron import __version__
 from zorse_megatron.cli.console import print_plain, print_table
 from zorse_megatron.cli.main import app
 from zorse_megatron.files import wording
 
 WITHOUT_JSON = {"join"}
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    return runner_in(tmp_path, monkeypatch)
 
 
 def commands(group=None, path=()):

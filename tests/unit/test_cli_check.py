@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripts.import_profile import import_tables
-from tests.unit.cli_samples import FLAGS, FLAGS_IN_ONE_TEXT, cells, lab_plan, runner_in
+from tests.unit.cli_samples import FLAGS, FLAGS_IN_ONE_TEXT, cells, lab_plan
 from tests.unit.plan_samples import good, load
 from tests.unit.test_profile import LAYERS
 from zorse_megatron.inputs.profile import save_profile
@@ -23,9 +23,9 @@ PHI = {
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(run, tmp_path):
     (tmp_path / "good.json").write_text(json.dumps(good()))
-    return runner_in(tmp_path, monkeypatch)
+    return run
 
 
 def lines_of(result):

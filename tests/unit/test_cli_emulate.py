@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
+from tests.unit.cli_samples import FLAGS, lab_plan
 from zorse_megatron.cli.console import refuse
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.cli.workload import workload_of
@@ -21,11 +21,6 @@ from zorse_megatron.plan.plan_file import parse_plan
 
 BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml")
 ENOUGH = [Problem(where="a", found="b", expected="c", remedy="d")]
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    return runner_in(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -5,15 +5,22 @@ import re
 
 import pytest
 
-from tests.unit.cli_samples import FLAGS, cells, lab_plan, runner_in
+from tests.unit.cli_samples import FLAGS, cells, lab_plan
 
 BASE = ("explain", "plan.json", "--cluster", "cluster.yaml")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    runner = runner_in(tmp_path, monkeypatch)
-    return lambda *more: runner(*BASE, *more)
+def run(run):
+    return lambda *more: run(*BASE, *more)
+
+
+@pytest.fixture
+def iteration_s(run):
+    """What an iteration takes with these options."""
+    return lambda *more: json.loads(run("--model", "model.json", "--json", *more).stdout)[
+        "iteration_s"
+    ]
 
 
 def test_table_of_ranks_and_critical_path(run):
@@ -45,12 +52,8 @@ def test_json_has_every_rank_and_adds_up(run):
         parts = [rank[f"{part}_s"] for part in ("busy", "communication", "wait", "idle")]
         assert sum(parts) == pytest.approx(answer["iteration_s"])
         assert sum(rank["at_peak_bytes"].values()) == rank["peak_memory_bytes"]
-    assert sum(answer["critical_path"]["by_work_s"].values()) == pytest.approx(
-        answer["iteration_s"]
-    )
-    assert sum(answer["critical_path"]["by_group_s"].values()) == pytest.approx(
-        answer["iteration_s"]
-    )
+    for parts in (answer["critical_path"][f"by_{what}_s"] for what in ("work", "group")):
+        assert sum(parts.values()) == pytest.approx(answer["iteration_s"])
     assert answer["tokens_per_s"] == pytest.approx(16 * 512 / answer["iteration_s"])
 
 
@@ -82,22 +85,14 @@ def test_a_slow_rank_slows_the_iteration(run):
     ]
 
 
-def test_a_slow_link_slows_what_crosses_it(run):
-    def iteration_s(*more):
-        result = run("--model", "model.json", "--json", *more)
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)["iteration_s"]
-
+def test_a_slow_link_slows_what_crosses_it(run, iteration_s):
     names = re.findall(r"\S+/nic0:out", run("--slow", "x=2", "--model", "model.json").output)
     usual_s = iteration_s()
     slow_s = max(iteration_s("--slow", f"{name.strip(',.')}=50") for name in names)
     assert slow_s > 1.01 * usual_s
 
 
-def test_jitter_is_drawn_from_the_seed(run):
-    def iteration_s(*more):
-        return json.loads(run("--model", "model.json", "--json", *more).stdout)["iteration_s"]
-
+def test_jitter_is_drawn_from_the_seed(iteration_s):
     first, second = (iteration_s("--jitter", "0.1", "--seed", seed) for seed in ("1", "2"))
     assert first != second
     assert first == iteration_s("--jitter", "0.1", "--seed", "1")

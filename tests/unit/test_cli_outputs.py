@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in, write_lab
+from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, write_lab
 from zorse_megatron.plan.plan_file import load_plan, parse_plan
 
 # Which plan is found does not matter here.
@@ -19,11 +19,6 @@ EXPLAIN = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "mode
 LAUNCH = ("launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "train.sh")
 TWO = "nodes: [{gpus: 2 x T4}]"
 COMPARE = ("compare", *PLAN[1:])
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    return runner_in(tmp_path, monkeypatch)
 
 
 def told(result, *said):

@@ -13,7 +13,7 @@ import re
 import matplotlib.image
 import pytest
 
-from tests.unit.cli_samples import FLAGS, WORKLOAD, cells, lab_plan, runner_in
+from tests.unit.cli_samples import FLAGS, WORKLOAD, cells, lab_plan
 from zorse_megatron import extras
 from zorse_megatron.cli import answer as answer_module
 from zorse_megatron.cli.options import DEFAULT_MARGIN
@@ -92,9 +92,9 @@ def fake_replan(inputs, *, found_s=None, on_progress=None):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, few_layouts, little_effort):
+def run(run, monkeypatch, few_layouts, little_effort):
     monkeypatch.setattr(stock_best, "stock_at_best", some_stock)
-    return runner_in(tmp_path, monkeypatch)
+    return run
 
 
 @pytest.fixture

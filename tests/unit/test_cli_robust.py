@@ -13,17 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.unit.cli_samples import MODEL, WORKLOAD, lab_plan, runner_in
+from tests.unit.cli_samples import MODEL, WORKLOAD, lab_plan
 from tests.unit.profile_samples import good as good_profile
 
 LAB = "nodes:\n  - {gpus: 4 x A6000, nics: 100 Gb/s}\n  - {gpus: 4 x V100-16, nics: 100 Gb/s}\n"
 PLAN = ("plan", *WORKLOAD)
 EXPLAIN = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    return runner_in(tmp_path, monkeypatch)
 
 
 def check_message(result, said):

@@ -214,6 +214,10 @@ def test_files(tmp_path):
     for text in ("a &lt; b", "&lt;so&gt;", "out of memory", "does not fit", "n &amp; m"):
         assert text in page
     assert "stock, best even layout: CUDA out of memory" in page
+    pixels = matplotlib.image.imread(tmp_path / "made" / "timeline.png")[..., :3]
+    colours = {tuple(map(int, each)) for each in (pixels * 255).round().reshape(-1, 3)[::7]}
+    for colour in ((0x56, 0xB4, 0xE9), (0xE6, 0x9F, 0x00), (0x8C, 0x2D, 0x04)):
+        assert colour in colours  # the work of both
 
 
 def test_table_says_who_has_no_number():
@@ -224,12 +228,3 @@ def test_table_says_who_has_no_number():
     assert cells[1][2:8] == ("4 s", "8,192", "1.00 x", cells[1][5], "80 %", "5 s (+25.0 %)")
     assert cells[2][2] == "does not fit"
     assert cells[3][2] == "2 s"
-
-
-def test_pictures_show_the_work_of_both(tmp_path):
-    report = ComparisonReport.of(some_results(), make(CLUSTER), title="t", notes=())
-    report.save(tmp_path)
-    pixels = (matplotlib.image.imread(tmp_path / "timeline.png")[..., :3] * 255).round().astype(int)
-    colours = {tuple(map(int, pixel)) for pixel in pixels.reshape(-1, 3)[::7]}
-    for colour in ((0x56, 0xB4, 0xE9), (0xE6, 0x9F, 0x00), (0x8C, 0x2D, 0x04)):
-        assert colour in colours

@@ -3,12 +3,14 @@
 import os
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
 
-from tests.unit.cli_samples import FLAGS, runner_in
+from tests.unit.cli_samples import FLAGS
 
 TRAINING = (*FLAGS, "--save", "a b", "--save-interval", "9")
 # Each task writes its words down; what has happened meanwhile is a script beside it.
@@ -22,9 +24,8 @@ exit $(<status)
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(run: Callable[..., Any], tmp_path: Path) -> Path:
     """A directory with `job.sh` and the programs that it calls."""
-    run = runner_in(tmp_path, monkeypatch)
     launch = ("launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "job.sh", "--elastic")
     options = ("--min-gpus", "4", "--plan-options", "--profile profile.json", "--partition", "p")
     named = ("--plans", "p q", "--python", str(tmp_path / "python"))

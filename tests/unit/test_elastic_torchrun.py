@@ -4,16 +4,17 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
-from tests.unit.cli_samples import FLAGS, runner_in
+from tests.unit.cli_samples import FLAGS
 from zorse_megatron.cli.commands import elastic
 from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
@@ -184,8 +185,9 @@ def test_torchrun_understands_the_commands(min_gpus: int, fewest: int) -> None:
         )
 
 
-def test_launch_prints_what_join_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = runner_in(tmp_path, monkeypatch)
+def test_launch_prints_what_join_takes(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = ("launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun", "--elastic")
     saved = (*FLAGS, "--save", "s", "--save-interval", "9")
     told = run(*base, "--min-gpus", "3", "--json", "--", *saved)
@@ -232,10 +234,9 @@ ANSWER = {
 
 
 def test_join_without_torchrun_says_what_to_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    run = runner_in(tmp_path, monkeypatch)
     told = run("join", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS)
     assert told.exit_code == 1
     assert "zorse launch --elastic" in " ".join(told.output.split())

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from hypothesis import given
 
-from tests.unit.cli_samples import FLAGS, runner_in
+from tests.unit.cli_samples import FLAGS
 from tests.unit.test_launch import tasks_of
 from tests.unit.test_stock_plans import inputs_for, layouts
 from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
@@ -51,11 +51,10 @@ def write_plan(directory, grid=GRID, order=SETS_ORDER, **fields):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    runner = runner_in(tmp_path, monkeypatch)
+def run(run, tmp_path):
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     write_plan(tmp_path)
-    return runner
+    return run
 
 
 def commands(text):
@@ -276,14 +275,6 @@ def test_a_plan_that_stock_cannot_run(run, tmp_path):
     assert "plan.json is no layout of stock Megatron (2 problems)" in result.output
     for where in ("groups[1].grad_reduce_dtype", "groups[2].recompute"):
         assert f"{where}: found" in result.output
-
-
-def test_options_that_stock_has_no_use_for(run):
-    named = ("--elastic", "--node-names", "--torchrun")
-    result = run("launch", *FILES, *named, "--", *COMMAND, *SAVED)
-    assert result.exit_code == 1
-    assert "--elastic: found it with --stock" in result.output
-    assert "--node-names: found it with --stock" in result.output
 
 
 def test_a_nodes_partition_is_that_of_its_first_gpu_whatever_the_order(run, tmp_path):

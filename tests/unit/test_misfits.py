@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.cli_samples import runner_in
 from zorse_megatron.cli.commands import plan as plan_module
 from zorse_megatron.cli.console import failure_as_json
 from zorse_megatron.cli.workload import workload_of
@@ -209,8 +208,7 @@ def test_host_memory_is_always_told():
     assert "Nothing is offloaded to host memory." in told
 
 
-def test_check_refuses_a_plan_that_its_hosts_cannot_hold(tmp_path, monkeypatch):
-    run = runner_in(tmp_path, monkeypatch)
+def test_check_refuses_a_plan_that_its_hosts_cannot_hold(run, tmp_path):
     (tmp_path / "small.yaml").write_text(CLUSTER.replace("MEMORY", "4GB").replace("HOST", "64GiB"))
     save_plan(fitting(small(memory="4GB")).plan, tmp_path / "small.json")
     flags = "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32"

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.printed import each_search_once
-from tests.unit.cli_samples import runner_in
 from tests.unit.planner_cases import random_case
 from tests.unit.test_selection import random_nodes
 from tests.unit.test_stock_search import cluster_of
@@ -53,10 +52,9 @@ STOCK = (*PLAN, "--strategy", "stock")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    found = runner_in(tmp_path, monkeypatch)
+def run(run, tmp_path):
     (tmp_path / "lab.yaml").write_text(LAB)
-    return found
+    return run
 
 
 def found_nothing(*_):

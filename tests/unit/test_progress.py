@@ -39,24 +39,16 @@ def test_a_log_gets_plain_lines_of_what_is_done(stderr):
         wait_for(stderr, "zorse: simulating (0 s)\n")
         tell("drawing [1/2]")
         wait_for(stderr, "zorse: drawing [1/2] (0 s)\n")
-    assert "\x1b" not in stderr.getvalue()
-
-
-def test_a_log_gets_plain_lines_of_what_is_counted(stderr):
     with progress_shown("searching", wanted=True, title="cephalo") as tell:
         tell(Searched(phase="simulating", done=3, total=9))
         wait_for(stderr, "zorse: cephalo: simulating 3 of 9 (0 s)\n")
+    assert "\x1b" not in stderr.getvalue()
 
 
-def test_what_is_fast_says_nothing(stderr, monkeypatch):
-    monkeypatch.setattr(progress, "QUIET_S", 60.0)
-    with progress_shown("simulating", wanted=True):
-        pass
-    assert stderr.getvalue() == ""
-
-
-def test_json_is_not_disturbed(stderr):
-    with progress_shown("simulating", wanted=False) as tell:
+@pytest.mark.parametrize(("quiet_s", "wanted"), [(60.0, True), (0.02, False)])
+def test_what_is_fast_says_nothing_and_json_is_not_disturbed(stderr, monkeypatch, quiet_s, wanted):
+    monkeypatch.setattr(progress, "QUIET_S", quiet_s)
+    with progress_shown("simulating", wanted=wanted) as tell:
         tell("drawing")
         time.sleep(0.1)
     assert stderr.getvalue() == ""
