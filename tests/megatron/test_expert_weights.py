@@ -3,9 +3,7 @@
 Their logits are compared in `test_weights.py`, with those of all models.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +14,16 @@ from tests.megatron.small_models import made_models
 from tests.megatron.test_weights import (
     MOST,
     PLANS,
+    Damage,
+    assert_refused,
     assert_same_model,
-    configured,
-    copied,
-    rewrite,
+    other_config,
+    other_tensor,
+    other_tensors,
     train_and_export,
 )
 from tests.unit.adapter_checkpoints import in_each_layer, save
-from zorse_megatron.errors import CheckpointError, ModelError
+from zorse_megatron.errors import CheckpointError
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.weights.convert import export_model, import_model
 from zorse_megatron.weights.opened import opened
@@ -38,10 +38,6 @@ STARTS = {
 @pytest.fixture(scope="module")
 def models() -> Path:
     return made_models()
-
-
-def _export(checkpoint: Path, folder: Path, source: Path) -> None:
-    export_model(checkpoint, folder, source=source, dtype=None, shard_bytes=10**9)
 
 
 @pytest.mark.parametrize(("name", "plan"), STARTS.items(), ids=STARTS)
@@ -73,83 +69,63 @@ def test_checkpoints_of_other_layouts(in_layers: bool, models: Path, tmp_path: P
     norm = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
     tensors["decoder.layers.pre_mlp_layernorm.weight"] = tensors.pop(norm)
     save(tmp_path / "other", in_each_layer(tensors) if in_layers else tensors, None)
-    _export(tmp_path / "other", tmp_path / "out", source)
+    export_model(tmp_path / "other", tmp_path / "out", source=source)
     assert_same_model(tmp_path / "out", source)
 
 
-EXPERT = "model.layers.1.mlp.experts.5."
-BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+EXPERTS = "model.layers.1.mlp.experts"
+EXPERT = f"{EXPERTS}.5."
+
+
+def _without_expert(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if EXPERT in name]:
+        del tensors[name]
+
+
+def _in_one_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    each = [tensors.pop(f"{EXPERTS}.{number}.down_proj.weight") for number in range(6)]
+    tensors[f"{EXPERTS}.down_proj"] = torch.stack(each)
+
+
+BAD: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "a missing expert": (
-        lambda folder: rewrite(
-            folder, lambda all_: [all_.pop(name) for name in list(all_) if EXPERT in name]
-        ),
+        other_tensors(_without_expert),
         tuple(f"no tensor {EXPERT}{each}_proj.weight" for each in ("gate", "up", "down")),
     ),
     "an expert too many": (
-        lambda folder: rewrite(
-            folder,
-            lambda all_: all_.update(
-                {"model.layers.1.mlp.experts.6.up_proj.weight": torch.ones(48, 64)}
-            ),
-        ),
-        ("1 tensors beside the model's: model.layers.1.mlp.experts.6.up_proj.weight",),
+        other_tensor(f"{EXPERTS}.6.up_proj.weight", torch.ones(48, 64)),
+        (f"1 tensors beside the model's: {EXPERTS}.6.up_proj.weight",),
     ),
     "another number of experts": (
-        lambda folder: configured(folder, num_experts=5),
+        other_config(num_experts=5),
         ("model.layers.0.mlp.gate.weight: (6, 64)", "(5, 64)", "12 tensors beside the model's"),
     ),
     "experts in one tensor": (
-        lambda folder: rewrite(
-            folder,
-            lambda all_: all_.update(
-                {
-                    "model.layers.1.mlp.experts.down_proj": torch.stack(
-                        [
-                            all_.pop(f"model.layers.1.mlp.experts.{each}.down_proj.weight")
-                            for each in range(6)
-                        ]
-                    )
-                }
-            ),
-        ),
-        (f"no tensor {EXPERT}down_proj.weight", "model.layers.1.mlp.experts.down_proj", "one by"),
+        other_tensors(_in_one_tensor),
+        (f"no tensor {EXPERT}down_proj.weight", f"{EXPERTS}.down_proj", "one by"),
     ),
     "an expert of 8 bits": (
-        lambda folder: rewrite(
-            folder,
-            lambda all_: all_.update(
-                {f"{EXPERT}up_proj.weight": torch.ones(48, 64).to(torch.float8_e4m3fn)}
-            ),
-        ),
+        other_tensor(f"{EXPERT}up_proj.weight", torch.ones(48, 64).to(torch.float8_e4m3fn)),
         (f"tensors in F8_E4M3: {EXPERT}up_proj.weight",),
     ),
     "quantized": (
-        lambda folder: configured(folder, quantization_config={"quant_method": "fp8"}),
-        ("quantization_config", "fp8"),
+        other_config(quantization_config={"quant_method": "fp8"}), ("quantization_config", "fp8")
     ),
     "dense layers among them": (
-        lambda folder: configured(folder, mlp_only_layers=[0]),
-        ("mlp_only_layers", "experts in every layer"),
+        other_config(mlp_only_layers=[0]), ("mlp_only_layers", "experts in every layer")
     ),
     "norms over all heads": (
-        lambda folder: configured(folder, model_type="olmoe"),
+        other_config(model_type="olmoe"),
         ("'olmoe'", "norms of queries and keys over all heads", "mixtral, qwen2_moe"),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_models_are_refused_before_anything_is_written(
     case: str, models: Path, tmp_path: Path
 ) -> None:
-    folder = copied(models / "qwen2-moe", tmp_path / "model")
-    damage, said = BAD[case]
-    damage(folder)
-    with pytest.raises(ModelError) as caught:
-        import_model(folder, tmp_path / "checkpoint")
-    for each in said:
-        assert each in str(caught.value)
-    assert not (tmp_path / "checkpoint").exists()
+    assert_refused(models / "qwen2-moe", BAD[case], tmp_path)
 
 
 FC, LEFT_OUT = ("fc1", "fc2"), "a tensor that would be left out"
@@ -175,7 +151,7 @@ def test_checkpoints_of_other_experts_are_refused(models: Path, tmp_path: Path) 
     }
     for name, said in by_source.items():
         with pytest.raises(CheckpointError) as caught:
-            _export(tmp_path / "other", tmp_path / "out", models / name)
+            export_model(tmp_path / "other", tmp_path / "out", source=models / name)
         found = [(each.where.partition(": ")[2], each.found) for each in caught.value.problems]
         assert set(said) <= set(found) and len(found) == len(set(found)), found
         assert not (tmp_path / "out").exists()

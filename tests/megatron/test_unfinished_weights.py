@@ -88,7 +88,7 @@ def test_sigkill_leaves_nothing_that_passes_for_whole(models: Path, tmp_path: Pa
         import_model(models / "llama", folder)
 
     def export_to(folder: Path) -> None:
-        export_model(whole, folder, source=models / "llama", dtype=None, shard_bytes=400_000)
+        export_model(whole, folder, source=models / "llama", shard_bytes=400_000)
 
     for run, last in ((import_to, TRACKER), (export_to, "config.json")):
         step, refused = 0, 0

@@ -107,9 +107,7 @@ def test_logits_are_those_of_transformers(
         # Rows that stand for no token are zero.
         assert logits.shape[-1] > VOCABULARY and not logits[..., VOCABULARY:].any()
     again = tmp_path / "again"
-    export_model(
-        tmp_path / "checkpoint", again, source=models / name, dtype=None, shard_bytes=200_000
-    )
+    export_model(tmp_path / "checkpoint", again, source=models / name, shard_bytes=200_000)
     assert len(list(again.glob("*.safetensors"))) > 1
     assert_same_model(again, models / name)
 
@@ -133,7 +131,7 @@ def train_and_export(
         num_ranks = sum(len(each.ranks) for group in plan.groups for each in group.replicas)
         flags += ["--zorse-plan", str(folder / "plan.json")]
         result = server.run_ranks(flags, num_ranks, timeout_s=120).check()
-    export_model(folder / "saved", folder / "out", source=source, dtype=None, shard_bytes=10**9)
+    export_model(folder / "saved", folder / "out", source=source)
     losses = [each.lm_loss for output in result.outputs for each in iterations(output)]
     saved, start = (iteration_folder(folder / name) for name in ("saved", "checkpoint"))
     assert base_digest(saved) == base_digest(start)
@@ -206,17 +204,7 @@ def test_exported_types(models: Path, tmp_path: Path) -> None:
     """Weights are rounded to the type asked for, which config.json names; fp16 may not do."""
     import_model(models / "llama", tmp_path / "checkpoint")
     source = models / "llama"
-
-    def export(dtype: str, folder: str) -> None:
-        export_model(
-            tmp_path / "checkpoint",
-            tmp_path / folder,
-            source=source,
-            dtype=dtype,
-            shard_bytes=10**9,
-        )
-
-    export("bf16", "bf16")
+    export_model(tmp_path / "checkpoint", tmp_path / "bf16", source=source, dtype="bf16")
     original = _tensors(source)
     for name, tensor in _tensors(tmp_path / "bf16").items():
         assert torch.equal(tensor, original[name].bfloat16())
@@ -225,10 +213,7 @@ def test_exported_types(models: Path, tmp_path: Path) -> None:
     rewrite(large, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
     import_model(large, tmp_path / "large-checkpoint")
     with pytest.raises(OutputError, match="100000") as caught:
-        export_model(
-            tmp_path / "large-checkpoint", tmp_path / "fp16",
-            source=large, dtype="fp16", shard_bytes=10**9,
-        )  # fmt: skip
+        export_model(tmp_path / "large-checkpoint", tmp_path / "fp16", source=large, dtype="fp16")
     assert "65504" in str(caught.value) and not (tmp_path / "fp16").exists()
 
 
@@ -241,7 +226,7 @@ def test_files_of_other_names_and_a_type_that_is_not_named(models: Path, tmp_pat
     configured(source, dtype=None)
     checkpoint = tmp_path / "checkpoint"
     import_model(source, checkpoint)
-    export_model(checkpoint, tmp_path / "out", source=source, dtype=None, shard_bytes=200_000)
+    export_model(checkpoint, tmp_path / "out", source=source, shard_bytes=200_000)
     found, expected = _tensors(tmp_path / "out"), _tensors(source)
     assert {name: each.dtype for name, each in found.items()} == dict.fromkeys(
         expected, torch.float32
@@ -255,9 +240,7 @@ def test_what_is_to_be_copied_is_looked_at_first(models: Path, tmp_path: Path) -
     source = copied(models / "llama", tmp_path / "model")
     (source / "tokenizer.model").symlink_to("../blobs/none")
     with pytest.raises(ModelError, match=r"tokenizer\.model"):
-        export_model(
-            tmp_path / "checkpoint", tmp_path / "out", source=source, dtype=None, shard_bytes=10**9
-        )
+        export_model(tmp_path / "checkpoint", tmp_path / "out", source=source)
     assert not (tmp_path / "out").exists()
 
 
@@ -271,10 +254,7 @@ def test_an_index_that_has_elements_twice_is_refused(models: Path, tmp_path: Pat
     metadata.state_dict_metadata[NORM_KEY].chunks[:] = [half, half]
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="32 elements are in no file"):
-        export_model(
-            tmp_path / "checkpoint", tmp_path / "out",
-            source=models / "llama", dtype=None, shard_bytes=10**9,
-        )  # fmt: skip
+        export_model(tmp_path / "checkpoint", tmp_path / "out", source=models / "llama")
 
 
 def copied(source: Path, folder: Path) -> Path:
@@ -294,6 +274,32 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
 def configured(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+Damage = Callable[[Path], Any]
+
+
+def other_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    return lambda folder: rewrite(folder, change)
+
+
+def other_tensor(name: str, tensor: torch.Tensor) -> Damage:
+    return other_tensors(lambda tensors: tensors.update({name: tensor}))
+
+
+def other_config(**values: Any) -> Damage:
+    return lambda folder: configured(folder, **values)
+
+
+def assert_refused(source: Path, case: tuple[Damage, tuple[str, ...]], place: Path) -> None:
+    """A damaged copy of a model is refused in these words, before anything is written."""
+    folder = copied(source, place / "model")
+    damage, said = case
+    damage(folder)
+    with pytest.raises(ModelError) as caught:
+        import_model(folder, place / "checkpoint")
+    assert [each for each in said if each not in str(caught.value)] == []
+    assert not (place / "checkpoint").exists()
 
 
 def _truncated(folder: Path) -> None:
@@ -330,21 +336,19 @@ def _tokenized(folder: Path) -> None:
 
 NORM_KEY = "decoder.final_layernorm.weight"
 NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
-BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+BAD: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "a missing tensor and an unknown one": (
-        lambda folder: rewrite(folder, lambda all_: all_.update({"other": all_.pop(QUERY)})),
+        other_tensors(lambda all_: all_.update({"other": all_.pop(QUERY)})),
         (f"no tensor {QUERY}", "1 tensors beside the model's: other"),
     ),
     "another shape": (
-        lambda folder: rewrite(folder, lambda all_: all_.update({NORM: torch.ones(65)})),
-        (f"{NORM}: (65,)", "(64,)"),
+        other_tensor(NORM, torch.ones(65)), (f"{NORM}: (65,)", "(64,)")
     ),
     "another dtype": (
-        lambda folder: rewrite(folder, lambda all_: all_.update({NORM: torch.ones(64).half()})),
-        (f"tensors in F16: {NORM}", "F32"),
+        other_tensor(NORM, torch.ones(64).half()), (f"tensors in F16: {NORM}", "F32")
     ),
     "another output layer though tied": (
-        lambda folder: configured(folder, tie_word_embeddings=True),
+        other_config(tie_word_embeddings=True),
         ("lm_head.weight differs from model.embed_tokens.weight",),
     ),
     "several types, config.json naming none": (
@@ -366,22 +370,20 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ),
         ("lm_head.weight differs",),
     ),
-    "a type that nobody knows": (lambda folder: configured(folder, dtype="int8"), ("'int8'",)),
+    "a type that nobody knows": (other_config(dtype="int8"), ("'int8'",)),
     "a base beyond floats": (
-        lambda folder: configured(folder, rope_parameters={"rope_theta": 10**400}),
+        other_config(rope_parameters={"rope_theta": 10**400}),
         ("rope_theta",),
     ),
     "a scaling that is no object": (
-        lambda folder: configured(folder, rope_scaling="yarn"), ("'yarn'",)
+        other_config(rope_scaling="yarn"), ("'yarn'",)
     ),
     "a factor that is no number": (
-        lambda folder: configured(folder, rope_parameters=LLAMA3 | {"factor": "abc"}),
+        other_config(rope_parameters=LLAMA3 | {"factor": "abc"}),
         ("rope_scaling.factor", "'abc'"),
     ),
     "8 bits": (
-        lambda folder: rewrite(
-            folder, lambda all_: all_.update({NORM: torch.ones(64).to(torch.float8_e4m3fn)})
-        ),
+        other_tensor(NORM, torch.ones(64).to(torch.float8_e4m3fn)),
         (f"tensors in F8_E4M3: {NORM}",),
     ),
     "tensors that share bytes": (
@@ -410,24 +412,24 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         ],
         ("tokenizer.json: found a file that cannot be read, or a link", "tokenizer.model: found"),
     ),
-    "experts": (lambda folder: configured(folder, model_type="mixtral"), ("experts",)),
+    "experts": (other_config(model_type="mixtral"), ("experts",)),
     "a type that is not converted": (
-        lambda folder: configured(folder, model_type="phi3"), ("'phi3'",)
+        other_config(model_type="phi3"), ("'phi3'",)
     ),
     "quantized": (
-        lambda folder: configured(folder, quantization_config={"quant_method": "gptq"}),
+        other_config(quantization_config={"quant_method": "gptq"}),
         ("quantization_config", "gptq"),
     ),
     "a quantization that is no object": (
-        lambda folder: configured(folder, quantization_config="awq"),
+        other_config(quantization_config="awq"),
         ("quantization_config", "awq"),
     ),
     "another scaling": (
-        lambda folder: configured(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+        other_config(rope_parameters={"rope_type": "yarn", "factor": 4.0}),
         ("yarn",),
     ),
     "other constants of llama3": (
-        lambda folder: configured(folder, rope_parameters=LLAMA3 | {"high_freq_factor": 2.0}),
+        other_config(rope_parameters=LLAMA3 | {"high_freq_factor": 2.0}),
         ("high_freq_factor", "2.0"),
     ),
 }  # fmt: skip
@@ -437,25 +439,14 @@ BAD: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 def test_bad_models_are_refused_before_anything_is_written(
     case: str, models: Path, tmp_path: Path
 ) -> None:
-    """With what is wrong, all of it."""
-    folder = copied(models / "llama", tmp_path / "model")
-    damage, said = BAD[case]
-    damage(folder)
-    with pytest.raises(ModelError) as caught:
-        import_model(folder, tmp_path / "checkpoint")
-    for each in said:
-        assert each in str(caught.value)
-    assert not (tmp_path / "checkpoint").exists()
+    assert_refused(models / "llama", BAD[case], tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(models: Path, tmp_path: Path) -> None:
     """By the tensors that differ, each once."""
     import_model(models / "qwen3", tmp_path / "checkpoint")
     with pytest.raises(CheckpointError) as caught:
-        export_model(
-            tmp_path / "checkpoint", tmp_path / "out",
-            source=models / "llama", dtype=None, shard_bytes=10**9,
-        )  # fmt: skip
+        export_model(tmp_path / "checkpoint", tmp_path / "out", source=models / "llama")
     said = [each.where.partition(": ")[2] for each in caught.value.problems]
     attention = "decoder.layers.self_attention"
     assert said == [
@@ -474,10 +465,7 @@ def test_a_damaged_checkpoint_is_refused(name: str, models: Path, tmp_path: Path
     for damage in (lambda: path.write_bytes(data[: len(data) // 2]), path.unlink):
         damage()
         with pytest.raises(CheckpointError):
-            export_model(
-                tmp_path / "checkpoint", tmp_path / "out",
-                source=models / "llama", dtype=None, shard_bytes=10**9,
-            )  # fmt: skip
+            export_model(tmp_path / "checkpoint", tmp_path / "out", source=models / "llama")
         assert not (tmp_path / "out").exists()
 
 
@@ -487,6 +475,4 @@ def test_weights_that_the_source_has_not_are_not_lost(models: Path, tmp_path: Pa
     source = copied(models / "llama", tmp_path / "tied")
     configured(source, tie_word_embeddings=True)
     with pytest.raises(CheckpointError, match=r"output_layer\.weight"):
-        export_model(
-            tmp_path / "checkpoint", tmp_path / "out", source=source, dtype=None, shard_bytes=10**9
-        )
+        export_model(tmp_path / "checkpoint", tmp_path / "out", source=source)

@@ -43,9 +43,12 @@ def digest_of(folder):
 
 def merged(checkpoint, folder, models, name="llama", *, dtype=None, base=None):
     return export_model(
-        checkpoint, folder, source=models / name, dtype=dtype, shard_bytes=10**9,
+        checkpoint,
+        folder,
+        source=models / name,
+        dtype=dtype,
         merge=base or models / f"{name}-base",
-    )  # fmt: skip
+    )
 
 
 CASES = {
@@ -63,7 +66,7 @@ def test_logits_of_adapters_in_peft_are_those_of_the_merged_model(name, models, 
     made = CASES[name]
     made.arguments["zorse_lora"]["base"] = digest_of(models / f"{name}-base")
     checkpoint = made.write(tmp_path / "saved", in_layers=name == "llama")
-    export_adapter(checkpoint, tmp_path / "adapter", source=models / name, dtype=None)
+    export_adapter(checkpoint, tmp_path / "adapter", source=models / name)
     merged(checkpoint, tmp_path / "merged", models, name)
     tokens, original = torch.load(models / f"{name}.pt")
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -147,7 +150,7 @@ def test_until_its_end_peft_refuses_an_export(models, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "write_tensors", stop)
     checkpoint = Made().write(tmp_path / "saved")
     with pytest.raises(OutputError, match="No space left"):
-        export_adapter(checkpoint, tmp_path / "out", source=models / "llama", dtype=None)
+        export_adapter(checkpoint, tmp_path / "out", source=models / "llama")
     assert "unfinished" in seen[0] and not (tmp_path / "out").exists()
 
 
@@ -167,7 +170,7 @@ def test_arguments_of_any_type_do_nothing(models, tmp_path):
     made.arguments |= {"path": Path("a"), "dtype": torch.bfloat16, "set": {1}, "harm": harm}
     made.arguments |= {"generator": torch.ones(3), "complex": [1j, {"a": harm}]}
     checkpoint = made.write(tmp_path / "saved")
-    export_adapter(checkpoint, tmp_path / "out", source=models / "llama", dtype=None)
+    export_adapter(checkpoint, tmp_path / "out", source=models / "llama")
     assert not (tmp_path / "harm").exists()
     assert json.loads((tmp_path / "out/adapter_config.json").read_text())["r"] == 4
 
@@ -219,7 +222,7 @@ def test_bad_adapters_are_refused_before_anything_is_written(case, models, tmp_p
     change(made)
     checkpoint = made.write(tmp_path / "saved")
     with pytest.raises(CheckpointError) as caught:
-        export_adapter(checkpoint, tmp_path / "out", source=models / "llama", dtype=None)
+        export_adapter(checkpoint, tmp_path / "out", source=models / "llama")
     with pytest.raises(CheckpointError) as merging:
         merged(checkpoint, tmp_path / "out", models, base=models / "none")
     assert len(merging.value.problems) == len(caught.value.problems) + 1
@@ -235,9 +238,7 @@ def test_a_layer_that_is_missing_is_named(models, tmp_path):
     del tensors["decoder.layers.2.mlp.lora.gate.b"]
     made.tensors = tensors
     with pytest.raises(CheckpointError) as caught:
-        export_adapter(
-            made.write(tmp_path / "saved"), tmp_path / "out", source=models / "llama", dtype=None
-        )
+        export_adapter(made.write(tmp_path / "saved"), tmp_path / "out", source=models / "llama")
     (problem,) = caught.value.problems
     assert problem.where.endswith("decoder.layers.2.mlp.lora.gate.b")
 
@@ -250,7 +251,7 @@ def test_another_base_is_refused(models, tmp_path):
         merged(checkpoint, tmp_path / "out", models)
     assert own[:12] in str(caught.value) and other[:12] in str(caught.value)
     checkpoint = Made(base="random:77").write(tmp_path / "random")
-    alone = export_adapter(checkpoint, tmp_path / "alone", source=models / "llama", dtype=None)
+    alone = export_adapter(checkpoint, tmp_path / "alone", source=models / "llama")
     assert "initial weights of seed 77" in alone.notes[0]
     with pytest.raises(CheckpointError, match="initial ones of seed 77"):
         merged(checkpoint, tmp_path / "out", models)

@@ -40,11 +40,11 @@ from zorse_megatron.measure.measured_profile import (
     without_series,
 )
 from zorse_megatron.measure.tasks import (
+    ANSWERS,
+    REQUESTS,
     LayerRequest,
     MeasuredPass,
     MeasuredStep,
-    answer_from_json,
-    answer_to_json,
     single_layer_flags,
 )
 
@@ -424,21 +424,21 @@ def test_an_existing_file_is_added_to_and_keeps_the_rest(tmp_path) -> None:
     assert len(with_source(again, newer).sources) == 2
 
 
-@pytest.mark.parametrize("answer", [one_pass("head", 2), STEP])
-def test_answers_travel_as_lines(answer: MeasuredPass | MeasuredStep) -> None:
-    line = answer_to_json(answer)
-    assert "\n" not in line and answer_from_json(line) == answer
+REQUEST = LayerRequest(
+    first_sizes={"layer": 4, "head": 1},
+    largest_size=8,
+    time_limit_s=2.0,
+    memory_limit_bytes=None,
+    used_bytes=500_000_000,
+)
 
 
-def test_requests_travel_as_lines() -> None:
-    request = LayerRequest(
-        first_sizes={"layer": 4, "head": 1},
-        largest_size=8,
-        time_limit_s=2.0,
-        memory_limit_bytes=None,
-        used_bytes=500_000_000,
-    )
-    assert LayerRequest.from_json(request.to_json()) == request
+@pytest.mark.parametrize(
+    ("kind", "sent"), [(ANSWERS, one_pass("head", 2)), (ANSWERS, STEP), (REQUESTS, REQUEST)]
+)
+def test_requests_and_answers_travel_as_lines(kind, sent) -> None:
+    line = kind.dump_json(sent)
+    assert b"\n" not in line and kind.validate_json(line) == sent
 
 
 def last_values(flags: tuple[str, ...]) -> dict[str, str]:

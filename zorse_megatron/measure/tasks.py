@@ -6,8 +6,6 @@ process of its own, with the training command of a single rank that builds one l
 model; requests and answers are lines of JSON.
 """
 
-import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -17,8 +15,10 @@ from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from zorse_megatron.errors import MeasureError, Problem
-from zorse_megatron.flags.command import Nargs, find_flags, split_ours
+from zorse_megatron.flags.command import find_flags, split_ours
 from zorse_megatron.gpus.gpu import Attention
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.inputs.profile import Part, TimedOperation, Transfers
@@ -142,43 +142,20 @@ def _task(
 
 # What a plan decides, or what has to do with other ranks, with checkpoints or with logs: a single
 # layer on a single rank needs none of it.
-_LEFT_OUT: dict[str, Nargs] = {
-    "--num-layers-per-virtual-pipeline-stage": "?",
-    "--num-virtual-stages-per-pipeline-rank": "?",
-    "--pipeline-model-parallel-layout": "?",
-    "--decoder-first-pipeline-num-layers": "?",
-    "--decoder-last-pipeline-num-layers": "?",
-    "--account-for-embedding-in-pipeline-split": 0,
-    "--account-for-loss-in-pipeline-split": 0,
-    "--moe-layer-freq": "?",
-    "--sequence-parallel": 0,
-    "--overlap-grad-reduce": 0,
-    "--overlap-param-gather": 0,
-    "--recompute-activations": 0,
-    "--recompute-granularity": "?",
-    "--recompute-method": "?",
-    "--recompute-num-layers": "?",
-    "--recompute-modules": "*",
-    "--rampup-batch-size": "*",
-    "--load": "?",
-    "--use-checkpoint-args": 0,
-    "--use-mp-args-from-checkpoint-args": 0,
-    "--pretrained-checkpoint": "?",
-    "--save": "?",
-    "--tensorboard-dir": "?",
-    "--wandb-project": "?",
-    "--train-samples": "?",
-    "--lr-decay-samples": "?",
-    "--lr-warmup-samples": "?",
-    "--lr-decay-iters": "?",
-    "--lr-warmup-iters": "?",
-    "--lr-warmup-fraction": "?",
-    "--tokenizer-type": "?",
-    "--tokenizer-model": "?",
-    "--vocab-file": "?",
-    "--merge-file": "?",
-    "--null-tokenizer-eod-id": "?",
-}
+_LEFT_OUT = (
+    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+    *("--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers"),
+    *("--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split"),
+    *("--account-for-loss-in-pipeline-split", "--moe-layer-freq", "--sequence-parallel"),
+    *("--overlap-grad-reduce", "--overlap-param-gather", "--recompute-activations"),
+    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+    *("--recompute-modules", "--rampup-batch-size", "--load", "--use-checkpoint-args"),
+    *("--use-mp-args-from-checkpoint-args", "--pretrained-checkpoint", "--save"),
+    *("--tensorboard-dir", "--wandb-project", "--train-samples", "--lr-decay-samples"),
+    *("--lr-warmup-samples", "--lr-decay-iters", "--lr-warmup-iters", "--lr-warmup-fraction"),
+    *("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file"),
+    "--null-tokenizer-eod-id",
+)
 
 
 def single_layer_flags(flags: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
@@ -188,7 +165,7 @@ def single_layer_flags(flags: Sequence[str], shape: ModelShape) -> tuple[str, ..
     one without files: only the size of its vocabulary matters.
     """
     _, rest = split_ours(flags)
-    _, kept = find_flags(rest, _LEFT_OUT)
+    _, kept = find_flags(rest, dict.fromkeys(_LEFT_OUT, "*"))
     return (
         *kept,
         *("--num-layers", "1", "--micro-batch-size", "1", "--global-batch-size", "1"),
@@ -214,15 +191,6 @@ class LayerRequest:
     GPU survives and a host does not."""
     used_bytes: int | None = None
     """Of the GPU before the process that measures starts; None: not on a GPU."""
-
-    def to_json(self) -> str:
-        """Return it as one line."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(line: str) -> "LayerRequest":
-        """Read it back."""
-        return LayerRequest(**json.loads(line))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,17 +225,9 @@ class MeasuredStep:
 Answer = MeasuredPass | MeasuredStep
 
 
-def answer_to_json(answer: Answer) -> str:
-    """Return an answer as one line."""
-    return json.dumps(dataclasses.asdict(answer))
-
-
-def answer_from_json(line: str) -> Answer:
-    """Read an answer back."""
-    values = json.loads(line)
-    return MeasuredPass(**values) if "part" in values else MeasuredStep(**values)
-
-
+REQUESTS = TypeAdapter(LayerRequest)
+ANSWERS: TypeAdapter[Answer] = TypeAdapter(Answer)
+"""Both as lines of JSON."""
 _TAIL_LINES = 25
 
 
@@ -280,7 +240,7 @@ def measured_layers(
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "zorse_megatron.measure.on_ranks.layer_timing"),
-                *(str(writing), request.to_json()),
+                *(str(writing), REQUESTS.dump_json(request).decode()),
                 *([str(script)] if script else []),
                 *flags,
             ],
@@ -294,7 +254,7 @@ def measured_layers(
         try:
             with os.fdopen(reading) as answers:
                 for line in answers:
-                    yield answer_from_json(line)
+                    yield ANSWERS.validate_json(line)
             status = process.wait()
         finally:
             process.kill()

@@ -98,8 +98,8 @@ def export_model(
     folder: Path,
     *,
     source: Path,
-    dtype: str | None,
-    shard_bytes: int,
+    dtype: str | None = None,
+    shard_bytes: int = 5 * 10**9,
     merge: Path | None = None,
 ) -> Exported:
     """Write a checkpoint's weights as a Hugging Face model, with `source`'s files beside them.
@@ -124,7 +124,9 @@ def export_model(
     return Exported(files=tuple(written), notes=tuple(_left_out(tensors, found)))
 
 
-def export_adapter(checkpoint: Path, folder: Path, *, source: Path, dtype: str | None) -> Exported:
+def export_adapter(
+    checkpoint: Path, folder: Path, *, source: Path, dtype: str | None = None
+) -> Exported:
     """Write a checkpoint's adapters as files of the peft library. Arguments and errors as above."""
     description = describe(source)
     problems: list[Problem] = []

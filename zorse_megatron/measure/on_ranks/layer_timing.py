@@ -31,11 +31,12 @@ from zorse_megatron.inputs.profile import Part
 from zorse_megatron.log import complain
 from zorse_megatron.measure.on_ranks.ranks import REPEATS, WARM_UP, median_s, timed_s
 from zorse_megatron.measure.tasks import (
+    ANSWERS,
+    REQUESTS,
     Answer,
     LayerRequest,
     MeasuredPass,
     MeasuredStep,
-    answer_to_json,
 )
 from zorse_megatron.processes import end_with_parent
 
@@ -265,10 +266,9 @@ def main() -> None:
         from zorse_megatron.adapter.model.model_passes import ModelPasses
 
         with os.fdopen(int(pipe), "w") as out:
-            for answer in answers(
-                ModelPasses(model), optimizer.step, LayerRequest.from_json(request)
-            ):
-                print(answer_to_json(answer), file=out, flush=True)
+            wanted = REQUESTS.validate_json(request)
+            for answer in answers(ModelPasses(model), optimizer.step, wanted):
+                print(ANSWERS.dump_json(answer).decode(), file=out, flush=True)
 
     try:
         run_until_built(script, command[has_script:], measure)
