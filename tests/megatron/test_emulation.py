@@ -22,7 +22,7 @@ from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate import emulator as rank_server
 from zorse_megatron.emulate.emulator import System, emulator, flags_of_grid
-from zorse_megatron.emulate.on_ranks.model_sizes import TpModelSizes
+from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 from zorse_megatron.emulate.rank_jobs import SERVER, RankJob
 from zorse_megatron.emulate.tiny_model import (
     LORA_RANK,
@@ -444,8 +444,8 @@ def test_between_the_factors_of_adapters_their_rank_crosses():
         adapter_share=ADAPTERS.rank / MODEL.hidden_size,
     )
     costs = (SimpleNamespace(memory=memory),)
-    job = SimpleNamespace(costs=costs, sequence_length=32, hidden_size=64)
-    sizes = TpModelSizes(job, tp_groups, 0)
+    job = SimpleNamespace(costs=costs, tp_groups=tp_groups, sequence_length=32, hidden_size=64)
+    sizes = ModelSizes(job, 0)
     found = sizes.inside_bytes(torch.empty(32, 2, 3 * LORA_RANK))
     expected = 2 * 3 * MODEL.seq_length * ADAPTERS.rank * 2
     assert found == pytest.approx(expected, rel=0.002)  # of whole elements of the tiny one

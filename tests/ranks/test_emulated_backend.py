@@ -9,7 +9,7 @@ from tests.ranks.harness import run_ranks
 from tests.unit.fake_costs import FakeComm
 from zorse_megatron.emulate.conductor import RankClock, call, conducted
 from zorse_megatron.emulate.link_clock import LinkModel
-from zorse_megatron.emulate.on_ranks.backend import BACKEND, TensorSizes, register
+from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
 from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
 from zorse_megatron.runtime.hierarchical_collectives import (
     CommDtype,
@@ -22,6 +22,24 @@ from zorse_megatron.runtime.hierarchical_collectives import (
 WORLD = 3
 # A ring moves (n - 1) / n of a buffer at this rate; so 12 bytes take 2 s over three ranks.
 COMM = FakeComm(bytes_per_s=4.0, statistic_s=1000.0)
+
+
+class OwnSizes:
+    """Stands in for `ModelSizes`: each tensor for itself."""
+
+    def message_bytes(self, tensor):
+        return tensor.nbytes
+
+    buffer_bytes = message_bytes
+
+    def part_bytes(self, parts):
+        return [part.nbytes for part in parts]
+
+    def on_operation(self):
+        """Nobody is told."""
+
+    def is_tp_group(self, ranks):
+        return False
 
 
 def emulated(body, world=WORLD):
@@ -45,7 +63,7 @@ def _with_clock(body, address):
     dist.barrier()
     dist.destroy_process_group()
     clock = RankClock(call(address, rank))
-    register(clock, TensorSizes())
+    register(clock, OwnSizes())
     store = dist.FileStore(f"{address}-store", world)
     dist.init_process_group(BACKEND, rank=rank, world_size=world, store=store)
     before = torch.ones(2)

@@ -268,7 +268,9 @@ class RankClock:
             number = self._counts.get((stream, receives), 0)
             self._counts[stream, receives] = number + 1
             name = stream, number
-            self._send(PostOperation(now_s=self.now_s, name=name, operation=operation, after=after))
+            self._connection.send(
+                PostOperation(now_s=self.now_s, name=name, operation=operation, after=after)
+            )
             return name
 
     def wait(self, name: Name) -> None:
@@ -282,11 +284,11 @@ class RankClock:
         """Take part in nothing more; time stands still again."""
         self.is_running = False
         with contextlib.suppress(ConnectionError):
-            self._send(Finish())
+            self._connection.send(Finish())
         self._connection.close()
 
     def _ask(self, name: Name) -> None:
-        self._send(Wait(now_s=self.now_s, name=name))
+        self._connection.send(Wait(now_s=self.now_s, name=name))
         try:
             answer: Answer | Failure = self._connection.recv()
         except (EOFError, ConnectionError):
@@ -295,9 +297,6 @@ class RankClock:
             raise EmulationFailed(answer.reason)
         self._done.update(answer.done)
         self.now_s = answer.now_s
-
-    def _send(self, request: Request) -> None:
-        self._connection.send(request)
 
 
 class EmulatedTime(HostClock):

@@ -4,14 +4,14 @@ Payloads travel at once over gloo. To the rank that waits, an operation is done 
 links say so; asynchronous operations stay asynchronous. Until the rank's clock runs, groups are
 plain gloo.
 
-What an operation costs is asked of its tensors through `TensorSizes`, as a tiny model stands for a
+What an operation costs is asked of its tensors through `ModelSizes`, as a tiny model stands for a
 large one. In a rank's own tensor-parallel group collectives are those inside layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,47 +27,12 @@ from zorse_megatron.emulate.link_clock import (
 from zorse_megatron.runtime.collectives import OperationKind, StageSizes
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged
 
+if TYPE_CHECKING:
+    from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
+
+
 BACKEND = "emulated"
 _CPU = torch.device("cpu")
-
-
-class TensorSizes:
-    """How many bytes a tensor stands for in the emulated job; here for itself."""
-
-    def message_bytes(self, tensor: torch.Tensor) -> int:
-        """Size of a tensor that is sent from rank to rank."""
-        return tensor.nbytes
-
-    def buffer_bytes(self, tensor: torch.Tensor) -> int:
-        """Size of a tensor that a collective works on."""
-        return tensor.nbytes
-
-    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        """Size of each rank's part of a tensor that a collective works on."""
-        return [part.nbytes for part in parts]
-
-    def on_operation(self) -> None:
-        """Told that gradients are about to be summed, or parameters gathered."""
-
-    def is_tp_group(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks are this rank's tensor-parallel group, of several."""
-        return False
-
-    def inside_bytes(self, tensor: torch.Tensor) -> int | None:
-        """Size of a tensor that a collective of the TP group works on; None: it takes no time."""
-        return tensor.nbytes
-
-    def activation_bytes(self, num_elements: int) -> int:
-        """Size of an activation of so many elements."""
-        raise AssertionError("without TP groups nothing asks for this")
-
-    def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
-        """(source, target) -> size of what one sends the other in an exchange of parts."""
-        sizes: dict[tuple[int, int], int] = {}
-        for tensor in exchanged.unit:
-            for pair, count in exchanged.messages(tensor).items():
-                sizes[pair] = sizes.get(pair, 0) + 4 * count
-        return sizes
 
 
 class EmulatedWork:
@@ -113,7 +78,7 @@ class EmulatedGroup(dist.ProcessGroup):
         ranks: Sequence[int],
         label: str,
         clock: RankClock,
-        sizes: TensorSizes,
+        sizes: "ModelSizes",
     ) -> None:
         """`payload`: the gloo group of the same ranks. `label`: the same on all of them."""
         super().__init__(payload.rank(), payload.size())  # type: ignore[call-arg]
@@ -378,7 +343,7 @@ def _plain(method: str) -> Callable[..., Any]:
 _add_methods()
 
 
-def register(clock: RankClock, sizes: TensorSizes) -> None:
+def register(clock: RankClock, sizes: "ModelSizes") -> None:
     """Make the backend known to torch in this process; `init_process_group("emulated")` uses it."""
 
     def create(options: Any, _: Any) -> EmulatedGroup:

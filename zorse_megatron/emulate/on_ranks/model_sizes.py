@@ -4,6 +4,11 @@ The tiny model has as many layers as the real one, so that both are cut in the s
 parameters counts as (real / tiny) parameters, with the quotient of its part of the model: layers,
 embedding or head. An activation [sequence, samples, hidden] counts as the real one of as many
 samples, and a part of its sequence as that part.
+
+Of what tensor-parallel groups communicate, an activation counts by its number of elements; what the
+loss sums, and samples that are broadcast, by the number of tokens; gradients that are summed over
+the TP group because all its ranks have the whole parameter, and what replicas that differ in TP
+shards exchange, by how many parameters are cut in one way.
 """
 
 import bisect
@@ -16,7 +21,6 @@ import torch
 
 from zorse_megatron.costs.interface import ModelSection
 from zorse_megatron.emulate.emulated_job import EmulatedJob, JobTpGroups
-from zorse_megatron.emulate.on_ranks.backend import TensorSizes
 from zorse_megatron.emulate.tiny_model import LORA_RANK
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged, MixedTpTensor
 from zorse_megatron.schedule.shards import shard_bounds
@@ -47,11 +51,8 @@ class _Scale:
         return round(self.upto(stop) - self.upto(start))
 
 
-class ModelSizes(TensorSizes):
+class ModelSizes:
     """Those of one rank of a training run."""
-
-    in_tp_group = False
-    """Whether the rank computes parts of layers, with others."""
 
     def __init__(self, job: EmulatedJob, rank: int) -> None:
         self.memory = self.whole_memory = job.costs[rank].memory
@@ -59,6 +60,8 @@ class ModelSizes(TensorSizes):
         """Which section of the model this rank computes."""
         self.on_operation: Callable[[], None] = lambda: None
         """Called when gradients are about to be summed or parameters gathered."""
+        self.on_exchange: Callable[[], None] = lambda: None
+        """Called when replicas that differ in TP shards begin to exchange parts."""
         self._tiny = job.sequence_length, job.hidden_size
         self._scales: dict[int, _Scale] = {}
         """By storage, which stays the same object while its memory comes and goes."""
@@ -66,9 +69,31 @@ class ModelSizes(TensorSizes):
         self._tied_factor = 1.0
         self._element_bytes: int | None = None
         """Size of the tiny model's elements; None while it has no parameters."""
+        self.tp_groups = job.tp_groups
+        self.ranks: tuple[int, ...] = (rank,)
+        """Of this rank's tensor-parallel group."""
+        self.measured: frozenset[ModelSection] = frozenset()
+        if job.tp_groups is not None:
+            self.whole_memory = job.tp_groups.memories[rank]
+            self.ranks = job.tp_groups.ranks[rank]
+            self.measured = job.tp_groups.measured[rank]
+        self._num_whole = 0
+        """Of one layer of the tiny model: parameters that TP groups do not cut."""
+        self._factors: dict[MixedTpTensor, float] = {}
+        """Real elements for each of the tiny tensor's."""
+        self._owned: dict[int, int] = {}
+        """By chunk: real parameters that this rank owns, where replicas differ in TP shards."""
+        self._chunks: list[ChunkView] = []
+
+    @property
+    def in_tp_group(self) -> bool:
+        """Whether the rank computes parts of layers, with others."""
+        return len(self.ranks) > 1
 
     def add(self, chunk: "ChunkView") -> None:
         """Learn the buffers of a chunk."""
+        self._num_whole = chunk.num_whole or self._num_whole
+        self._chunks.append(chunk)
         self._element_bytes = next(chunk.wrapped.parameters()).element_size()
         real = self.real_parameters(chunk)
         # A rank may hold none of the embedding.
@@ -106,6 +131,10 @@ class ModelSizes(TensorSizes):
         """Real parameters of a chunk that this rank's optimizer steps."""
         from zorse_megatron.adapter.model.chunk_view import owned_shares
 
+        if getattr(chunk.wrapped, "mixed_tp", None):
+            if id(chunk) not in self._owned:
+                self._learn(chunk)
+            return self._owned[id(chunk)]
         return sum(
             round(self._buffers[id(chunk), owned.buffer].parameters(*owned.bucket) * owned.share)
             for owned in owned_shares(chunk)
@@ -146,65 +175,7 @@ class ModelSizes(TensorSizes):
             return self.memory.gradient_bytes(round(tensor.numel() * self._tied_factor))
         return tensor.nbytes
 
-
-def _scale(
-    buffer: "FlatBuffer",
-    tensor: torch.Tensor,
-    factors: "dict[CountedSection, float]",
-    to_bytes: Callable[[int], int],
-) -> _Scale:
-    bounds, slopes = [0], [0.0]
-    for each in buffer.sections:
-        bounds += [each.start, each.stop]
-        slopes += [factors[each.section], 0.0]
-    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
-    grown = [length * slope for length, slope in zip(lengths, slopes, strict=False)]
-    return _Scale(
-        origin=int(tensor.storage_offset()),
-        bounds=tuple(bounds),
-        before=tuple(itertools.accumulate(grown, initial=0.0)),
-        slopes=tuple(slopes),
-        to_bytes=to_bytes,
-    )
-
-
-# Sizes of what tensor-parallel groups communicate in the real model, from one rank's tiny tensors.
-#
-# An activation counts by its number of elements; what the loss sums, and samples that are
-# broadcast, by the number of tokens; gradients that are summed over the TP group because all its
-# ranks have the whole parameter, and what replicas that differ in TP shards exchange, by how many
-# parameters are cut in one way.
-
-
-class TpModelSizes(ModelSizes):
-    """Of one rank of a job with TP groups, whether it is in one or alone."""
-
-    def __init__(self, job: EmulatedJob, tp_groups: JobTpGroups, rank: int) -> None:
-        """`tp_groups`: of the job."""
-        super().__init__(job, rank)
-        self.whole_memory = tp_groups.memories[rank]
-        """Of a rank which is a TP group of its own."""
-        self.tp_groups = tp_groups
-        self.ranks = tp_groups.ranks[rank]
-        self.in_tp_group = len(self.ranks) > 1
-        self.measured = tp_groups.measured[rank]
-        self.on_exchange: Callable[[], None] = lambda: None
-        """Called when one begins."""
-        self._adapter_factor = tp_groups.adapter_share * job.hidden_size / LORA_RANK
-        """Real A x beside the tiny one, each as a share of an activation."""
-        self._num_whole = 0
-        """Of one layer of the tiny model: parameters that TP groups do not cut."""
-        self._factors: dict[MixedTpTensor, float] = {}
-        """Real elements for each of the tiny tensor's."""
-        self._owned: dict[int, int] = {}
-        """By chunk: real parameters that this rank owns, where replicas differ in TP shards."""
-        self._chunks: list[ChunkView] = []
-
-    def add(self, chunk: "ChunkView") -> None:
-        """Learn a chunk."""
-        self._num_whole = chunk.num_whole or self._num_whole
-        self._chunks.append(chunk)
-        super().add(chunk)
+    # What tensor-parallel groups communicate.
 
     def is_tp_group(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are this rank's tensor-parallel group."""
@@ -220,12 +191,13 @@ class TpModelSizes(ModelSizes):
         if tensor.dim() == 3:  # [positions, samples, hidden], or A x of adapters
             count = tensor.numel()
             if tensor.shape[2] % self._tiny[1]:
-                count = round(count * self._adapter_factor)
+                tiny_share = LORA_RANK / self._tiny[1]
+                count = round(count * self._tp_groups.adapter_share / tiny_share)
             return None if self.computed in self.measured else self.activation_bytes(count)
         if tensor.dim() == 2:  # a number for each token
             if tensor.is_floating_point() and self.computed in self.measured:
                 return None
-            return tensor.nbytes * self.tp_groups.sequence_length // self._tiny[0]
+            return tensor.nbytes * self._tp_groups.sequence_length // self._tiny[0]
         if tensor.numel() > 1 and tensor.is_floating_point():
             factor = self._real_whole("layer", 1) / max(1, self._num_whole)
             return self.whole_memory.gradient_bytes(round(tensor.numel() * factor))
@@ -235,14 +207,6 @@ class TpModelSizes(ModelSizes):
         """Of an activation of so many elements."""
         length, hidden = self._tiny
         return self.whole_memory.boundary_bytes(1) * num_elements // (length * hidden)
-
-    def owned_parameters(self, chunk: "ChunkView") -> int:
-        """Real parameters of a chunk that this rank's optimizer steps."""
-        if not getattr(chunk.wrapped, "mixed_tp", None):
-            return super().owned_parameters(chunk)
-        if id(chunk) not in self._owned:
-            self._learn(chunk)
-        return self._owned[id(chunk)]
 
     def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
         """(source, target) -> what one sends the other."""
@@ -256,6 +220,11 @@ class TpModelSizes(ModelSizes):
         memory = self.whole_memory
         to_bytes = memory.gradient_bytes if exchanged.sums else memory.parameter_bytes
         return {pair: to_bytes(round(count)) for pair, count in elements.items()}
+
+    @property
+    def _tp_groups(self) -> JobTpGroups:
+        assert self.tp_groups is not None, "without TP groups nothing asks for them"
+        return self.tp_groups
 
     def _learn(self, chunk: "ChunkView") -> None:
         from zorse_megatron.adapter.model.chunk_view import mixed_tp_parameters
@@ -289,11 +258,25 @@ class TpModelSizes(ModelSizes):
         return layers * (total - sum(self._cut(section).values()))
 
     def _cut(self, section: ModelSection) -> Mapping[UnitKind, int]:
-        return self.tp_groups.cut_parameters[section]
+        return self._tp_groups.cut_parameters[section]
 
 
-def sizes_of_rank(job: EmulatedJob, rank: int) -> ModelSizes:
-    """What tensors of this rank stand for."""
-    if job.tp_groups is None:
-        return ModelSizes(job, rank)
-    return TpModelSizes(job, job.tp_groups, rank)
+def _scale(
+    buffer: "FlatBuffer",
+    tensor: torch.Tensor,
+    factors: "dict[CountedSection, float]",
+    to_bytes: Callable[[int], int],
+) -> _Scale:
+    bounds, slopes = [0], [0.0]
+    for each in buffer.sections:
+        bounds += [each.start, each.stop]
+        slopes += [factors[each.section], 0.0]
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+    grown = [length * slope for length, slope in zip(lengths, slopes, strict=False)]
+    return _Scale(
+        origin=int(tensor.storage_offset()),
+        bounds=tuple(bounds),
+        before=tuple(itertools.accumulate(grown, initial=0.0)),
+        slopes=tuple(slopes),
+        to_bytes=to_bytes,
+    )

@@ -31,7 +31,7 @@ from zorse_megatron.emulate.conductor import RankClock
 from zorse_megatron.emulate.emulated_job import EmulatedJob
 from zorse_megatron.emulate.on_ranks.host_copies import EmulatedHostLink
 from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
-from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes, TpModelSizes
+from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 
 
 class Pacer:
@@ -58,8 +58,7 @@ class Pacer:
         self.host = EmulatedHostLink(clock, sizes, self.chunks, bytes_per_s=bytes_per_s)
         cap.chunks, cap.host = self.chunks, self.host
         sizes.on_operation = cap.look  # a replica without micro-batches does nothing else
-        if isinstance(sizes, TpModelSizes):
-            sizes.on_exchange = cap.check
+        sizes.on_exchange = cap.check
         self.norms_s: list[float] = []
         """When the norm of each training step was known."""
         self._norm_is_noted = False

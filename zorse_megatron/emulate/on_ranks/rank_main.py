@@ -26,13 +26,13 @@ def emulate(job: EmulatedJob, rank: int) -> RankSetup:
     from zorse_megatron.emulate.conductor import EmulatedTime, RankClock, call
     from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
-    from zorse_megatron.emulate.on_ranks.model_sizes import sizes_of_rank
+    from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
     from zorse_megatron.emulate.on_ranks.pacer import Pacer
 
     clock = RankClock(call(job.address, rank))
     atexit.register(clock.finish)
     memory, capacity_bytes = job.costs[rank].memory, job.capacities_bytes[rank]
-    sizes = sizes_of_rank(job, rank)
+    sizes = ModelSizes(job, rank)
     register(clock, sizes)
     kind = job.kinds[rank]
     cap = MemoryCap(memory, sizes, capacity_bytes=capacity_bytes, rank=rank, kind=kind)
