@@ -20,7 +20,7 @@ from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.launch.elastic.replan import GivenUp, JobFiles, Replanner, Starts, nodes_left
 from zorse_megatron.launch.elastic.torchrun_ranks import Answers, Arrival, answers_for
-from zorse_megatron.launch.training_command import Rendezvous, elastic_torchrun_lines
+from zorse_megatron.launch.training_command import elastic_torchrun_lines
 from zorse_megatron.processes import free_port
 
 CLUSTER = parse_cluster(b"""
@@ -166,9 +166,15 @@ def test_what_cannot_be_planned_is_told_to_all() -> None:
 
 @pytest.mark.parametrize(("min_gpus", "fewest"), [(1, 1), (3, 1), (4, 2), (5, 2), (6, 3)])
 def test_torchrun_understands_the_commands(min_gpus: int, fewest: int) -> None:
-    rendezvous = Rendezvous(name="zorse-7", address=None, port=29501, min_gpus=min_gpus)
     words = ["plan.json", "--cluster", "c d.yaml", "--", "--num-layers", "4"]
-    text = elastic_torchrun_lines(CLUSTER, words, rendezvous=rendezvous)
+    text = elastic_torchrun_lines(
+        CLUSTER,
+        words,
+        name="zorse-7",
+        min_gpus=min_gpus,
+        master_address=None,
+        master_port=29501,
+    )
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     for node, line in zip(CLUSTER.nodes, lines, strict=True):
         *variables, command = line.split(" ", 2)

@@ -291,17 +291,6 @@ OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 """A port of its own for each round, so that nobody meets those of an earlier one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the nodes of an elastic job find each other."""
-
-    name: str
-    address: str | None
-    """Of the node that keeps it; None: the first one of the cluster file."""
-    port: int
-    min_gpus: int
-
-
 def torchrun_lines(
     cluster: Cluster,
     training: TrainingCommand,
@@ -314,36 +303,43 @@ def torchrun_lines(
     Left out it is the first node's name, and `localhost` where there is no other node to find it:
     then the name in the cluster file may be anybody's invention.
     """
-    address = _address(cluster, master_address)
+    meets = ("--master-addr", _address(cluster, master_address), "--master-port", str(master_port))
     return "\n".join(
-        f"{_comment(node)}\n{_line(cluster, number, training, address, master_port)}\n"
+        _lines(
+            node,
+            *(*training.variables, "torchrun"),
+            *("--nnodes", str(len(cluster.nodes)), "--node-rank", str(number)),
+            *("--nproc-per-node", str(len(node.gpu_kinds)), *meets, *training.program),
+        )
         for number, node in enumerate(cluster.nodes)
     )
 
 
 def elastic_torchrun_lines(
-    cluster: Cluster, words: Sequence[str], *, rendezvous: Rendezvous
+    cluster: Cluster,
+    words: Sequence[str],
+    *,
+    name: str,
+    min_gpus: int,
+    master_address: str | None,
+    master_port: int,
 ) -> str:
-    """Return the same for nodes that may go and come; `words`: of the `zorse join` of each."""
+    """Return the same for nodes that may go and come; `words`: of the `zorse join` of each.
+
+    `name`: of the run; `min_gpus`: with fewer it does not start.
+    """
+    most = f"{fewest_nodes(cluster, min_gpus)}:{len(cluster.nodes)}"
+    meets = ("--rdzv-endpoint", f"{_address(cluster, master_address)}:{master_port}")
     return "\n".join(
-        f"{_comment(node)}\n{_elastic_line(cluster, node, words, rendezvous)}\n"
+        _lines(
+            node,
+            *(OWN_STORES, "torchrun", "--nnodes", most),
+            *("--nproc-per-node", str(len(node.gpu_kinds)), "--max-restarts", str(MAX_RESTARTS)),
+            *("--rdzv-backend", "c10d", "--rdzv-id", name, *meets),
+            *("-m", "zorse_megatron", "join", *words),
+        )
         for node in cluster.nodes
     )
-
-
-def _elastic_line(
-    cluster: Cluster, node: Node, words: Sequence[str], rendezvous: Rendezvous
-) -> str:
-    address = _address(cluster, rendezvous.address)
-    line = [
-        "torchrun",
-        *("--nnodes", f"{fewest_nodes(cluster, rendezvous.min_gpus)}:{len(cluster.nodes)}"),
-        *("--nproc-per-node", str(len(node.gpu_kinds)), "--max-restarts", str(MAX_RESTARTS)),
-        *("--rdzv-backend", "c10d", "--rdzv-id", rendezvous.name),
-        *("--rdzv-endpoint", f"{address}:{rendezvous.port}"),
-        *("-m", "zorse_megatron", "join", *words),
-    ]
-    return shlex.join([*gpu_variables(node), OWN_STORES, *line])
 
 
 def fewest_nodes(cluster: Cluster, min_gpus: int) -> int:
@@ -357,10 +353,6 @@ def _address(cluster: Cluster, given: str | None) -> str:
     return given or ("localhost" if alone else cluster.nodes[0].name)
 
 
-def _comment(node: Node) -> str:
-    return f"# On {' '.join(node.name.split())}: {described(node)}"
-
-
 def described(node: Node) -> str:
     """Ranks and GPUs of a node, for people."""
     kinds = dict.fromkeys(node.gpu_kinds)
@@ -369,20 +361,10 @@ def described(node: Node) -> str:
     return f"{'rank' if len(node.ranks) == 1 else 'ranks'} {spelled}, {gpus}"
 
 
-def _line(cluster: Cluster, number: int, training: TrainingCommand, address: str, port: int) -> str:
-    node = cluster.nodes[number]
-    words = [
-        *(*gpu_variables(node), *training.variables, "torchrun"),
-        *("--nnodes", str(len(cluster.nodes)), "--node-rank", str(number)),
-        *("--nproc-per-node", str(len(node.gpu_kinds))),
-        *("--master-addr", address, "--master-port", str(port)),
-        *training.program,
-    ]
-    return shlex.join(words)
-
-
-def gpu_variables(node: Node) -> Iterator[str]:
-    """With these local ranks count GPUs as the cluster file does, and not the fastest one first."""
-    yield "CUDA_DEVICE_ORDER=PCI_BUS_ID"
+def _lines(node: Node, *words: str) -> str:
+    """Say what the node is, and the command; local ranks count GPUs as the cluster file does."""
+    variables = ["CUDA_DEVICE_ORDER=PCI_BUS_ID"]
     if node.gpu_numbers is not None:
-        yield f"CUDA_VISIBLE_DEVICES={','.join(map(str, node.gpu_numbers))}"
+        variables.append(f"CUDA_VISIBLE_DEVICES={','.join(map(str, node.gpu_numbers))}")
+    name = " ".join(node.name.split())
+    return f"# On {name}: {described(node)}\n{shlex.join([*variables, *words])}\n"

@@ -34,7 +34,6 @@ from zorse_megatron.launch.batch_script import (
 )
 from zorse_megatron.launch.training_command import (
     DEFAULT_PORT,
-    Rendezvous,
     TrainingCommand,
     elastic_torchrun_lines,
     fewest_nodes,
@@ -304,21 +303,18 @@ def launch(
         when_lost.refuse_without_save(job.training)
     if options.slurm is not None:
         return _script(options.slurm, job, options, when_lost, joined)
+    address, port = options.master_addr, options.master_port
     if options.elastic:
-        rendezvous = Rendezvous(
-            name=job.name,
-            address=options.master_addr,
-            port=options.master_port,
-            min_gpus=when_lost.min_gpus,
-        )
-        lines = elastic_torchrun_lines(job.cluster, joined, rendezvous=rendezvous)
-    else:
-        lines = torchrun_lines(
+        lines = elastic_torchrun_lines(
             job.cluster,
-            job.training,
-            master_address=options.master_addr,
-            master_port=options.master_port,
+            joined,
+            name=job.name,
+            min_gpus=when_lost.min_gpus,
+            master_address=address,
+            master_port=port,
         )
+    else:
+        lines = torchrun_lines(job.cluster, job.training, master_address=address, master_port=port)
     return Output(
         values={"written": None, "lines": lines, "resumes": job.training.resumes},
         shown=[lines.rstrip(), *(f"# note: {note}" for note in job.notes)],
