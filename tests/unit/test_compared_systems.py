@@ -19,7 +19,6 @@ from zorse_megatron.emulate.compare import (
     ComparisonReport,
     ComparisonRow,
     Planned,
-    Result,
     aggregate_tokens_per_s,
     compared_systems,
     rows_of,
@@ -143,10 +142,8 @@ def result(name, iteration_s, *, predicted_s=None, out_of_memory=None):
         peak_bytes=(1, 2),
         out_of_memory=out_of_memory,
     )
-    compared = ComparedSystem(
-        name=name, layout="<so>", system=system, predicted_s=predicted_s, peak_memory_fraction=0.8
-    )
-    return Result(compared=compared, run=run)
+    fit = {"predicted_s": predicted_s, "peak_memory_fraction": 0.8}
+    return ComparedSystem(name=name, layout="<so>", system=system, run=run, **fit)
 
 
 def some_results():
@@ -156,7 +153,7 @@ def some_results():
     return [
         result(STOCK_EVEN, 0.0, out_of_memory="CUDA out of memory"),
         result(STOCK, 4.0, predicted_s=5.0),
-        Result(compared=skipped, run=None),
+        skipped,
         result(OURS, 2.0, predicted_s=1.9),
     ]
 
@@ -184,8 +181,7 @@ def test_all_are_compared_with_the_best_layout_of_stock():
 
 
 def test_what_is_simulated_only_has_the_simulators_figures():
-    compared = [each.compared for each in some_results()]
-    results = [Result(compared=each, is_emulated=False) for each in compared]
+    results = [dataclasses.replace(each, run=None, is_emulated=False) for each in some_results()]
     report = ComparisonReport.of(results, make(CLUSTER), title="t", notes=())
     _, stock, _, ours = report.rows
     assert (stock.iteration_s, stock.prediction_error) == (5.0, None)

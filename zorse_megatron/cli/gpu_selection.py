@@ -106,18 +106,12 @@ class GpuSearches:
 
     def found_so_far(self) -> Found:
         """The same of the searches that have found a plan."""
-        from zorse_megatron.planner.gpu_selection import Point
         from zorse_megatron.planner.outcome import CUT_SHORT
 
-        tokens = self.costs.inputs.global_batch_size * self.costs.inputs.sequence_length
-        points = sorted(
-            (
-                Point(ranks=ranks, iteration_s=outcome.iteration_s, tokens=tokens)
-                for ranks, (_, outcome) in self.outcomes.items()
-            ),
-            key=lambda point: (point.iteration_s, point.ranks),
+        points = self._points(
+            {ranks: outcome.iteration_s for ranks, (_, outcome) in self.outcomes.items()}
         )
-        found = self.found_on(points[0].ranks, tuple(points) if self.may_leave_out else ())
+        found = self.found_on(points[0].ranks, points if self.may_leave_out else ())
         notes = dict.fromkeys((CUT_SHORT, *found.outcome.notes))
         outcome = replace(found.outcome, was_cut_short=True, notes=tuple(notes))
         return replace(found, outcome=outcome)
@@ -147,14 +141,19 @@ class GpuSearches:
     def points_of_stock(self) -> tuple["Point", ...]:
         """The sets of GPUs that stock's layouts were searched on, best first."""
         from zorse_megatron.planner.baselines.stock_best import no_stock_layout
-        from zorse_megatron.planner.gpu_selection import Point
 
         if not (found := self.stock_s()):
             assert self.stock is not None, "its layouts are searched on any number of GPUs"
             raise no_stock_layout(self._at_best(self.stock).best)
+        return self._points(found)
+
+    def _points(self, iterations_s: dict[tuple[int, ...], float]) -> tuple["Point", ...]:
+        """Best first."""
+        from zorse_megatron.planner.gpu_selection import Point
+
         tokens = self.costs.inputs.global_batch_size * self.costs.inputs.sequence_length
-        points = [Point(ranks=ranks, iteration_s=s, tokens=tokens) for ranks, s in found.items()]
-        return tuple(sorted(points, key=lambda each: (each.iteration_s, each.ranks)))
+        best_first = sorted(iterations_s.items(), key=lambda item: (item[1], item[0]))
+        return tuple(Point(ranks=ranks, iteration_s=s, tokens=tokens) for ranks, s in best_first)
 
     def found_on(self, ranks: tuple[int, ...], points: tuple["Point", ...]) -> Found:
         """The plan of these GPUs, which is searched by then or is now.

@@ -55,6 +55,28 @@ class ComparedSystem:
     peak_memory_fraction: float | None = None
     """Highest simulated peak of a GPU over what it may hold; None where nothing fits."""
     reason: str = ""
+    run: EmulatedRun | None = None
+    """What came of it, if it was run."""
+    is_emulated: bool = True
+    """Whether it is to run; else the simulator's figure is its result."""
+
+    @property
+    def iteration_s(self) -> float | None:
+        """The result; None where there is none."""
+        if not self.is_emulated:
+            return self.predicted_s
+        if self.run is None or self.run.out_of_memory is not None:
+            return None
+        return self.run.iteration_s
+
+    @property
+    def outcome(self) -> str:
+        """For people: why there is no number; empty where there is one."""
+        if self.iteration_s is not None:
+            return ""
+        if self.run is not None:
+            return "out of memory"
+        return "does not fit" if self.predicted_s is None else "cannot be trained yet"
 
 
 def compared_systems(
@@ -178,40 +200,12 @@ class ComparisonRow:
     final_loss: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """A compared system, and its run if there was one."""
-
-    compared: ComparedSystem
-    run: EmulatedRun | None = None
-    is_emulated: bool = True
-    """Whether it was to run; else the simulator's figure is its result."""
-
-    @property
-    def iteration_s(self) -> float | None:
-        """None where there is no number."""
-        if not self.is_emulated:
-            return self.compared.predicted_s
-        if self.run is None or self.run.out_of_memory is not None:
-            return None
-        return self.run.iteration_s
-
-    @property
-    def outcome(self) -> str:
-        """For people: why there is no number; empty where there is one."""
-        if self.iteration_s is not None:
-            return ""
-        if self.run is not None:
-            return "out of memory"
-        return "does not fit" if self.compared.predicted_s is None else "cannot be trained yet"
-
-
-def rows_of(results: Sequence[Result], inputs: Inputs) -> list[ComparisonRow]:
-    """Compute the rows, in the order of the results."""
+def rows_of(systems: Sequence[ComparedSystem], inputs: Inputs) -> list[ComparisonRow]:
+    """Compute the rows, in the order of the systems."""
     tokens = inputs.global_batch_size * inputs.sequence_length
     alone = aggregate_tokens_per_s(inputs)
-    stock_s = {result.compared.name: result.iteration_s for result in results}.get(STOCK)
-    return [_row(result, tokens=tokens, alone=alone, stock_s=stock_s) for result in results]
+    stock_s = {each.name: each.iteration_s for each in systems}.get(STOCK)
+    return [_row(each, tokens=tokens, alone=alone, stock_s=stock_s) for each in systems]
 
 
 def aggregate_tokens_per_s(inputs: Inputs) -> float:
@@ -225,21 +219,18 @@ def aggregate_tokens_per_s(inputs: Inputs) -> float:
 def _samples_per_s(inputs: Inputs, kind: str) -> float:
     rates = []
     for size in inputs.best_sizes[kind]:
-        layer, ends = (
-            inputs.compute.layer(kind, size),
-            [
-                inputs.compute.embedding(kind, size),
-                inputs.compute.head(kind, size),
-            ],
-        )
+        layer = inputs.compute.layer(kind, size)
+        ends = inputs.compute.embedding(kind, size), inputs.compute.head(kind, size)
         whole_s = inputs.num_layers * (layer.forward_s + layer.backward_s)
         rates.append(size / (whole_s + sum(e.forward_s + e.backward_s for e in ends)))
     return max(rates)
 
 
-def _row(result: Result, *, tokens: float, alone: float, stock_s: float | None) -> ComparisonRow:
-    compared, run, seconds = result.compared, result.run, result.iteration_s
-    predicted_s, is_measured = compared.predicted_s, run is not None and seconds is not None
+def _row(
+    compared: ComparedSystem, *, tokens: float, alone: float, stock_s: float | None
+) -> ComparisonRow:
+    run, seconds, predicted_s = compared.run, compared.iteration_s, compared.predicted_s
+    is_measured = run is not None and seconds is not None
     rate = None if seconds is None else tokens / seconds
     return ComparisonRow(
         system=compared.name,
@@ -281,7 +272,7 @@ class ComparisonReport:
     """Everything that is written and printed."""
 
     title: str
-    results: tuple[Result, ...]
+    systems: tuple[ComparedSystem, ...]
     rows: tuple[ComparisonRow, ...]
     notes: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -289,33 +280,29 @@ class ComparisonReport:
 
     @classmethod
     def of(
-        cls, results: Sequence[Result], inputs: Inputs, *, title: str, notes: Sequence[str]
+        cls, systems: Sequence[ComparedSystem], inputs: Inputs, *, title: str, notes: Sequence[str]
     ) -> "ComparisonReport":
         """Compute the rows; who has no number and why becomes a note."""
-        runs = {r.compared.name: r.run for r in results if r.run is not None}
-        full = {name: run.out_of_memory for name, run in runs.items() if run.out_of_memory}
-        why = {r.compared.name: r.compared.reason for r in results if r.compared.reason} | full
+        full = {each.name: each.run.out_of_memory for each in systems if each.run}
+        why = {each.name: full.get(each.name) or each.reason for each in systems}
         return cls(
             title=title,
-            results=tuple(results),
-            rows=tuple(rows_of(results, inputs)),
-            notes=(
-                *(f"{name}: {reason}" for name, reason in why.items()),
-                *notes,
-            ),
+            systems=tuple(systems),
+            rows=tuple(rows_of(systems, inputs)),
+            notes=(*(f"{name}: {reason}" for name, reason in why.items() if reason), *notes),
             kinds=inputs.kinds,
         )
 
     @property
     def headings(self) -> tuple[str, ...]:
         """Of `table`; of what is simulated only nothing else can be said."""
-        return HEADINGS if any(r.is_emulated for r in self.results) else HEADINGS[:-2]
+        return HEADINGS if any(each.is_emulated for each in self.systems) else HEADINGS[:-2]
 
     def table(self) -> list[tuple[str, ...]]:
         """Cells for people, in the order of `headings`."""
         number = len(self.headings)
-        pairs = zip(self.rows, self.results, strict=True)
-        return [_cells(row, result.outcome)[:number] for row, result in pairs]
+        pairs = zip(self.rows, self.systems, strict=True)
+        return [_cells(row, compared.outcome)[:number] for row, compared in pairs]
 
     def shown(self) -> Iterator[str | Table]:
         """For people: figures in a table, layouts and notes below it."""
@@ -351,20 +338,20 @@ class ComparisonReport:
             Bar(
                 label=row.system,
                 tokens_per_s=row.tokens_per_s,
-                note=result.outcome,
+                note=compared.outcome,
                 is_ours=row.system == OURS,
             )
-            for row, result in zip(self.rows, self.results, strict=True)
+            for row, compared in zip(self.rows, self.systems, strict=True)
         ]
 
     def _panels(self) -> "list[Panel]":
         """Stock's best layout if it ran, and ours below it."""
-        ran = {r.compared.name: r.run for r in self.results if r.run and not r.outcome}
-        layouts = {row.system: row.layout for row in self.rows}
+        by_name = {each.name: each for each in self.systems}
+        shown = [by_name[name] for name in (STOCK, OURS) if name in by_name]
         return [
-            _panel(f"{name}: {layouts[name]}", ran[name], self.kinds)
-            for name in (STOCK, OURS)
-            if name in ran
+            _panel(f"{each.name}: {each.layout}", each.run, self.kinds)
+            for each in shown
+            if each.run and not each.outcome
         ]
 
 

@@ -53,7 +53,7 @@ from zorse_megatron.plan.plan_file import load_plan
 from zorse_megatron.schedule.lower import refuse_unsupported
 
 if TYPE_CHECKING:
-    from zorse_megatron.emulate.compare import ComparedSystem, ComparisonReport, Planned, Result
+    from zorse_megatron.emulate.compare import ComparedSystem, ComparisonReport, Planned
     from zorse_megatron.emulate.emulator import EmulatedRun, System
     from zorse_megatron.emulate.tiny_model import TinyTraining
     from zorse_megatron.inputs.model import JobRecompute
@@ -445,7 +445,7 @@ def _compared(  # noqa: PLR0917
     tell: Tell,
 ) -> "ComparisonReport":
     """`perturbation`: of the emulation; None: what is simulated is not trained."""
-    from zorse_megatron.emulate.compare import ComparisonReport, Result, compared_systems
+    from zorse_megatron.emulate.compare import ComparisonReport, compared_systems
     from zorse_megatron.planner.explanation import adapter_sentences
 
     inputs, notes = costs.inputs, costs.notes
@@ -453,9 +453,9 @@ def _compared(  # noqa: PLR0917
         notes = (_AS_IF, *adapter_sentences(inputs), *notes)
     found = compared_systems(inputs, strategies, partial(planned, tell))
     if perturbation is None:
-        results = [Result(compared=each, is_emulated=False) for each in found]
+        found = [replace(each, is_emulated=False) for each in found]
     else:
-        results = _trained(found, costs, perturbation, iterations, tell)
+        found = _trained(found, costs, perturbation, iterations, tell)
         notes = (NOTE, *notes)
     how = "simulated" if perturbation is None else "emulated"
     title = (
@@ -463,7 +463,7 @@ def _compared(  # noqa: PLR0917
         f"{inputs.world_size} {how} GPUs, {inputs.global_batch_size} samples of "
         f"{inputs.sequence_length} tokens"
     )
-    return ComparisonReport.of(results, inputs, title=title, notes=notes)
+    return ComparisonReport.of(found, inputs, title=title, notes=notes)
 
 
 def _trained(
@@ -472,9 +472,8 @@ def _trained(
     perturbation: "Perturbation",
     iterations: int,
     tell: Tell,
-) -> list["Result"]:
+) -> list["ComparedSystem"]:
     """Train all systems from the same weights, on the same data; what is equal once."""
-    from zorse_megatron.emulate.compare import Result
     from zorse_megatron.emulate.emulator import EmulatedRun, emulator
 
     systems = [compared.system for compared in found if compared.system is not None]
@@ -490,5 +489,5 @@ def _trained(
             if (system := compared.system) is not None:
                 what = (system.gpus, system.flags, system.plan)
                 run = runs[what] = runs.get(what) or emulated.run(system)
-            results.append(Result(compared=compared, run=run))
+            results.append(replace(compared, run=run))
     return results

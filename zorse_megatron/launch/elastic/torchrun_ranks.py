@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -257,7 +258,8 @@ def answers_for(
     leave: Collection[str] = ()
     try:
         starts.begin(sorted(present), is_first=is_first)
-        _refuse(cluster, arrivals)
+        if problems := list(_problems(cluster, arrivals)):
+            raise LaunchError("torchrun has not started the ranks of the cluster file", problems)
         leave = _without_gpus(cluster, arrivals)
         _refuse_leaving(leave, "fewer GPUs than in the cluster file (nvidia-smi -L)")
         files = replanner.files_for(present)
@@ -271,7 +273,8 @@ def answers_for(
 
 def _ranks_for(arrivals: Sequence[Arrival], files: JobFiles, outcome: str) -> Answers:
     """Which rank each is, and of which plan. `outcome`: the file for how the job ends."""
-    first_of = _first_ranks(files)
+    sizes = [len(node.gpu_kinds) for node in files.left.nodes]
+    first_of = dict(zip(files.left.names, accumulate(sizes, initial=0), strict=False))
     ranks = [first_of[arrival.node] + arrival.local_rank for arrival in arrivals]
     first = arrivals[ranks.index(0)]
     return [
@@ -298,21 +301,6 @@ def _place_of(rank: int, world_size: int, first: Arrival) -> dict[str, str]:
         "MASTER_PORT": str(first.free_port),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
-
-
-def _first_ranks(files: JobFiles) -> dict[str, int]:
-    first, found = 0, {}
-    for node in files.left.nodes:
-        found[node.name] = first
-        first += len(node.gpu_kinds)
-    return found
-
-
-def _refuse(cluster: Cluster, arrivals: Sequence[Arrival]) -> None:
-    """Raise LaunchError where processes are not those of whole nodes of the cluster."""
-    problems = list(_problems(cluster, arrivals))
-    if problems:
-        raise LaunchError("torchrun has not started the ranks of the cluster file", problems)
 
 
 def _problems(cluster: Cluster, arrivals: Sequence[Arrival]) -> Iterator[Problem]:
