@@ -2,6 +2,23 @@
 
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far something that can be counted is: a search, or a measurement."""
+
+    phase: str
+    """For people: what is being done."""
+    done: int
+    """Steps of this phase that are done."""
+    total: int | None
+    """Steps of this phase in all, as far as is known; 0 or None: nobody knows."""
+
+
+OnProgress = Callable[[Progress], None]
 
 
 def is_first_rank() -> bool:

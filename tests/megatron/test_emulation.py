@@ -175,13 +175,7 @@ def test_stock_pipelines_as_the_simulator_says(lab):
 
 def test_stock_interleaves_as_the_simulator_says(lab):
     """Two virtual stages of a layer on each of two GPUs: the bubble is half that of 1F1B."""
-    grid = Grid(
-        layers=(1,) * LAYERS,
-        width=1,
-        micro_batch_size=1,
-        mode="none",
-        virtual=2,
-    )
+    grid = Grid(layers=(1,) * LAYERS, width=1, micro_batch_size=1, mode="none", virtual=2)
     plain = dataclasses.replace(grid, layers=(2, 2), virtual=1)
     inputs = on_ranks(ROUND_NUMBERS, (0, 1))
     system = System(name="stock", gpus=(0, 1), flags=flags_of_grid(inputs, grid))
@@ -234,17 +228,22 @@ def stock_s(inputs, grid):
     return simulate_plan(inputs, plan, framework=framework_of(grid)).iteration_s
 
 
+def simulated(plan, inputs, **changes):
+    """The plan on `GPUS` of the cluster."""
+    comm, kinds = _OnGpus(inputs.comm), [inputs.kinds[gpu] for gpu in GPUS]
+    return simulate(plan, dataclasses.replace(inputs.costs, comm=comm, kinds=kinds, **changes))
+
+
+def without_messages(predicted):
+    """What ranks hold at their peaks, but for messages, which emulated GPUs do not count."""
+    return [rank.total_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory]
+
+
 def test_stock_with_tensor_parallelism_takes_what_the_simulator_says(lab):
     """A pair of GPUs on each of the two nodes."""
     gpus = (2, 3, 4, 5)
     inputs = on_ranks(INPUTS, gpus)
-    grid = Grid(
-        layers=(2, 2),
-        width=1,
-        micro_batch_size=1,
-        mode="none",
-        tensor=2,
-    )
+    grid = Grid(layers=(2, 2), width=1, micro_batch_size=1, mode="none", tensor=2)
     plan, training = plan_of_grid(inputs, grid), lab.training
     system = System(name="stock", gpus=gpus, flags=flags_of_grid(inputs, grid), stock_layout=plan)
     lab.training = dataclasses.replace(training, shape=TinyShape.of(MODEL, [plan]))
@@ -295,14 +294,9 @@ def test_plans_take_what_the_simulator_says_and_lose_what_stock_loses(
     on to the next step while others still gather.
     """
     found = run(lab, System(name="plan", gpus=GPUS, plan=plan))
-    comm, kinds = _OnGpus(INPUTS.comm), [INPUTS.kinds[gpu] for gpu in GPUS]
-    predicted = simulate(plan, dataclasses.replace(INPUTS.costs, comm=comm, kinds=kinds))
+    predicted = simulated(plan, INPUTS)
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
-    # Emulated GPUs do not count messages.
-    expected = [
-        rank.total_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
-    ]
-    assert found.peak_bytes == pytest.approx(expected, rel=0.1)
+    assert found.peak_bytes == pytest.approx(without_messages(predicted), rel=0.1)
     assert found.losses == pytest.approx(stock_losses, abs=2e-5)
 
 
@@ -336,14 +330,7 @@ def test_groups_take_what_computing_in_their_types_takes(lab):
     """fp32 on the A6000s takes longer than the job's float16; what crosses is in 16 bits."""
     plan = computing_in(UNEVEN, "fp32", "fp16")
     found = run(lab, System(name="plan", gpus=GPUS, plan=plan))
-    comm, kinds = _OnGpus(INPUTS.comm), [INPUTS.kinds[gpu] for gpu in GPUS]
-    alike, predicted = (
-        simulate(
-            plan,
-            dataclasses.replace(INPUTS.costs, comm=comm, kinds=kinds, by_dtype=by_dtype),
-        )
-        for by_dtype in ({}, INPUTS.by_dtype)
-    )
+    alike, predicted = (simulated(plan, INPUTS, by_dtype=each) for each in ({}, INPUTS.by_dtype))
     assert predicted.iteration_s > 1.1 * alike.iteration_s
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.002)
     assert found.peak_bytes == pytest.approx(predicted.peak_memory_bytes, rel=0.1)
@@ -373,17 +360,10 @@ def test_adapters_take_what_the_simulator_says(lab, plan, tolerance):
     """Of what is frozen there is no gradient, no state and no message; all of it is resident."""
     lora, inputs = ADAPTERS, WITH_ADAPTERS
     found = run(lab, System(name="plan", gpus=GPUS, plan=plan, flags=lora_flags(lora)), inputs)
-    comm, kinds = _OnGpus(inputs.comm), [inputs.kinds[gpu] for gpu in GPUS]
-    predicted, of_all = (
-        simulate(plan, dataclasses.replace(each.costs, comm=comm, kinds=kinds))
-        for each in (inputs, INPUTS)
-    )
+    predicted, of_all = (simulated(plan, each) for each in (inputs, INPUTS))
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
     assert predicted.iteration_s < 0.9 * of_all.iteration_s
-    expected = [
-        rank.total_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
-    ]
-    assert found.peak_bytes == pytest.approx(expected, rel=0.002)
+    assert found.peak_bytes == pytest.approx(without_messages(predicted), rel=0.002)
     assert found.losses[-1] < found.losses[0]
 
 
@@ -402,13 +382,9 @@ def test_experts_take_what_the_simulator_says(lab, plan, tolerance):
         load_cluster(CLUSTER), model, None, global_batch_size=BATCH, dtype="float16"
     )
     found = run(lab, System(name="plan", gpus=GPUS, plan=plan), inputs)
-    comm, kinds = _OnGpus(inputs.comm), [inputs.kinds[gpu] for gpu in GPUS]
-    predicted = simulate(plan, dataclasses.replace(inputs.costs, comm=comm, kinds=kinds))
+    predicted = simulated(plan, inputs)
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
-    expected = [
-        rank.total_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
-    ]
-    assert found.peak_bytes == pytest.approx(expected, rel=0.002)
+    assert found.peak_bytes == pytest.approx(without_messages(predicted), rel=0.002)
 
 
 @pytest.mark.parametrize(

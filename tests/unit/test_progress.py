@@ -2,20 +2,13 @@
 
 import io
 import time
-from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
 
 from zorse_megatron.cli import console as progress
 from zorse_megatron.cli.console import progress_shown
-
-
-@dataclass(frozen=True, kw_only=True)
-class Searched:
-    phase: str
-    done: int
-    total: int | None
+from zorse_megatron.log import Progress
 
 
 @pytest.fixture
@@ -40,7 +33,7 @@ def test_a_log_gets_plain_lines_of_what_is_done(stderr):
         tell("drawing [1/2]")
         wait_for(stderr, "zorse: drawing [1/2] (0 s)\n")
     with progress_shown("searching", wanted=True, title="cephalo") as tell:
-        tell(Searched(phase="simulating", done=3, total=9))
+        tell(Progress(phase="simulating", done=3, total=9))
         wait_for(stderr, "zorse: cephalo: simulating 3 of 9 (0 s)\n")
     assert "\x1b" not in stderr.getvalue()
 
@@ -63,5 +56,5 @@ def test_a_terminal_shows_what_is_done(monkeypatch):
         tell("drawing")
     assert "drawing" in text.getvalue()
     with progress_shown("simulating", wanted=True) as tell:
-        tell(Searched(phase="searching", done=3, total=9))
+        tell(Progress(phase="searching", done=3, total=9))
     assert "searching 3 of 9" in text.getvalue()

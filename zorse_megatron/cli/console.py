@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.files.json_text import layout
+from zorse_megatron.log import Progress
 
 _WIDTH_IN_FILES = 120
 
@@ -142,25 +143,6 @@ def reported_errors(
         else:
             print_plain(str(error), to_stderr=to_stderr)
         raise typer.Exit(status) from error
-
-
-class Progress(Protocol):
-    """How far something that can be counted is: a search, or a measurement."""
-
-    @property
-    def phase(self) -> str:
-        """The current phase."""
-        ...
-
-    @property
-    def done(self) -> int:
-        """Number of finished items."""
-        ...
-
-    @property
-    def total(self) -> int | None:
-        """How many there are; 0 or None if unknown."""
-        ...
 
 
 QUIET_S = 10.0

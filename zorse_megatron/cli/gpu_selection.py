@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.gpus.gpu import DTYPE_OF, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import USED_GPUS, dump_cluster, with_gpus
+from zorse_megatron.log import OnProgress
 from zorse_megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 _MAX_NODES = 3
 CostsOf = Callable[[Cluster], WorkloadCosts]
-OnProgress = Callable[[Any], None] | None
-"""Takes a `SearchProgress`, whose module only the search imports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class GpuSearches:
     """On all of them."""
     costs_of: CostsOf
     strategy: "Strategy"
-    on_progress: OnProgress
+    on_progress: OnProgress | None
     may_leave_out: bool
     """Whether GPUs that slow the others are left out."""
     with_stock: bool

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -24,20 +24,6 @@ from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.inputs.profile import Part, TimedOperation, Transfers
 from zorse_megatron.measure.machine import SeenNode
 from zorse_megatron.processes import free_port, rank_variables
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """A measurement that is about to start."""
-
-    phase: str
-    done: int
-    total: int | None
-    """None: nobody knows, as when sizes grow until memory ends."""
-
-
-OnProgress = Callable[[Progress], None]
-
 
 _AMONG_ALL: tuple[TimedOperation, ...] = (
     "all_gather",

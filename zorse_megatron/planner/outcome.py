@@ -7,6 +7,7 @@ from typing import Literal
 
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.files.wording import number_of
+from zorse_megatron.log import Progress
 from zorse_megatron.plan.memory_settings import MemorySettings, settings_in
 from zorse_megatron.plan.plan import Group, Plan, Replica
 from zorse_megatron.simulate.result import SimulationResult
@@ -16,15 +17,9 @@ STRATEGIES: tuple[Strategy, ...] = ("zorse", "stock", "zorse-paper", "cephalo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchProgress:
-    """How far a search is; for progress bars."""
+class SearchProgress(Progress):
+    """How far a search is, and what it has found."""
 
-    phase: str
-    """For people: what is being done."""
-    done: int
-    """Steps of this phase that are done."""
-    total: int
-    """Steps of this phase in all, as far as is known."""
     best: object = None
     """The `Evaluation` of a plan that fits, where one has just been found."""
 

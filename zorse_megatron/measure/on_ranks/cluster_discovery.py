@@ -16,6 +16,7 @@ from zorse_megatron.files.read_write import write_bytes, write_text
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.profile import Profile, Source, Transfers, save_profile, unequal_parts
 from zorse_megatron.launch.rank_environment import LaunchedRank
+from zorse_megatron.log import OnProgress, Progress
 from zorse_megatron.measure.machine import SeenNode, kinds_of_gpu, nodes_of
 from zorse_megatron.measure.measured_cluster import MeasuredKind, cluster_text, kinds_in, link_curve
 from zorse_megatron.measure.measured_profile import (
@@ -27,7 +28,7 @@ from zorse_megatron.measure.measured_profile import (
     without_transfers,
 )
 from zorse_megatron.measure.on_ranks.ranks import measured_kind, seen_ranks
-from zorse_megatron.measure.tasks import LinkTask, OnProgress, Progress, link_tasks, missing_tasks
+from zorse_megatron.measure.tasks import LinkTask, link_tasks, missing_tasks
 from zorse_megatron.runtime.collectives import (
     all_gather_uneven,
     from_rank,

@@ -15,6 +15,7 @@ from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.inputs.profile import Profile, Source, save_profile
 from zorse_megatron.launch.rank_environment import LaunchedRank
+from zorse_megatron.log import OnProgress, Progress
 from zorse_megatron.measure.machine import SeenDevice, SeenNode, kinds_of_gpu, nodes_of
 from zorse_megatron.measure.measured_cluster import MeasuredKind
 from zorse_megatron.measure.measured_profile import (
@@ -33,8 +34,6 @@ from zorse_megatron.measure.tasks import (
     Answer,
     LayerRequest,
     MeasuredPass,
-    OnProgress,
-    Progress,
     measured_layers,
     single_layer_flags,
 )
