@@ -1,10 +1,10 @@
 """`zorse check`: validate files, alone and together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
@@ -39,8 +39,6 @@ from zorse_megatron.inputs.profile import Profile
 from zorse_megatron.inputs.rank_placement import cluster_problems
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.lower import lower_plan
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,32 +149,36 @@ def _of_plan(  # noqa: PLR0917
 ) -> list[Checked]:
     """Compare a plan with all else; its memory with each of what it goes with."""
     checks: list[Checked] = []
-    attempt = partial(_attempt, checks)
     clusters: list[tuple[Path, Cluster]] = []
     workloads: list[tuple[str, Workload]] = []
     for file in files:
         if isinstance(file.content, Cluster):
-            what = f"{path} on {file.path}"
-            cluster, problems = file.content, cluster_problems(plan, file.content, str(path))
-            on = partial(_matched, what, problems, "every rank has its GPU", cluster)
-            clusters += [(file.path, each) for each in attempt(what, on)]
+            problems = cluster_problems(plan, file.content, str(path))
+            checks.append(_matched(f"{path} on {file.path}", problems, "every rank has its GPU"))
+            clusters += [(file.path, file.content)] * (checks[-1].error is None)
         elif isinstance(file.content, Workload):
-            what = f"{path} for {file.path}"
             workload = _trained(file.content, plan, given)
             problems = workload_problems(plan, workload, str(path))
-            of = partial(_matched, what, problems, "the same model", workload)
-            workloads += [(str(file.path), each) for each in attempt(what, of)]
+            checks.append(_matched(f"{path} for {file.path}", problems, "the same model"))
+            workloads += [(str(file.path), workload)] * (checks[-1].error is None)
     if flags is not None:
+        what = f"{path} with the training command"
         kinds = {name: gpu for _, each in clusters for name, gpu in each.kinds.items()}
-        fits_flags = partial(_fits_flags, plan, flags, given, path, kinds)
-        in_flags = attempt(f"{path} with the training command", fits_flags)
-        workloads += [("the training command", each) for each in in_flags]
+        try:
+            found, workload = _fits_flags(plan, flags, given, path, kinds)
+            checks.append(Checked(what=what, found=found))
+            workloads.append(("the training command", workload))
+        except ZorseError as error:
+            checks.append(Checked(what=what, error=error))
     profiles = [file.path for file in files if isinstance(file.content, Profile)]
     for cluster_path, cluster in clusters:
         for name, workload in workloads:
-            costs = partial(costs_on, plan, cluster, workload, profiles)
-            fits_memory = partial(_fits_memory, plan, costs, path, margin)
-            attempt(f"memory of {path} on {cluster_path} with {name}", fits_memory)
+            what = f"memory of {path} on {cluster_path} with {name}"
+            try:
+                costs = costs_on(plan, cluster, workload, profiles)
+                checks.append(Checked(what=what, found=_fits_memory(plan, costs, path, margin)))
+            except ZorseError as error:
+                checks.append(Checked(what=what, error=error))
     return checks
 
 
@@ -188,21 +190,10 @@ def _trained(model: Workload, plan: Plan, given: WorkloadOptions) -> Workload:
     return replace(workload, dtype=dtype, global_batch_size=given.global_batch_size)
 
 
-def _attempt(checks: list[Checked], what: str, check: Callable[[], tuple[str, T]]) -> list[T]:
-    """Make one check: what it says goes into the list, what it returns on to others."""
-    try:
-        found, value = check()
-    except ZorseError as error:
-        checks.append(Checked(what=what, error=error))
-        return []
-    checks.append(Checked(what=what, found=found))
-    return [value]
-
-
-def _matched(what: str, problems: Iterator[Problem], found: str, value: T) -> tuple[str, T]:
+def _matched(what: str, problems: Iterator[Problem], found: str) -> Checked:
     if listed := list(problems):
-        raise PlanError(f"{what}: no match", listed)
-    return found, value
+        return Checked(what=what, error=PlanError(f"{what}: no match", listed))
+    return Checked(what=what, found=found)
 
 
 def _fits_flags(
@@ -229,14 +220,11 @@ def _fits_flags(
     return "; ".join((found, *workload.notes)), workload
 
 
-def _fits_memory(
-    plan: Plan, costs_of: Callable[[], WorkloadCosts], path: Path, margin: float
-) -> tuple[str, None]:
+def _fits_memory(plan: Plan, costs: WorkloadCosts, path: Path, margin: float) -> str:
     """Say how full the fullest GPU gets. Raises PlanError where one overflows."""
     from zorse_megatron.planner.simulate_plan import host_needs, host_problems, host_sentences
 
-    costs, source = costs_of(), str(path)
-    cluster = costs.cluster
+    source, cluster = str(path), costs.cluster
     result = simulated(plan, costs, source=source)
     needs = host_needs(costs.inputs, result)
     problems = [
@@ -252,4 +240,4 @@ def _fits_memory(
         f"{memory(peak)} of {memory(capacity)}, computing in {types_of(plan, costs)}. "
     )
     more = [*host_sentences(needs), *(f"{each}." for each in costs.inputs.warnings)]
-    return found + " ".join(more), None
+    return found + " ".join(more)
