@@ -53,17 +53,26 @@ SRUN = {
 }
 
 
-def test_torchrun_says_which_rank_this_is() -> None:
-    place = launched_rank(TORCHRUN, "worker")
-    assert (place.launcher, place.rank, place.world_size, place.local_rank) == ("torchrun", 5, 8, 1)
-    assert (place.node, place.master_address, place.master_port) == ("worker", "head", 29500)
-    assert place.torch_environment() == TORCHRUN
+OF_STEP = ("srun", 3, 8, 1, "gpu09", "gpu08")
+COMPONENT = {"SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]", "SLURM_STEP_NODELIST": "b[1-4]"}
+OWN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "ZORSE_NODE_NAME": "left"}
+PLACES = {
+    "torchrun": (TORCHRUN, ("torchrun", 5, 8, 1, "worker", "head", 29500)),
+    "srun, rank 0 on the first host": (SRUN, OF_STEP),
+    "srun, rank 0 in the first component": (SRUN | COMPONENT, (*OF_STEP[:5], "a1")),
+    "what the user sets comes first": (SRUN | OWN, (*OF_STEP[:4], "left", "127.0.0.1", 1234)),
+    "torchrun inside a job of Slurm": (SRUN | TORCHRUN, ("torchrun", 5, 8, 1, "gpu09")),
+    "by hand, alone": ({}, ("none", 0, 1, 0, "worker")),
+}
 
 
-def test_srun_says_it_too_and_rank_0_is_on_the_first_host() -> None:
-    place = launched_rank(SRUN, "host")
-    assert (place.launcher, place.rank, place.world_size, place.local_rank) == ("srun", 3, 8, 1)
-    assert (place.node, place.master_address) == ("gpu09", "gpu08")
+@pytest.mark.parametrize(("environment", "expected"), PLACES.values(), ids=PLACES)
+def test_which_rank_this_is(environment: dict[str, str], expected: tuple[object, ...]) -> None:
+    place = launched_rank(environment, "worker")
+    found = dataclasses.astuple(place)  # launcher, rank, world size, local rank, node, master
+    assert found[: len(expected)] == expected
+    if environment == TORCHRUN:
+        assert place.torch_environment() == TORCHRUN
 
 
 def test_every_rank_of_a_step_has_the_same_port_and_another_step_another_one() -> None:
@@ -80,26 +89,6 @@ def test_ranks_of_all_components_of_a_heterogeneous_job_have_the_same_port() -> 
     without = {name: value for name, value in SRUN.items() if name != "SLURM_JOB_ID"}
     assert launched_rank(without | first, "host").master_port == port
     assert launched_rank(without | {"SLURM_JOBID": "812"}, "host").master_port == port
-
-
-def test_rank_0_of_a_heterogeneous_job_is_in_its_first_component() -> None:
-    component = {"SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]", "SLURM_STEP_NODELIST": "b[1-4]"}
-    assert launched_rank(SRUN | component, "host").master_address == "a1"
-
-
-def test_what_the_user_sets_comes_first() -> None:
-    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "ZORSE_NODE_NAME": "left"}
-    place = launched_rank(SRUN | own, "host")
-    assert (place.node, place.master_address, place.master_port) == ("left", "127.0.0.1", 1234)
-
-
-def test_torchrun_inside_a_slurm_job_is_torchrun() -> None:
-    assert launched_rank(SRUN | TORCHRUN, "host").rank == 5
-
-
-def test_a_process_started_by_hand_is_alone() -> None:
-    place = launched_rank({}, "host")
-    assert (place.launcher, place.rank, place.world_size, place.node) == ("none", 0, 1, "host")
 
 
 @pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "4294967290"}])
