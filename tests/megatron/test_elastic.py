@@ -14,7 +14,7 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_checkpoints import MAX_DIFFERENCE
 from tests.megatron.test_rank_death import without_timeout
 from zorse_megatron.cli.main import app
-from zorse_megatron.launch.elastic.replan import Replanner
+from zorse_megatron.launch.replan import Replanner
 from zorse_megatron.launch.training_command import training_of
 from zorse_megatron.live.checkpoint_choice import newest_saved
 from zorse_megatron.live.one_writer import WRITER_NAME, OneWriter

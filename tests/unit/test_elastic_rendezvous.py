@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit.strangers import Visit
 from zorse_megatron.errors import LaunchError
-from zorse_megatron.launch.elastic import torchrun_ranks
-from zorse_megatron.launch.elastic.torchrun_ranks import (
+from zorse_megatron.launch import elastic_ranks
+from zorse_megatron.launch.elastic_ranks import (
     Answers,
     Arrival,
     Rendezvous,
@@ -113,7 +113,7 @@ def test_an_answer_that_is_cut_is_none() -> None:
 def test_who_is_missing_is_told_while_the_others_wait(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torchrun_ranks, "NAMED_S", 0.3)
+    monkeypatch.setattr(elastic_ranks, "NAMED_S", 0.3)
     found = met(5, lambda arrivals: [{}] * 5, absent=2, arrive_s=1.5)
     missing = "processes 3 to 4 are missing, and there are some of n0, n1"
     assert f"note: after 0.3 s {missing}; the others wait 1.5 s" in capsys.readouterr().out

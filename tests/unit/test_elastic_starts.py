@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint_folders import save
-from zorse_megatron.launch.elastic.replan import GivenUp, Starts
 from zorse_megatron.launch.rank_environment import OUTCOME, note_outcome
+from zorse_megatron.launch.replan import GivenUp, Starts
 from zorse_megatron.live.checkpoint_files import Checkpoint, set_tracker
 
 NODES = ("a", "b")

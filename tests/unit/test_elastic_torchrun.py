@@ -18,8 +18,8 @@ from tests.unit.cli_samples import FLAGS
 from zorse_megatron.cli.commands import elastic
 from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
-from zorse_megatron.launch.elastic.replan import GivenUp, JobFiles, Replanner, Starts, nodes_left
-from zorse_megatron.launch.elastic.torchrun_ranks import Answers, Arrival, answers_for
+from zorse_megatron.launch.elastic_ranks import Answers, Arrival, answers_for
+from zorse_megatron.launch.replan import GivenUp, JobFiles, Replanner, Starts, nodes_left
 from zorse_megatron.launch.training_command import elastic_torchrun_lines
 from zorse_megatron.processes import free_port
 

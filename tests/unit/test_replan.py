@@ -12,7 +12,7 @@ from tests.unit.test_fewer_gpus import WHOLE
 from tests.unit.test_move import weighted
 from zorse_megatron.errors import LaunchError
 from zorse_megatron.inputs.cluster_yaml import load_cluster
-from zorse_megatron.launch.elastic.replan import Replanner, nodes_left
+from zorse_megatron.launch.replan import Replanner, nodes_left
 from zorse_megatron.plan.plan_file import dump_plan, load_plan
 
 NAMES = tuple(node.name for node in WHOLE.nodes)

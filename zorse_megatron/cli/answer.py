@@ -21,7 +21,7 @@ from zorse_megatron.flags.torch_builds import build_notes
 from zorse_megatron.inputs.cluster_yaml import USED_GPUS, dump_cluster
 from zorse_megatron.inputs.lora import LORA_FLAG
 from zorse_megatron.inputs.model import flags_of_shape
-from zorse_megatron.launch.elastic.replan import NodesLeft
+from zorse_megatron.launch.replan import NodesLeft
 from zorse_megatron.launch.training_command import stripped_of_layout
 from zorse_megatron.schedule.lower import refuse_unsupported
 

@@ -150,14 +150,12 @@ def _first_host(environment: Mapping[str, str]) -> str:
         if environment.get(name):
             return next(hosts_in(environment[name]))
     raise _error(
-        [
-            Problem(
-                where="SLURM_STEP_NODELIST",
-                found="no such variable",
-                expected="the list of the step's nodes, whose first one has rank 0",
-                remedy="Start the command with srun, or set MASTER_ADDR to the host of rank 0.",
-            )
-        ]
+        Problem(
+            where="SLURM_STEP_NODELIST",
+            found="no such variable",
+            expected="the list of the step's nodes, whose first one has rank 0",
+            remedy="Start the command with srun, or set MASTER_ADDR to the host of rank 0.",
+        )
     )
 
 
@@ -172,14 +170,12 @@ def _launched(
     rank, world_size, local_rank = (numbers[name] for name in names[:3])
     if not rank < world_size:
         raise _error(
-            [
-                Problem(
-                    where=f"{names[0]}, {names[1]}",
-                    found=f"rank {rank} of {world_size}",
-                    expected="ranks from 0 to one less than their number",
-                    remedy=f"Leave both to {launcher}.",
-                )
-            ]
+            Problem(
+                where=f"{names[0]}, {names[1]}",
+                found=f"rank {rank} of {world_size}",
+                expected="ranks from 0 to one less than their number",
+                remedy=f"Leave both to {launcher}.",
+            )
         )
     return LaunchedRank(
         launcher=launcher,
@@ -197,14 +193,12 @@ def _refuse_lone_task(environment: Mapping[str, str]) -> None:
     tasks = environment.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in environment and tasks not in ("", "1"):
         raise _error(
-            [
-                Problem(
-                    where="SLURM_NTASKS",
-                    found=f"{tasks} tasks, and one process that srun did not start",
-                    expected="one process for each task",
-                    remedy="Put srun in front of the command.",
-                )
-            ]
+            Problem(
+                where="SLURM_NTASKS",
+                found=f"{tasks} tasks, and one process that srun did not start",
+                expected="one process for each task",
+                remedy="Put srun in front of the command.",
+            )
         )
 
 
@@ -223,7 +217,7 @@ def _numbers(
         if not (environment.get(name) if name in texts else _is_number(environment.get(name)))
     ]
     if problems:
-        raise _error(problems)
+        raise _error(*problems)
     return {name: int(environment[name]) for name in names if name not in texts}
 
 
@@ -235,7 +229,7 @@ def _is_number(text: str | None) -> bool:
     return text is not None and text.isdecimal() and len(text) < 12
 
 
-def _error(problems: list[Problem]) -> LaunchError:
+def _error(*problems: Problem) -> LaunchError:
     return LaunchError("the processes were not started as a job", problems)
 
 
@@ -258,7 +252,7 @@ def torch_environment(
     variables = launched.torch_environment()
     if cluster is None:
         return variables
-    problems = _problems(launched, cluster)
+    problems = list(_problems(launched, cluster))
     if problems:
         raise LaunchError("the job's nodes are not those of the cluster file", problems)
     node = node_called(cluster, launched.node)
@@ -281,38 +275,30 @@ def _host(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _problems(launched: LaunchedRank, cluster: Cluster) -> list[Problem]:
-    problems = []
+def _problems(launched: LaunchedRank, cluster: Cluster) -> Iterator[Problem]:
     if launched.world_size != cluster.world_size:
-        problems.append(
-            Problem(
-                where="--zorse-cluster",
-                found=f"{launched.world_size} tasks in this step of Slurm's",
-                expected=f"{cluster.world_size}, one for each GPU of the cluster file",
-                remedy="Write the batch script again with zorse launch.",
-            )
+        yield Problem(
+            where="--zorse-cluster",
+            found=f"{launched.world_size} tasks in this step of Slurm's",
+            expected=f"{cluster.world_size}, one for each GPU of the cluster file",
+            remedy="Write the batch script again with zorse launch.",
         )
     node = node_called(cluster, launched.node)
     if node is None:
-        problems.append(
-            Problem(
-                where="--zorse-cluster",
-                found=f'this task on node "{launched.node}", which the file does not have',
-                expected=f"one of {', '.join(node.name for node in cluster.nodes)}",
-                remedy="Ask Slurm for these nodes (zorse launch --node-names does), or leave the "
-                "flag out where any nodes of these kinds will do.",
-            )
+        yield Problem(
+            where="--zorse-cluster",
+            found=f'this task on node "{launched.node}", which the file does not have',
+            expected=f"one of {', '.join(node.name for node in cluster.nodes)}",
+            remedy="Ask Slurm for these nodes (zorse launch --node-names does), or leave the "
+            "flag out where any nodes of these kinds will do.",
         )
     elif launched.local_rank >= len(node.gpu_kinds):
-        problems.append(
-            Problem(
-                where="--zorse-cluster",
-                found=f"task {launched.local_rank} of node {node.name} (counted from 0)",
-                expected=f"{len(node.gpu_kinds)} tasks there, one for each GPU",
-                remedy="Write the batch script again with zorse launch.",
-            )
+        yield Problem(
+            where="--zorse-cluster",
+            found=f"task {launched.local_rank} of node {node.name} (counted from 0)",
+            expected=f"{len(node.gpu_kinds)} tasks there, one for each GPU",
+            remedy="Write the batch script again with zorse launch.",
         )
-    return problems
 
 
 # How many hardware queues the streams of a rank's GPU share.

@@ -22,8 +22,7 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.flags.command import last_values
 from zorse_megatron.inputs.cluster_yaml import load_cluster
-from zorse_megatron.launch.elastic.replan import DEFAULT_LIMIT_S, Replanner, Starts
-from zorse_megatron.launch.elastic.torchrun_ranks import (
+from zorse_megatron.launch.elastic_ranks import (
     ERROR,
     LEAVES,
     Arrival,
@@ -33,6 +32,7 @@ from zorse_megatron.launch.elastic.torchrun_ranks import (
     token_of,
 )
 from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank, node_called
+from zorse_megatron.launch.replan import DEFAULT_LIMIT_S, Replanner, Starts
 from zorse_megatron.launch.training_command import MODULE, TrainingCommand, training_of
 from zorse_megatron.log import say
 from zorse_megatron.processes import end_with_parent, free_port

@@ -41,7 +41,7 @@ from zorse_megatron.inputs.cluster_yaml import (
     parse_cluster,
     with_gpus,
 )
-from zorse_megatron.launch.elastic.replan import NodesLeft, nodes_left
+from zorse_megatron.launch.replan import NodesLeft, nodes_left
 from zorse_megatron.plan.plan_file import dump_plan
 
 if TYPE_CHECKING:

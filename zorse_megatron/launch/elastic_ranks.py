@@ -17,8 +17,8 @@ from typing import Any
 
 from zorse_megatron.errors import LaunchError, Problem, ZorseError
 from zorse_megatron.inputs.cluster import Cluster
-from zorse_megatron.launch.elastic.replan import GivenUp, JobFiles, Replanner, Starts
 from zorse_megatron.launch.rank_environment import OUTCOME
+from zorse_megatron.launch.replan import GivenUp, JobFiles, Replanner, Starts
 from zorse_megatron.live.hub import NAMED_S
 from zorse_megatron.live.listener import TOKEN_CHARACTERS, LineSocket, Listener
 from zorse_megatron.log import say

@@ -1,1 +1,0 @@
-"""A job that goes on with the nodes that are left."""
