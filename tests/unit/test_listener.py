@@ -31,7 +31,7 @@ def test_strangers_at_the_hubs_port_change_nothing(listener: Listener) -> None:
     """100,000 "[" ended it, bytes without an end kept it from its beats and its memory."""
     told: list[str] = []
     hub = Hub(2, listener, timeouts=Timeouts(), describe=str, host="node 0", tell=told.append)
-    member = Member(1, timeouts=Timeouts(), describe=str, host="node 1")
+    member = Member(1, timeouts=Timeouts(), describe=str, host="node 1", speaks=True)
     address = f"127.0.0.1 {listener.port} {TOKEN}"
     strangers = Visit(listener.port)
     beats_s, began_s = [], time.monotonic()
@@ -118,7 +118,7 @@ def test_who_is_late_with_the_token_is_closed_and_may_come_again(listener: Liste
     assert [listener.admitted(at_s) for at_s in (0.0, 0.9, 1.1)] == [[], [], []]
     assert late.recv(1) == b""
     late.close()
-    member = Member(1, timeouts=Timeouts(), describe=str, host="here")
+    member = Member(1, timeouts=Timeouts(), describe=str, host="here", speaks=True)
     address = f"127.0.0.1 {listener.port} {TOKEN}"
     member.work(address, 1.0)
     listener._accept(0.0)

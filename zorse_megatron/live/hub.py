@@ -48,8 +48,6 @@ class Hub:
         self.line = ""
         self.is_over = False
         self._members: dict[LineSocket, int | None] = {}
-        self._speakers: dict[str, tuple[int, LineSocket]] = {}
-        """Node -> its first rank so far."""
         self._came_s: float | None = None
         """When the last rank so far came to where all meet."""
         self._absent: set[int] = set()
@@ -131,7 +129,6 @@ class Hub:
             self._came_s = now_s
             if len(self.hosts) == self.root_cause.world_size:
                 self.root_cause.met_s = now_s
-            self._choose_speaker(member, rank)
         self.last_heard_s[rank] = now_s
         if "kind" in message:
             report = Report(
@@ -144,15 +141,6 @@ class Hub:
             self.root_cause.note(report, now_s)
         if message.get("ended"):
             self.root_cause.ended.add(rank)
-
-    def _choose_speaker(self, member: LineSocket, rank: int) -> None:
-        """The first rank of each node speaks if this process, which speaks for all, is gone."""
-        host = self.hosts[rank]
-        first, speaker = self._speakers.get(host, (rank, member))
-        if rank <= first:
-            speaker.send({"speaks": False})
-            self._speakers[host] = rank, member
-        member.send({"speaks": rank <= first})
 
     def _lose(self, member: LineSocket, now_s: float) -> None:
         rank = self._members.pop(member)
@@ -285,9 +273,16 @@ class Member:
     """The connection to the hub. Until its address is known, reports wait."""
 
     def __init__(
-        self, rank: int, *, timeouts: Timeouts, describe: Callable[[int], str], host: str
+        self,
+        rank: int,
+        *,
+        timeouts: Timeouts,
+        describe: Callable[[int], str],
+        host: str,
+        speaks: bool,
     ) -> None:
-        """See `Hub`."""
+        """See `Hub`. `speaks`: whether it says for its node that the hub is gone, if it is."""
+        self.speaks = speaks
         self.describe = describe
         self.rank = rank
         self.timeouts = timeouts
@@ -299,8 +294,6 @@ class Member:
         self.has_heard = False
         """Whether the hub has said anything. To who comes when it is gone, the job may have ended
         long since, with its last line."""
-        self.speaks = False
-        """Whether this process speaks for its node if the hub is gone; the hub says which one."""
         self.is_over = False
         self._line: LineSocket | None = None
         self._reports: list[dict[str, Any]] = []
@@ -384,7 +377,6 @@ class Member:
         for message in line.receive():
             self._heard_s = now_s
             self.has_heard = True
-            self.speaks = message.get("speaks", self.speaks)
             if "stop" in message:
                 self.stop = FailureKind[message["stop"]]
                 self.is_blamed = message["blamed"] == self.rank

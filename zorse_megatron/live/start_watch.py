@@ -50,7 +50,11 @@ def watched(
         return WatchedRank(None, timeouts), ""
     shared = SharedState()
     shared.phase.write("at its start")
-    post: Hub | Member = Member(rank, timeouts=timeouts, describe=describe, host=host)
+    # The first rank of each node; of the hub's own, which is gone then, the second.
+    speaks = rank == 1 or environment.get("LOCAL_RANK") == "0"
+    post: Hub | Member = Member(
+        rank, timeouts=timeouts, describe=describe, host=host, speaks=speaks
+    )
     address = ""
     if rank == 0:
         listener, address = _listener(environment)
