@@ -23,18 +23,12 @@ from typing import Any
 from zorse_megatron.doctor.doctor_run import DoctorRun, machine_here
 from zorse_megatron.doctor.plans import EXPERTS, ONE_F_ONE_B, gpt_flags, plan_of, replica
 from zorse_megatron.doctor.report import Gpu
-from zorse_megatron.doctor.timed import cluster_of
+from zorse_megatron.doctor.timed import predicted, seen_peak_bytes
 from zorse_megatron.emulate.rank_jobs import run_spawned
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.model_in_flags import computing_from_flags, shape_from_flags
 from zorse_megatron.flags.table import WITHOUT_EVALUATION
-from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.lora import LORA_FLAG
-from zorse_megatron.inputs.profile import load_profile
 from zorse_megatron.plan.plan import Group, Plan, Recompute, Schedule
-from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.simulate.iteration import simulate
 
 Flags = tuple[str, ...]
 STAGES = ("adapters", "model", "experts")
@@ -93,25 +87,15 @@ def timed(run: DoctorRun, name: str, plan: Plan | None, flags: Flags) -> dict[st
         "losses": list(trained.losses.values()),
         "norms": list(trained.grad_norms.values()),
     }
-    report = place / "memory-rank0.json"
-    if report.exists():
-        peaks = json.loads(report.read_text())["peaks"]
-        found["peak_bytes"] = peaks.get("allocated", peaks["total"])["num_bytes"]
+    if memory:
+        found["peak_bytes"] = seen_peak_bytes(place)
     return found
 
 
 def simulated(gpu: Gpu, plan: Plan, flags: Flags, profile: Path | None) -> dict[str, Any]:
     """Return the same from published figures, or from a profile's."""
-    inputs = make_inputs(
-        parse_cluster(cluster_of(gpu).encode()),
-        shape_from_flags(flags),
-        None if profile is None else load_profile(profile),
-        global_batch_size=plan.global_batch_size,
-        dtype="bfloat16",
-        computing=computing_from_flags(read_command(flags).args),
-    )
-    result = simulate(plan, inputs.costs)
-    return {"iteration_s": result.iteration_s, "peak_bytes": result.peak_memory_bytes[0]}
+    iteration_s, peak_bytes = predicted(plan, gpu, flags, profile)
+    return {"iteration_s": iteration_s, "peak_bytes": peak_bytes}
 
 
 def apart(found: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:

@@ -29,6 +29,7 @@ from zorse_megatron.doctor.timed import (
     offload_plans,
     predicted,
     size_for,
+    sized_flags,
     speed_plan,
     step_copies_s,
     timed_plan,
@@ -395,7 +396,7 @@ def test_the_faster_the_gpu_the_more_it_computes_within_its_memory(kind):
     assert 3 * work_s > 0.02
     times_s, peaks = zip(
         *(
-            predicted(plan, size, gpu, here.layer_flags, PROFILE)
+            predicted(plan, gpu, sized_flags(plan, size, here.layer_flags), PROFILE)
             for plan in (*offload_plans(size), speed_plan(size))
         ),
         strict=True,
@@ -475,9 +476,8 @@ def test_the_simulator_is_compared_with_a_model_that_fills_the_gpu(
     time_off, peak_off, status, tmp_path
 ):
     def simulated(layers):
-        return predicted(
-            timed_plan(OF_A100, layers, recomputes=True), OF_A100, A100, FLAGS, PROFILE
-        )
+        plan = timed_plan(OF_A100, layers, recomputes=True)
+        return predicted(plan, A100, sized_flags(plan, OF_A100, FLAGS), PROFILE)
 
     # fp32 weight, gradient and moments, and the 16-bit weight, of each layer.
     added = simulated(5)[1] - simulated(4)[1]

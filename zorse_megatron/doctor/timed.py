@@ -134,6 +134,11 @@ def timed_flags(
     return (*gpt_flags(flags), *WITHOUT_EVALUATION, *more, *layers)
 
 
+def sized_flags(plan: Plan, size: TimedSize, layers: Sequence[str]) -> tuple[str, ...]:
+    """The same with the size of the vocabulary, which a job has from its corpus."""
+    return (*timed_flags(plan, size, layers), *_VOCABULARY)
+
+
 def offload_plans(size: TimedSize) -> tuple[Plan, Plan]:
     """One rank with everything on the GPU, and with everything in host memory; all recomputed."""
     whole = Recompute(mode="full")
@@ -167,20 +172,28 @@ def cluster_of(gpu: Gpu) -> str:
 
 
 def predicted(
-    plan: Plan, size: TimedSize, gpu: Gpu, layers: Sequence[str], profile: Path
+    plan: Plan, gpu: Gpu, flags: Sequence[str], profile: Path | None
 ) -> tuple[float, int]:
-    """The simulator's iteration (s) and peak (bytes). Raises ZorseError."""
-    words = [*timed_flags(plan, size, layers), *_VOCABULARY]
+    """The simulator's iteration (s) and peak (bytes); by published figures without a profile.
+
+    `flags`: Megatron's, of the command that trains the plan. Raises ZorseError.
+    """
     inputs = make_inputs(
         parse_cluster(cluster_of(gpu).encode()),
-        shape_from_flags(words),
-        load_profile(profile),
+        shape_from_flags(flags),
+        None if profile is None else load_profile(profile),
         global_batch_size=plan.global_batch_size,
-        dtype="bfloat16" if "--bf16" in layers else "float16",
-        computing=computing_from_flags(read_command(words).args),
+        dtype="bfloat16" if "--bf16" in flags else "float16",
+        computing=computing_from_flags(read_command(flags).args),
     )
     result = simulate(plan, inputs.costs)
     return result.iteration_s, result.peak_memory_bytes[0]
+
+
+def seen_peak_bytes(place: Path) -> int:
+    """What rank 0 had at most, by what `--zorse-memory` has written there."""
+    peaks = json.loads((place / "memory-rank0.json").read_text())["peaks"]
+    return int(peaks.get("allocated", peaks["total"])["num_bytes"])
 
 
 # The checks.
@@ -296,8 +309,7 @@ def prediction(run: DoctorRun) -> Finding:
     plan, (expected_s, expected_bytes) = _filling(run, size, place / "profile.json")
     flags = timed_flags(plan, size, run.machine.layer_flags)
     found_s = _median_s(run.trained("filled", plan, (*flags, "--zorse-memory", str(place))))
-    peaks = json.loads((place / "memory-rank0.json").read_text())["peaks"]
-    found_bytes = peaks.get("allocated", peaks["total"])["num_bytes"]
+    found_bytes = seen_peak_bytes(place)
     time_error, peak_error = expected_s / found_s - 1, expected_bytes / found_bytes - 1
     layers = plan.model.num_layers
     figures = {
@@ -325,12 +337,12 @@ def _filling(run: DoctorRun, size: TimedSize, profile: Path) -> tuple[Plan, tupl
     flags, gpu = run.machine.layer_flags, run.machine.gpus[0]
     words = ("profile", "measure", "--out", str(profile))
     most = ("--max-micro-batch", str(size.micro_batch))
-    one_layer = timed_flags(timed_plan(size, 1, recomputes=True), size, flags)
-    run.run("profile", "zorse_megatron", (*words, *most, "--", *one_layer, *_VOCABULARY))
+    one_layer = sized_flags(timed_plan(size, 1, recomputes=True), size, flags)
+    run.run("profile", "zorse_megatron", (*words, *most, "--", *one_layer))
 
     def simulated(layers: int) -> tuple[Plan, tuple[float, int]]:
         plan = timed_plan(size, layers, recomputes=True)
-        return plan, predicted(plan, size, gpu, flags, profile)
+        return plan, predicted(plan, gpu, sized_flags(plan, size, flags), profile)
 
     def is_too_large(layers: int) -> bool:
         _, (_, peak_bytes) = simulated(layers)
