@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
 from importlib import resources
 from random import Random
 from typing import get_args, get_type_hints
@@ -120,52 +119,6 @@ def test_null_is_absent():
     plan = good()
     plan["cluster"] = plan["predictions"] = plan["groups"][0]["recompute"] = None
     assert load(plan) == load(good())
-
-
-OLD_KEYS = {
-    "grad_reduce_dtype": "gradient_wire",
-    "tp_shards": "parts",
-}
-
-
-def with_every_renamed_key():
-    plan = good()
-    plan["groups"][1] |= {"grad_reduce_dtype": "bf16"}
-    for group in plan["groups"]:
-        group["replicas"][0]["tp_shards"] = {}
-    return load(plan)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        str,
-        lambda text: json.dumps(json.loads(text)),
-        lambda text: json.dumps(json.loads(text), separators=(",", ":"), sort_keys=True),
-        lambda text: json.dumps(dict(reversed(json.loads(text).items())), indent=1),
-    ],
-)
-def test_a_plan_of_version_1_says_the_new_names_and_the_command_that_writes_them(layout, tmp_path):
-    plan, path = with_every_renamed_key(), tmp_path / "an old plan.json"
-    text = layout(dump_plan(plan))
-    text = re.sub('("schema_version": ?)2', r"\g<1>1", text)
-    for new, old in OLD_KEYS.items():
-        assert f'"{new}"' in text
-        text = text.replace(f'"{new}"', f'"{old}"')
-    path.write_text(text)
-    with pytest.raises(PlanError) as caught:
-        load_plan(path)
-    (problem,) = caught.value.problems
-    assert problem.found == "1, written by an earlier version" and problem.expected == "2"
-    assert all(f'"{old}" is now "{new}"' in problem.remedy for new, old in OLD_KEYS.items())
-    subprocess.run(problem.remedy.partition("or run: ")[2], shell=True, check=True)
-    assert load_plan(path) == plan
-
-
-def test_a_key_of_version_1_in_version_2_says_its_new_name():
-    plan = good()
-    plan["groups"][0]["gradient_wire"] = "bf16"
-    assert only_problem(plan).remedy == 'Its name is now "grad_reduce_dtype".'
 
 
 def _classes(hint):

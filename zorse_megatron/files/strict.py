@@ -7,7 +7,6 @@ problems at once and says where they are in the same way.
 import dataclasses
 import difflib
 import json
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -41,8 +40,6 @@ class FileKind:
     """The class of its top level."""
     removed: Mapping[str, str] = field(default_factory=dict)
     """Key that files may still have -> what to do now."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Key of earlier versions -> its name now."""
     has_long_texts: bool = False
     """Whether texts may have several lines, as messages have."""
 
@@ -126,10 +123,9 @@ def check_version(value: Any, source: str, kind: FileKind, version: int) -> None
         return  # A missing version or one of the wrong type is a problem like any other.
     if found > version:
         said, remedy = "written by a newer version", "Update zorse-megatron here."
-    elif found < 1:
-        said, remedy = "which never existed", f"Write the {kind.name} again."
     else:
-        said, remedy = "written by an earlier version", _conversion(value, source, kind, version)
+        said = "written by an earlier version" if found > 0 else "which never existed"
+        remedy = f"Write the {kind.name} again. {kind.see}"
     problem = Problem(
         where=f"{source}: schema_version",
         found=f"{found}, {said}",
@@ -137,24 +133,6 @@ def check_version(value: Any, source: str, kind: FileKind, version: int) -> None
         remedy=remedy,
     )
     raise kind.error(f"{source} cannot be used", [problem])
-
-
-def _conversion(value: Any, source: str, kind: FileKind, version: int) -> str:
-    """Name the old keys that a file has, and the command that renames them."""
-    there = _keys_in(value)
-    renamed = {old: new for old, new in kind.renamed.items() if old in there}
-    names = ", ".join(f'"{old}" is now "{new}"' for old, new in renamed.items())
-    changes = [rf's/"schema_version" *: *1\b/"schema_version": {version}/']
-    changes += [f's/"{old}" *:/"{new}":/g' for old, new in renamed.items()]
-    command = f"sed -i {shlex.quote('; '.join(changes))} {shlex.quote(source)}"
-    return f"{f'In it {names}. ' if names else ''}Plan again, or run: {command}"
-
-
-def _keys_in(value: Any) -> set[str]:
-    """All keys of objects, at any depth."""
-    if isinstance(value, dict):
-        return set(value).union(*map(_keys_in, value.values()))
-    return set().union(*map(_keys_in, value)) if isinstance(value, list) else set()
 
 
 def plain(value: Any) -> Any:
@@ -271,8 +249,6 @@ def _unknown_key(location: Location, kind: FileKind) -> Problem:
     key, known = str(location[-1]), _known_keys(location[:-1], kind)
     close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=_LIKENESS)
     remedy = f'Did you mean "{close[0]}"?' if close else f"Remove it. {kind.see}"
-    if key in kind.renamed:
-        remedy = f'Its name is now "{kind.renamed[key]}".'
     return Problem(
         where=path_of(location[:-1]),
         found=f'unknown key "{key}"',

@@ -23,11 +23,6 @@ _REMOVED = {
         "It was removed, as orders follow compute_s and transfer now: plan again with zorse plan.",
     ),
 }
-_RENAMED = {
-    "gradient_wire": "grad_reduce_dtype",
-    "parts": "tp_shards",
-}
-"""Keys of version 1."""
 PLAN_FILE = FileKind(
     name="plan",
     syntax="JSON",
@@ -35,7 +30,6 @@ PLAN_FILE = FileKind(
     error=PlanError,
     root=Plan,
     removed=_REMOVED,
-    renamed=_RENAMED,
 )
 _FINGERPRINT_CHARACTERS = 16
 
