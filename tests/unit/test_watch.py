@@ -416,7 +416,7 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
         shared=shared,
         post=Post(1, timeouts=Timeouts(), describe=str, host="here", speaks=True),
         timeouts=Timeouts(),
-        find_hub=None,
+        find_hub=os.getpid,
         passed_on=[],
         saved=str,
     ).run()

@@ -153,14 +153,13 @@ def communicators(plan_file: str) -> list[dict[str, Any]]:
             "use": each.use,
             "ranks": each.ranks,
             "rank": rank,
-            "channels": None if each.use == "world" else channels.get(each),
             "num_bytes": num_bytes,
             "priced_bytes": communicator_bytes(each, rank, channels.get(each) or WORLD_CTAS),
         }
         for each, num_bytes in taken.items()
         if rank in each.ranks
     ]
-    context: dict[str, Any] = {"use": "context", "ranks": (rank,), "rank": rank, "channels": None}
+    context: dict[str, Any] = {"use": "context", "ranks": (rank,), "rank": rank}
     context |= {"num_bytes": context_bytes, "priced_bytes": CONTEXT_BYTES}
     return [row for rows in gathered([context, *mine]) for row in rows]
 

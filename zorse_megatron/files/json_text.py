@@ -94,18 +94,21 @@ def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
     return result
 
 
+def repeated_key(where: str, key: str) -> Problem:
+    """What is wrong with an object in which a key comes again."""
+    return Problem(
+        where=where,
+        found=f'key "{key}" more than once',
+        expected="every key of an object once",
+        remedy="Keep one of them; other messages are about the last one.",
+    )
+
+
 def _repeated_keys(value: Any, source: str, path: str) -> list[Problem]:
     problems = []
     if isinstance(value, JsonObject):
         for key in value.repeated:
-            problems.append(
-                Problem(
-                    where=f"{source}: {path or 'top level'}",
-                    found=f'key "{key}" more than once',
-                    expected="every key of an object once",
-                    remedy="Keep one of them; other messages are about the last one.",
-                )
-            )
+            problems.append(repeated_key(f"{source}: {path or 'top level'}", key))
         for key, item in value.items():
             problems += _repeated_keys(item, source, f"{path}.{key}" if path else key)
     elif isinstance(value, list):

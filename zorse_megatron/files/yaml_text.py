@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from zorse_megatron.errors import Problem, ZorseError
-from zorse_megatron.files.json_text import read_json, read_text, unreadable
+from zorse_megatron.files.json_text import read_json, read_text, repeated_key, unreadable
 from zorse_megatron.files.strict import FileKind
 
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -149,19 +149,12 @@ class _Reader:
                 raise _Unreadable(event.start_mark, found, "Use the documented keys only.")
             key, line = event.value, event.start_mark.line + 1
             if key in result:
-                self.problems.append(self._repeated(path, key, line))
+                where = f"{self.source}: line {line}: {path or 'top level'}"
+                self.problems.append(repeated_key(where, key))
             inner = f"{path}.{key}" if path else key
             self.lines[inner] = line
             result[key] = self.value(next(self.events), inner)
         return result
-
-    def _repeated(self, path: str, key: str, line: int) -> Problem:
-        return Problem(
-            where=f"{self.source}: line {line}: {path or 'top level'}",
-            found=f'key "{key}" more than once',
-            expected="every key of an object once",
-            remedy="Keep one of them; other messages are about the last one.",
-        )
 
 
 def _scalar(node: yaml.ScalarEvent) -> Any:

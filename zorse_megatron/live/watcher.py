@@ -49,7 +49,7 @@ class Watcher:
     shared: SharedState
     post: Hub | Member
     timeouts: Timeouts
-    find_hub: Callable[[], int] | None
+    find_hub: Callable[[], int]
     """Starts a process that does so in place of a rank that has ended too soon."""
     passed_on: list[int]
     """Signals that a launcher has sent."""
@@ -133,8 +133,7 @@ class Watcher:
         if self._end_by_s is None:
             self.own_fault = report.kind not in (FailureKind.LOST_CONTACT, FailureKind.DONE)
         self.post.report(report, now_s, ended=True)
-        is_done = report.kind is FailureKind.DONE
-        if not is_done and self._is_to_be_found() and self.find_hub is not None:
+        if report.kind is not FailureKind.DONE and self._is_to_be_found():
             self._helper = self.find_hub()
 
     def _is_to_be_found(self) -> bool:
