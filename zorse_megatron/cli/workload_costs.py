@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +62,9 @@ def costs_of_workload(
     command asks for. None: any, and a plan is there already: what the command asks for is in it or
     not, but explaining it may search again.
     """
+    # Here and not above: other commands start faster without these imports.
+    from zorse_megatron.planner.inputs.search_inputs import make_inputs
+
     margin = checked_share(margin, "--margin")
     loaded = [each if isinstance(each, Profile) else load_profile(each) for each in profiles]
     profile = joined(loaded) if loaded else None
@@ -72,7 +74,19 @@ def costs_of_workload(
     if space is not None and space.split_backward and not workload.may_split_backward:
         one_piece = (_ONE_PIECE,)
     space = _space_of(space, workload)
-    inputs_for = partial(_inputs, cluster, workload, profile, dtype, margin, space)
+
+    def inputs_for(model: ModelShape, batch: int) -> "Inputs":
+        return make_inputs(
+            cluster,
+            model,
+            profile,
+            global_batch_size=batch,
+            dtype=dtype,
+            memory_margin=margin,
+            space=space,
+            computing=workload.computing,
+        )
+
     inputs = inputs_for(workload.model, global_batch_size)
     unlikely = () if profile is None else unlikely_times(profile, cluster.kinds)
     to_do = (*inputs.to_do, *(f"unlikely: {each}" for each in unlikely))
@@ -86,31 +100,6 @@ def costs_of_workload(
         to_do=to_do,
         profile=profile,
         inputs_for=inputs_for,
-    )
-
-
-def _inputs(  # noqa: PLR0917
-    cluster: Cluster,
-    workload: Workload,
-    profile: Profile | None,
-    dtype: DtypeChoice,
-    margin: float,
-    space: "SearchSpace",
-    model: ModelShape,
-    batch: int,
-) -> "Inputs":
-    # Here and not above: other commands start faster without these imports.
-    from zorse_megatron.planner.inputs.search_inputs import make_inputs
-
-    return make_inputs(
-        cluster,
-        model,
-        profile,
-        global_batch_size=batch,
-        dtype=dtype,
-        memory_margin=margin,
-        space=space,
-        computing=workload.computing,
     )
 
 

@@ -34,6 +34,7 @@ from zorse_megatron.cli.options import (
 from zorse_megatron.cli.perturbed import SlowMachines
 from zorse_megatron.cli.plan_options import UseAll, strategy_named
 from zorse_megatron.cli.simulated import simulated
+from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import (
     WorkloadCosts,
     costs_for_plan,
@@ -155,17 +156,6 @@ def emulate(
         notes=[NOTE, *costs.notes],
         ok=run.out_of_memory is None,
     )
-
-
-def _adapter_problems(costs: WorkloadCosts) -> Iterator[Problem]:
-    """Of a comparison for a job that trains adapters alone."""
-    if costs.workload.computing.lora is not None:
-        yield Problem(
-            where="LoRA",
-            found=f"{costs.workload.computing.lora}",
-            expected="a job that trains all weights: stock Megatron has no adapters to train",
-            remedy="Use zorse compare --simulated, and zorse emulate for the plan.",
-        )
 
 
 def _ours(plan: Plan, costs: WorkloadCosts, emulation: EmulationOptions) -> "System":
@@ -324,9 +314,17 @@ class ComparisonOptions:
         return [strategy_named(name) for name in named or STRATEGIES]
 
     def problems(
-        self, context: typer.Context, world_size: int, out: Path | None
+        self, context: typer.Context, world_size: int, workload: Workload, out: Path | None
     ) -> Iterator[Problem]:
         """Yield why the comparison cannot be made or written."""
+        lora = workload.computing.lora
+        if lora is not None and not self.simulated:
+            yield Problem(
+                where="LoRA",
+                found=f"{lora}",
+                expected="a job that trains all weights: stock Megatron has no adapters to train",
+                remedy="Use zorse compare --simulated, and zorse emulate for the plan.",
+            )
         if self.simulated:
             for option in given_options(context, _EMULATED):
                 yield Problem(
@@ -388,11 +386,10 @@ def compare(
         costs_of_workload, profiles=given.profiles, global_batch_size=batch, margin=margin
     )
     machines = load_cluster(cluster)
-    problems = comparison.problems(given.context, machines.world_size, out)
+    problems = comparison.problems(given.context, machines.world_size, workload, out)
     refuse(list(problems), "the comparison cannot be made")
     costs, perturbation = costs_of(machines, workload), None
     if not comparison.simulated:
-        refuse(list(_adapter_problems(costs)), "the comparison cannot be made")
         workload = replace(workload, dtype=costs.dtype)  # one for all, on fewer GPUs too
         perturbation = slow.perturbation(costs)
     planned = partial(_planned, costs, partial(costs_of, workload=workload), comparison.use_all)
