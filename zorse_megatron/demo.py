@@ -16,7 +16,7 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -33,10 +33,6 @@ from zorse_megatron.files.read_write import one_line_if_not_printed
 from zorse_megatron.inputs.model import MODELS
 from zorse_megatron.plan.plan import ClusterFingerprint, Plan
 from zorse_megatron.plan.plan_file import load_plan
-
-if TYPE_CHECKING:
-    from zorse_megatron.plots.figures import LossCurve
-
 
 SHOW_EVERY = 5
 
@@ -61,22 +57,16 @@ def loss_table(stock: Trained, plan: Trained) -> Table:
 
 def draw_loss(path: Path, stock: Trained, plan: Trained) -> Path:
     """Draw both loss curves and their difference; matplotlib is told of before the demo runs."""
-    from zorse_megatron.plots.figures import draw_curves
+    from zorse_megatron.plots.figures import LossCurve, draw_curves
 
     return draw_curves(
         path,
-        first=_curve("stock Megatron, one process", stock),
-        second=_curve("the plan, a process for each GPU", plan),
+        first=LossCurve(label="stock Megatron, one process", losses=stock.losses),
+        second=LossCurve(label="the plan, a process for each GPU", losses=plan.losses),
         title="The same training, with stock Megatron and under a plan (fp32, on the CPU)",
         tolerance=MAX_ABS_LOSS_DIFFERENCE,
         unit="nats per byte",
     )
-
-
-def _curve(label: str, run: Trained) -> "LossCurve":
-    from zorse_megatron.plots.figures import LossCurve
-
-    return LossCurve(label=label, iterations=list(run.losses), losses=list(run.losses.values()))
 
 
 CLUSTER = """\

@@ -72,6 +72,14 @@ def test_launch_answers_in_json(run):
     assert job == {"ok": True, "written": "job.sh", "lines": None, "resumes": False}
 
 
+def test_half_a_job_is_refused(run, monkeypatch):
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    result = run("discover", "--out", "new.yaml")
+    assert result.exit_code == 1
+    assert "Put srun in front of the command" in " ".join(result.output.split())
+
+
 def test_version(run):
     assert run("--version").stdout == f"zorse-megatron {__version__}\n"
 

@@ -30,7 +30,7 @@ PLAN = UNEVEN_PLAN
 
 
 def curve(losses):
-    return LossCurve(label="a run", iterations=range(len(losses)), losses=losses)
+    return LossCurve(label="a run", losses=dict(enumerate(losses)))
 
 
 def colours_of(path):

@@ -2,7 +2,7 @@
 
 import io
 from base64 import b64encode
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -304,8 +304,7 @@ class LossCurve:
     """One run's loss by iteration."""
 
     label: str
-    iterations: Sequence[int]
-    losses: Sequence[float]
+    losses: Mapping[int, float]
 
 
 def draw_curves(
@@ -330,8 +329,8 @@ def draw_curves(
 def _draw_losses(axes: Axes, first: LossCurve, second: LossCurve, unit: str) -> None:
     # Wide below narrow: where the curves agree, both can still be seen.
     axes.plot(
-        first.iterations,
-        first.losses,
+        list(first.losses),
+        list(first.losses.values()),
         color=_FIRST_COLOUR,
         linewidth=6,
         alpha=0.75,
@@ -339,8 +338,8 @@ def _draw_losses(axes: Axes, first: LossCurve, second: LossCurve, unit: str) -> 
         label=first.label,
     )
     axes.plot(
-        second.iterations,
-        second.losses,
+        list(second.losses),
+        list(second.losses.values()),
         color=_SECOND_COLOUR,
         linewidth=1.6,
         marker="o",
@@ -353,10 +352,10 @@ def _draw_losses(axes: Axes, first: LossCurve, second: LossCurve, unit: str) -> 
 
 def _draw_difference(axes: Axes, first: LossCurve, second: LossCurve, tolerance: float) -> None:
     scale = 1e6  # an axis in millionths needs no offset text
-    differences = [(b - a) * scale for a, b in zip(first.losses, second.losses, strict=True)]
+    differences = [(second.losses[each] - loss) * scale for each, loss in first.losses.items()]
     largest = max(map(abs, differences), default=0.0)
     axes.axhline(0, color=FAINT, linewidth=0.8)
-    axes.plot(first.iterations, differences, color=_SECOND_COLOUR, marker="o", markersize=3)
+    axes.plot(list(first.losses), differences, color=_SECOND_COLOUR, marker="o", markersize=3)
     axes.set_ylabel("difference (10⁻⁶)")
     axes.set_xlabel("iteration")
     # Room for the note above the points.
