@@ -37,10 +37,20 @@ def refusal(
     return CommandError(what, [Problem(where=where, found=found, expected=expected, remedy=remedy)])
 
 
-def refuse(problems: Sequence[Problem], what: str = "the command cannot be run") -> None:
+def refuse(problems: Iterable[Problem], what: str = "the command cannot be run") -> None:
     """Raise CommandError if there are any problems."""
-    if problems:
-        raise CommandError(what, problems)
+    if listed := list(problems):
+        raise CommandError(what, listed)
+
+
+def conflicts(
+    options: Iterable[str], other: str, *, why: str = "", remedy: str = ""
+) -> Iterator[Problem]:
+    """Yield a problem for each of these options, which are given and do not go with another."""
+    expected = f"one of the two: {why}" if why else "one of the two"
+    for option in options:
+        do = remedy or f"Leave {option} or {other} out."
+        yield Problem(where=option, found=f"it with {other}", expected=expected, remedy=do)
 
 
 class Errors:

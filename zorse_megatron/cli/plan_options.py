@@ -300,7 +300,7 @@ class PlanOutputs:
         with errors.collect():
             self._refuse_unwritable(inputs)
         with errors.collect():
-            refuse(list(self._foreign_problems()))
+            refuse(self._foreign_problems())
         errors.raise_all()
         if self.page is not None:
             refuse_without("plots", what="zorse plan --html")

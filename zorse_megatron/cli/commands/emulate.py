@@ -17,6 +17,7 @@ from rich.text import Text
 from zorse_megatron.cli.console import (
     Output,
     Tell,
+    conflicts,
     progress_shown,
     refuse,
 )
@@ -96,7 +97,7 @@ class EmulationOptions:
     def refuse(self, plan: Plan, source: str) -> None:
         """Raise PlanError or CommandError for a plan that cannot be emulated so."""
         refuse_unsupported(plan, source)
-        refuse(list(self._problems(plan, source)), "the plan cannot be emulated")
+        refuse(self._problems(plan, source), "the plan cannot be emulated")
 
     def _problems(self, plan: Plan, source: str) -> Iterator[Problem]:
         if plan.world_size > MAX_RANKS:
@@ -107,13 +108,11 @@ class EmulationOptions:
                 remedy="Emulate a part of the cluster, or use zorse explain.",
             )
         given = {"--rebalance": self.rebalance, "--status": self.status}
-        for option in (name for name, value in given.items() if self.stock and value):
-            yield Problem(
-                where=option,
-                found="it with --stock",
-                expected="one of the two",
-                remedy="Stock Megatron has no such thing; leave one of them out.",
-            )
+        yield from conflicts(
+            [name for name, value in given.items() if self.stock and value],
+            "--stock",
+            remedy="Stock Megatron has no such thing; leave one of them out.",
+        )
 
 
 @answers
@@ -326,13 +325,8 @@ class ComparisonOptions:
                 remedy="Use zorse compare --simulated, and zorse emulate for the plan.",
             )
         if self.simulated:
-            for option in given_options(context, _EMULATED):
-                yield Problem(
-                    where=option,
-                    found="it and --simulated",
-                    expected="one of the two: it is for what is emulated",
-                    remedy=f"Leave {option} or --simulated out.",
-                )
+            given = given_options(context, _EMULATED)
+            yield from conflicts(given, "--simulated", why="it is for what is emulated")
         elif world_size > MAX_RANKS:
             yield Problem(
                 where="--cluster",
@@ -387,7 +381,7 @@ def compare(
     )
     machines = load_cluster(cluster)
     problems = comparison.problems(given.context, machines.world_size, workload, out)
-    refuse(list(problems), "the comparison cannot be made")
+    refuse(problems, "the comparison cannot be made")
     costs, perturbation = costs_of(machines, workload), None
     if not comparison.simulated:
         workload = replace(workload, dtype=costs.dtype)  # one for all, on fewer GPUs too

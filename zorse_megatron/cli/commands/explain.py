@@ -12,8 +12,9 @@ from rich.table import Table
 from zorse_megatron.cli.console import (
     Output,
     Tell,
+    conflicts,
     progress_shown,
-    refusal,
+    refuse,
 )
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
@@ -78,12 +79,8 @@ def explain(
     )
     perturbation = slow.perturbation(costs, may_end=False)
     if search and slow.is_slow:
-        raise refusal(
-            "--search",
-            "it with --slow or --jitter",
-            "one of the two: plans are searched for GPUs and links as they are",
-            "Leave one of them out.",
-        )
+        why = "plans are searched for GPUs and links as they are"
+        refuse(conflicts(["--search"], "--slow or --jitter", why=why))
     with progress_shown("simulating", wanted=not as_json) as tell:
         result = simulated(plan, costs, source=source, perturbation=perturbation)
         tell("drawing")

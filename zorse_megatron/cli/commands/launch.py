@@ -12,7 +12,7 @@ import typer
 
 from zorse_megatron.cli.command_group import training_flags
 from zorse_megatron.cli.commands.elastic import ElasticOptions
-from zorse_megatron.cli.console import Output, refuse
+from zorse_megatron.cli.console import Output, conflicts, refuse
 from zorse_megatron.cli.options import ClusterFile, PlanFile, answers, given_options
 from zorse_megatron.cli.workload_costs import workload_in_flags
 from zorse_megatron.errors import Problem
@@ -182,20 +182,12 @@ class LaunchOptions:
 
     def _stock_problems(self) -> Iterator[Problem]:
         """What unmodified Megatron cannot do, or has no use for."""
-        reasons = {}
         if self.elastic:
-            reason = "Stock Megatron cannot go on in another layout when nodes are lost."
-            reasons["--elastic"] = reason
+            why = "stock Megatron cannot go on in another layout when nodes are lost"
+            yield from conflicts(["--elastic"], "--stock", why=why)
         if self.node_names and self.torchrun:
-            reason = "Each line names its node; stock Megatron does not check it."
-            reasons["--node-names"] = reason
-        for option, reason in reasons.items():
-            yield Problem(
-                where=option,
-                found="it with --stock",
-                expected="one of the two",
-                remedy=f"{reason} Leave one of them out.",
-            )
+            why = "each line names its node; stock Megatron does not check it"
+            yield from conflicts(["--node-names"], "--stock", why=why)
 
     def _partition_problems(self) -> Iterator[Problem]:
         texts = self.partition or ()

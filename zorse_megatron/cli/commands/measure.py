@@ -19,6 +19,7 @@ from zorse_megatron.cli.command_group import AnswersInJson, TakesTrainingFlags, 
 from zorse_megatron.cli.console import (
     Output,
     Tell,
+    conflicts,
     print_plain,
     progress_shown,
     refusal,
@@ -390,16 +391,8 @@ def doctor(*, options: DoctorOptions, as_json: bool) -> Output:
 
 def _read_back(path: Path, context: typer.Context) -> Output:
     others = given_options(context, ("out", "check", "quick", "cpu", "time_limit"))
-    problems = [
-        Problem(
-            where=option,
-            found="it with --read",
-            expected="one of the two: a report that is read makes no checks",
-            remedy=f"Leave {option} or --read out.",
-        )
-        for option in others
-    ]
-    refuse(problems, "the report cannot be read")
+    why = "a report that is read makes no checks"
+    refuse(conflicts(others, "--read", why=why), "the report cannot be read")
     report = load_report(path)
     return _found(report, [*map(str, report.checks), report.summary, "", report.as_table()])
 

@@ -13,9 +13,11 @@ from zorse_megatron.cli.console import (
     Errors,
     Output,
     Tell,
+    conflicts,
     print_plain,
     progress_shown,
     refusal,
+    refuse,
     reported_errors,
 )
 from zorse_megatron.cli.gpu_selection import Found, GpuSearches
@@ -170,12 +172,8 @@ def _left(cluster: Cluster, search: SearchOptions, source: str) -> NodesLeft:
     """Return the nodes that are not lost. Raises a ZorseError where there are none such."""
     lost = search.without or []
     if search.from_status is not None:
-        raise refusal(
-            "--without",
-            "it with --from-status",
-            "one of the two: a run goes on with the ranks that it has",
-            "Leave one of them out.",
-        )
+        why = "a run goes on with the ranks that it has"
+        refuse(conflicts(["--without"], "--from-status", why=why))
     nodes_without(cluster, lost, source=source)
     return nodes_left(cluster, {node.name for node in cluster.nodes} - set(lost))
 
