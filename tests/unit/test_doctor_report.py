@@ -85,15 +85,12 @@ TEXT_OF_REPORT = dump_report(A_REPORT)
         ("", ["an empty file"]),
         (TEXT_OF_REPORT[:300], ["it looks cut off", "Copy or write the file again"]),
         (TEXT_OF_REPORT.replace("1,", "2,", 1), ["written by a newer version", "Update zorse-meg"]),
+        ("[]", ["is not a report", "Give the doctor.json that zorse doctor has written"]),
         (
-            '{"iteration": 3, "plan": ""}',
-            [
-                'unknown key "iteration"',
-                'unknown key "plan"',
-                'no key "machine"',
-                'no key "checks"',
-            ],
+            '{"schema_version": 2, "groups": []}',
+            ["is not a report", "neither a machine nor checks"],
         ),
+        ('{"checks": [], "a": 1}', ['unknown key "a"', 'no key "machine"', 'no key "date"']),
         (
             TEXT_OF_REPORT.replace('"not possible', '"im\\u001bpossible').replace("16", '"16"'),
             ["machine.num_processors: found", "checks[2].status: found", "a control character"],

@@ -3,16 +3,16 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, field
+from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from zorse_megatron.errors import ZorseError, printable
-from zorse_megatron.files.json_text import layout, read_json
+from zorse_megatron.files.json_text import layout, read_json, unreadable
 from zorse_megatron.files.quantities import spell_bandwidth
 from zorse_megatron.files.strict import FileKind, built, check_version, read_file
 from zorse_megatron.files.wording import duration, memory, percent
@@ -21,6 +21,7 @@ from zorse_megatron.plan.plan import Positive, refuse_non_integer
 
 _CONFIG = ConfigDict(extra="forbid", strict=True)
 _VERSION = 1
+REPORT_NAME = "doctor.json"
 
 
 def _without_nan(value: Any) -> Any:
@@ -216,14 +217,24 @@ REPORT_FILE = FileKind(
 )
 
 
+def report_values(report: Report) -> dict[str, Any]:
+    """Return it as JSON values."""
+    values: dict[str, Any] = TypeAdapter(Report).dump_python(report, mode="json")
+    return values
+
+
 def dump_report(report: Report) -> str:
     """Return the text of the file."""
-    return layout(asdict(report)) + "\n"
+    return layout(report_values(report)) + "\n"
 
 
 def load_report(path: Path) -> Report:
     """Read what `zorse doctor` has written. Raises ReportError with every problem."""
-    value, problems = read_json(read_file(path, REPORT_FILE), str(path), REPORT_FILE)
-    check_version(value, str(path), REPORT_FILE, _VERSION)
-    report: Report = built(value, problems, REPORT_FILE, str(path), rules=lambda _: ())
+    source = str(path)
+    value, problems = read_json(read_file(path, REPORT_FILE), source, REPORT_FILE)
+    if not (isinstance(value, dict) and {"machine", "checks"} & value.keys()):
+        remedy = f"Give the {REPORT_NAME} that zorse doctor has written."
+        raise unreadable(source, source, "neither a machine nor checks", remedy, REPORT_FILE)
+    check_version(value, source, REPORT_FILE, _VERSION)
+    report: Report = built(value, problems, REPORT_FILE, source, rules=lambda _: ())
     return report

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,7 +37,14 @@ from zorse_megatron.cli.options import (
     given_options,
 )
 from zorse_megatron.cli.workload import Workload, workload_of
-from zorse_megatron.doctor.report import Finding, Report, dump_report, load_report
+from zorse_megatron.doctor.report import (
+    REPORT_NAME,
+    Finding,
+    Report,
+    dump_report,
+    load_report,
+    report_values,
+)
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.read_write import write_text
@@ -337,9 +344,6 @@ def correct(
 # `zorse doctor`: check on the machine at hand that plans run there as stock Megatron does.
 
 
-_FILE = "doctor.json"
-
-
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
     """Which checks are made, for how long, and where their report goes."""
@@ -385,7 +389,7 @@ def doctor(*, options: DoctorOptions, as_json: bool) -> Output:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     ends_s = time.monotonic() + options.time_limit
     report = _report(checks, ends_s, quiet=as_json)
-    written = write_text(options.out / _FILE, dump_report(report), parents=True)
+    written = write_text(options.out / REPORT_NAME, dump_report(report), parents=True)
     return _found(report, [f"{report.summary}; written: {written}"])
 
 
@@ -398,7 +402,7 @@ def _read_back(path: Path, context: typer.Context) -> Output:
 
 
 def _found(report: Report, shown: list[str]) -> Output:
-    values = {"summary": report.summary, **asdict(report)}
+    values = {"summary": report.summary, **report_values(report)}
     return Output(values=values, shown=shown, ok=report.is_well)
 
 
@@ -409,7 +413,7 @@ def _checks(names: list[str], output: Path, *, quick: bool) -> "tuple[Check, ...
     checks = tuple(check for check in CHECKS if check.is_quick or not quick)
     known = tuple(dict.fromkeys(check.name for check in checks))
     is_new = not output.exists()
-    problems = list(folder_problems("--out", output, [_FILE]))
+    problems = list(folder_problems("--out", output, [REPORT_NAME]))
     unknown = [name for name in names if name not in known]
     if unknown:
         problem = Problem(
