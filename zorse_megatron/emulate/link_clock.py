@@ -274,7 +274,9 @@ class LinkModel:
 
     def _work(self, operation: Operation) -> TaskWork:
         if isinstance(operation, Transfer):
-            return self._transfer(operation)
+            assert operation.num_bytes is not None
+            ends = self.gpus[operation.source], self.gpus[operation.target]
+            return self._routes.transfer(*ends, operation.num_bytes)
         if isinstance(operation, PartExchange):
             messages = {
                 (self.gpus[source], self.gpus[target]): num_bytes
@@ -283,22 +285,18 @@ class LinkModel:
             return self._routes.exchanges([(messages, 1)])
         return self._collective(operation)
 
-    def _transfer(self, transfer: Transfer) -> TaskWork:
-        source, target = self.gpus[transfer.source], self.gpus[transfer.target]
-        assert transfer.num_bytes is not None
-        return self._routes.transfer(source, target, transfer.num_bytes)
-
     def _collective(self, collective: Collective) -> TaskWork:
         ranks = tuple(self.gpus[rank] for rank in collective.ranks)
         parts, total = collective.part_bytes, sum(collective.part_bytes)
         if len(ranks) == 1 or collective.kind == "meeting":
             return TaskWork(seconds_s=0.0)
-        if collective.kind == "reduce_scatter":
-            return self._routes.collective(ranks, total, self.comm.reduce_scatter_s(ranks, parts))
-        if collective.kind == "exchange":
-            return self._routes.collective(ranks, total, self.comm.exchange_s(ranks, parts))
-        if collective.kind == "all_gather":
-            return self._routes.collective(ranks, total, self.comm.all_gather_s(ranks, parts))
+        by_parts = {
+            "reduce_scatter": self.comm.reduce_scatter_s,
+            "exchange": self.comm.exchange_s,
+            "all_gather": self.comm.all_gather_s,
+        }
+        if takes_s := by_parts.get(collective.kind):
+            return self._routes.collective(ranks, total, takes_s(ranks, parts))
         if collective.kind == "broadcast":
             # The way down of the tree that an all-reduce goes up and down.
             return self._routes.collective(ranks, total, self.comm.all_reduce_s(ranks, total) / 2)

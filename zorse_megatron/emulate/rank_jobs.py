@@ -204,16 +204,11 @@ def runner_here(*, has_gpu: bool) -> Iterator[RunJob]:
 
 def run_spawned(job: RankJob) -> None:
     """Run each rank as a process of its own. Raises RankFailure."""
-    end_of_spawned(job).check()
-
-
-def end_of_spawned(job: RankJob) -> RanksEnd:
-    """Run each rank as a process of its own, to the end of all."""
     started_s, port = time.monotonic(), free_port()
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(_spawned(job, n, port)) for n in range(job.world_size)]
         statuses = _wait(ranks, job, started_s + job.limit_s)
-    return RanksEnd(job=job, statuses=statuses, wall_s=time.monotonic() - started_s)
+    RanksEnd(job=job, statuses=statuses, wall_s=time.monotonic() - started_s).check()
 
 
 @contextlib.contextmanager
