@@ -323,8 +323,5 @@ def _cells(group: Group, replicas: list[Replica]) -> list[str]:
     one = replicas[0]
     work = f"{one.num_microbatches} x {number_of(one.micro_batch_size, 'sample')}{each}"
     tensor_parallel = f" ({len(one.ranks)} per replica)" if len(one.ranks) > 1 else ""
-    return [ranks + tensor_parallel, work, f"{_shard_percent(group, one):.1f} %{each}"]
-
-
-def _shard_percent(group: Group, replica: Replica) -> float:
-    return 100 * replica.shard_weight / sum(other.shard_weight for other in group.replicas)
+    share = one.shard_weight / sum(other.shard_weight for other in group.replicas)
+    return [ranks + tensor_parallel, work, f"{100 * share:.1f} %{each}"]

@@ -283,6 +283,7 @@ class _Script:
 
     def text(self, title: str) -> str:
         training = self.training
+        tracker = shlex.quote(str(Path(training.save or ".", TRACKER)))
         parts = [
             "#!/bin/bash",
             f"# {' '.join(title.split())}",  # names in it may have several lines
@@ -292,7 +293,7 @@ class _Script:
             "",
             f"PYTHON={shlex.quote(self.options.python)}",
             self._parameters(),
-            *([_LATEST.format(tracker=_tracker(training))] if training.resumes else []),
+            *([_LATEST.format(tracker=tracker)] if training.resumes else []),
             _RANKS,
             *(f"export {variable}" for variable in training.variables),
             *([self._node_starter()] if self._starts_nodes else []),
@@ -399,10 +400,6 @@ class _Script:
             f"{ends} \\\n"
             f"    {task} \\\n    {flags}{' &' if self.training.resumes else ''}"
         )
-
-
-def _tracker(training: TrainingCommand) -> str:
-    return shlex.quote(str(Path(training.save or ".", TRACKER)))
 
 
 # Detect whether a script was edited since it was written.

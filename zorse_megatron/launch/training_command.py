@@ -124,7 +124,8 @@ def folder_problems(given: Sequence[str]) -> Iterator[Problem]:
             expected="a directory",
             remedy="Such as --save checkpoints.",
         )
-    elif not _are_one(saves, loads or ""):
+    # Whether they lead to one folder, as the ranks themselves ask before they load.
+    elif os.path.realpath(saves) != os.path.realpath(loads or ""):
         yield Problem(
             where="--load",
             found=f"{loads or ''}, while --save says {saves}",
@@ -132,11 +133,6 @@ def folder_problems(given: Sequence[str]) -> Iterator[Problem]:
             remedy="Leave --load out; to start from another checkpoint, give it as "
             "--pretrained-checkpoint.",
         )
-
-
-def _are_one(first: str, second: str) -> bool:
-    """Whether two paths lead to one folder, as the ranks themselves ask before they load."""
-    return os.path.realpath(first) == os.path.realpath(second)
 
 
 # Unmodified Megatron in a layout: the user's command with the layout's flags, and its nodes.

@@ -84,7 +84,8 @@ def explain(
     with progress_shown("simulating", wanted=not as_json) as tell:
         result = simulated(plan, costs, source=source, perturbation=perturbation)
         tell("drawing")
-        written = pictures.save(plan, result, title=_title(path, result))
+        speed = f"{duration(result.iteration_s)}, {figure(result.tokens_per_s)} tokens/s"
+        written = pictures.save(plan, result, title=f"{path.name}: {speed}")
         found = _Simulated(path=path, plan=plan, costs=costs, result=result, margin=margin)
         reasons, notes = None, list(costs.notes)
         if not slow.is_slow:
@@ -93,10 +94,6 @@ def explain(
     return Output(
         values=found.values(reasons), shown=found.lines(reasons), notes=notes, written=written
     )
-
-
-def _title(path: Path, result: "SimulationResult") -> str:
-    return f"{path.name}: {duration(result.iteration_s)}, {figure(result.tokens_per_s)} tokens/s"
 
 
 def _searched(
