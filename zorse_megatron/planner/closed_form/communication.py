@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 from zorse_megatron.plan.plan import Plan
@@ -31,22 +30,6 @@ class TransferPath:
     source: int
     target: int
     """A typical pair of ranks."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TransferPaths:
-    """The paths that all samples take, one after the other."""
-
-    paths: tuple[TransferPath, ...]
-
-    @cached_property
-    def busiest_s_per_byte(self) -> float:
-        """Time on the busiest of all links for a byte of each sample that takes the paths."""
-        loads: dict[str, float] = {}
-        for path in self.paths:
-            for name, rate, share in path.loads:
-                loads[name] = loads.get(name, 0.0) + share / rate
-        return max(loads.values(), default=0.0)
 
 
 class CommunicationCosts:
@@ -109,9 +92,14 @@ class CommunicationCosts:
             )
         return max(self._alone[key], round_samples * self.boundary * path.contended_s_per_byte)
 
-    def busiest_link_s(self, paths: TransferPaths) -> float:
-        """How long the busiest link takes for all samples, each path passed once."""
-        return paths.busiest_s_per_byte * self.inputs.global_batch_size * self.boundary
+    def busiest_link_s(self, paths: Sequence[TransferPath]) -> float:
+        """How long the busiest link takes for all samples, which take one path after the other."""
+        s_per_byte: dict[str, float] = {}
+        for path in paths:
+            for name, rate, share in path.loads:
+                s_per_byte[name] = s_per_byte.get(name, 0.0) + share / rate
+        busiest = max(s_per_byte.values(), default=0.0)
+        return busiest * self.inputs.global_batch_size * self.boundary
 
     def even_gather_s(self, device_group: DeviceGroup, num_bytes: int, pieces: int = 1) -> float:
         """An all-gather (or reduce-scatter) of equal shards over a device group, on idle links.

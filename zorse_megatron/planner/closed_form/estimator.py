@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
 
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate, balanced_layers
-from zorse_megatron.planner.closed_form.communication import CommunicationCosts, TransferPaths
+from zorse_megatron.planner.closed_form.communication import CommunicationCosts
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, Stage, StagePosition
 from zorse_megatron.planner.closed_form.pipeline_time import (
     CostedPipeline,
@@ -55,7 +54,10 @@ def best_layer_assignments(
     found: dict[tuple[int, ...], float] = {}
     worst_kept = float("inf")
     start = _first_feasible(tables, num_layers, ceilings)
-    rows = [_Rows(table, num_layers) for table in tables]
+    rows = [
+        sorted((n, cost.busy_s, cost.fill_drain_s) for n, cost in table.items() if n <= num_layers)
+        for table in tables
+    ]
     for ceiling in ceilings[start:]:
         if len(found) >= most and ceiling + least_fill_drain >= worst_kept:
             break
@@ -100,30 +102,16 @@ def _is_reachable(
     return bool(sums >> num_layers & 1)
 
 
-class _Rows:
-    """A group's table, fewest layers first."""
-
-    def __init__(self, table: Mapping[int, GroupCost], num_layers: int) -> None:
-        self.rows = [
-            (number, cost.busy_s, cost.fill_drain_s)
-            for number, cost in sorted(table.items(), key=itemgetter(0))
-            if number <= num_layers
-        ]
-
-    def allowed(self, ceiling: float) -> list[tuple[int, float]]:
-        """Layers and fill/drain time of what is no busier than the ceiling."""
-        return [(number, time_s) for number, busy_s, time_s in self.rows if busy_s <= ceiling]
-
-
 def _least_fill_drain(
-    tables: Sequence[_Rows], num_layers: int, ceiling: float
+    tables: Sequence[Sequence[tuple[int, float, float]]], num_layers: int, ceiling: float
 ) -> tuple[int, ...] | None:
     """Layers with the least sum of fill/drain times, no group busier than the ceiling.
 
-    Of equal sums, the one with the fewest layers in the last group. Only sums of layers that the
-    groups after can complete are followed: with tables around a center these are few.
+    `tables`: of each group (layers, busy, fill/drain), fewest layers first. Of equal sums, the one
+    with the fewest layers in the last group. Only sums of layers that the groups after can complete
+    are followed: with tables around a center these are few.
     """
-    groups = [table.allowed(ceiling) for table in tables]
+    groups = [[(n, time_s) for n, busy_s, time_s in rows if busy_s <= ceiling] for rows in tables]
     if not all(groups):
         return None
     sums, choices = {0: 0.0}, []
@@ -167,9 +155,8 @@ class _CostRow:
     """A group with its layers."""
 
     stage: Stage
-    cost: StageCost | None
-    """None where it does not fit."""
-    group_cost: GroupCost | None
+    cost: StageCost
+    group_cost: GroupCost
     in_flight_limit: float
     """Samples that the device group may really have in flight: limits are rounded up."""
 
@@ -188,26 +175,25 @@ class _CostTable:
         self.sized = sized
         self.position = position
         self.reserve_bytes = reserve_bytes
-        self._rows: dict[int, _CostRow] = {}
+        self._rows: dict[int, _CostRow | None] = {}
 
-    def row(self, num_layers: int) -> _CostRow:
-        found = self._rows.get(num_layers)
-        if found is None:
-            found = self._rows[num_layers] = self._find(num_layers)
-        return found
+    def row(self, num_layers: int) -> _CostRow | None:
+        """None where so many layers do not fit."""
+        if num_layers not in self._rows:
+            self._rows[num_layers] = self._find(num_layers)
+        return self._rows[num_layers]
 
-    def _find(self, num_layers: int) -> _CostRow:
+    def _find(self, num_layers: int) -> _CostRow | None:
         sized, position = self.sized, self.position
         stage = Stage(sized.device_group, num_layers, sized.sizes, position, self.reserve_bytes)
         cost = self.cost_model.cost(stage)
         if cost is None:
-            return _CostRow(stage=stage, cost=None, group_cost=None, in_flight_limit=0.0)
+            return None
         fill_drain_s = cost.mean_micro_batch_s / stage.num_chunks
-        group_cost = GroupCost(busy_s=cost.busy_s, fill_drain_s=fill_drain_s)
         return _CostRow(
             stage=stage,
             cost=cost,
-            group_cost=group_cost,
+            group_cost=GroupCost(busy_s=cost.busy_s, fill_drain_s=fill_drain_s),
             in_flight_limit=self._in_flight_limit(stage, cost),
         )
 
@@ -233,7 +219,6 @@ class Estimator:
         self.in_flight = InFlight(inputs, self.cost_model, self.communication)
         self._times = PipelineTimes(inputs, self.cost_model, self.communication, self.in_flight)
         self.num_estimated = 0
-        self._paths: dict[tuple[tuple[DeviceGroup, ...], bool], TransferPaths] = {}
         self._made: dict[tuple[DeviceGroup, tuple[int, ...], StagePosition, int], _CostTable] = {}
 
     def best(self, candidate: Candidate, *, most: int = 1) -> list[Estimate]:
@@ -285,7 +270,7 @@ class Estimator:
         low, high = 0, self.inputs.num_layers - num_groups + 1
         while low < high:
             middle = (low + high + 1) // 2
-            if table.row(middle).group_cost is None:
+            if table.row(middle) is None:
                 high = middle - 1
             else:
                 low = middle
@@ -299,17 +284,19 @@ class Estimator:
         self, candidate: Candidate, costed: Sequence[_CostTable], layers: Sequence[int]
     ) -> Estimate | None:
         self.num_estimated += 1
-        rows = [table.row(count) for table, count in zip(costed, layers, strict=True)]
-        found = tuple(row.cost for row in rows if row.cost is not None)
-        if len(found) < len(rows):
+        found = [table.row(count) for table, count in zip(costed, layers, strict=True)]
+        rows = [row for row in found if row is not None]
+        if len(rows) < len(found):
             return None
-        stages = tuple(row.stage for row in rows)
+        groups = candidate.device_groups
+        around = candidate.num_chunks > 1 and len(groups) > 1
+        pairs = [*pairwise(groups), *([(groups[-1], groups[0])] if around else [])]
         return self._times.estimate(
             CostedPipeline(
                 candidate=candidate,
-                stages=stages,
-                costs=found,
-                paths=self._paths_of(candidate),
+                stages=tuple(row.stage for row in rows),
+                costs=tuple(row.cost for row in rows),
+                paths=tuple(self.communication.path(*pair) for pair in pairs),
                 in_flight_limits=[row.in_flight_limit for row in rows],
             )
         )
@@ -323,19 +310,13 @@ class Estimator:
         for table, middle in zip(costed, center, strict=True):
             around = max(step, _AROUND + int(_AROUND_PART * middle + 0.5))
             low, high = max(1, middle - around), min(most, middle + around)
-            group_costs = {
-                n: table.row(n).group_cost for n in range(low, high + 1) if n % step == 0
-            }
-            result.append(
-                {n: group_cost for n, group_cost in group_costs.items() if group_cost is not None}
-            )
+            numbers = (n for n in range(low, high + 1) if n % step == 0)
+            result.append({n: row.group_cost for n in numbers if (row := table.row(n))})
         return result
 
     def _cost_tables(self, candidate: Candidate) -> list[_CostTable]:
-        sized_groups, positions = (
-            self.in_flight.sized_groups(candidate),
-            self.in_flight.positions(candidate),
-        )
+        sized_groups = self.in_flight.sized_groups(candidate)
+        positions = self.in_flight.positions(candidate)
         reserves = candidate.reserves or (0,) * len(sized_groups)
         return [
             self._cost_table(*row) for row in zip(sized_groups, positions, reserves, strict=True)
@@ -348,14 +329,4 @@ class Estimator:
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = _CostTable(self.cost_model, sized, position, reserve_bytes)
-        return found
-
-    def _paths_of(self, candidate: Candidate) -> TransferPaths:
-        groups = candidate.device_groups
-        returns = candidate.num_chunks > 1 and len(groups) > 1
-        found = self._paths.get((groups, returns))
-        if found is None:
-            pairs = [*pairwise(groups), *([(groups[-1], groups[0])] if returns else [])]
-            paths = tuple(self.communication.path(*pair) for pair in pairs)
-            found = self._paths[groups, returns] = TransferPaths(paths=paths)
         return found

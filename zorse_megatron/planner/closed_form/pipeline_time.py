@@ -23,13 +23,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate, layers_of_chunks
 from zorse_megatron.planner.closed_form.communication import (
     CommunicationCosts,
     TransferPath,
-    TransferPaths,
 )
 from zorse_megatron.planner.closed_form.device_groups import (
     DeviceGroup,
@@ -63,20 +61,8 @@ class SizedGroup:
     """Samples of one micro-batch on every GPU."""
 
 
-class HasMicroBatches(Protocol):
-    """Anything with micro-batches: a sized group or a stage."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """As of a `SizedGroup`."""
-
-    @property
-    def round_samples(self) -> int:
-        """As of a `SizedGroup`."""
-
-
 class InFlight:
-    """Micro-batch sizes, rounds and in-flight limits of candidates, each found once."""
+    """Micro-batch sizes, rounds and in-flight limits of candidates."""
 
     def __init__(
         self, inputs: Inputs, cost_model: StageCostModel, communication: CommunicationCosts
@@ -84,9 +70,6 @@ class InFlight:
         self.inputs = inputs
         self.cost_model = cost_model
         self.communication = communication
-        self._sized_groups: dict[tuple[DeviceGroup, MicroBatchLevel], SizedGroup] = {}
-        self._extras: dict[object, tuple[int, ...]] = {}
-        self._positions: dict[object, tuple[StagePosition, ...]] = {}
 
     def sized_groups(self, candidate: Candidate) -> list[SizedGroup]:
         """The device groups with their micro-batches."""
@@ -96,18 +79,13 @@ class InFlight:
         ]
 
     def _sized_group(self, device_group: DeviceGroup, level: MicroBatchLevel) -> SizedGroup:
-        key = (device_group, level)
-        if key not in self._sized_groups:
-            sizes = self.cost_model.sizes(device_group, level)
-            samples = round_samples_of(device_group, sizes)
-            self._sized_groups[key] = SizedGroup(
-                device_group=device_group, sizes=sizes, round_samples=samples
-            )
-        return self._sized_groups[key]
+        sizes = self.cost_model.sizes(device_group, level)
+        samples = round_samples_of(device_group, sizes)
+        return SizedGroup(device_group=device_group, sizes=sizes, round_samples=samples)
 
     def speed(self, device_group: DeviceGroup, level: MicroBatchLevel) -> float:
         """Layers of one sample per second, forward and backward."""
-        sizes = self._sized_group(device_group, level).sizes
+        sizes = self.cost_model.sizes(device_group, level)
         return sum(
             len(gpu_class.ranks) * size / sum(self.cost_model.layer_s(gpu_class.kind, size))
             for gpu_class, size in zip(device_group.gpu_classes, sizes, strict=True)
@@ -119,29 +97,19 @@ class InFlight:
 
     def positions(self, candidate: Candidate) -> tuple[StagePosition, ...]:
         """Where the device groups stand in the pipeline, with their in-flight limits."""
-        key = (
-            candidate.device_groups,
-            candidate.levels,
-            candidate.schedule,
-            candidate.num_chunks,
-            candidate.slack,
-        )
-        if key not in self._positions:
-            last = len(candidate.device_groups) - 1
-            slow = self._slow_transfers(candidate)
-            self._positions[key] = tuple(
-                StagePosition(
-                    is_first=index == 0,
-                    is_last=index == last,
-                    in_flight_limit=in_flight_limit,
-                    schedule=candidate.schedule,
-                    num_chunks=candidate.num_chunks,
-                    slow_before=slow[index - 1],
-                    slow_after=slow[index],
-                )
-                for index, in_flight_limit in enumerate(self._in_flight_limits(candidate))
+        last, slow = len(candidate.device_groups) - 1, self._slow_transfers(candidate)
+        return tuple(
+            StagePosition(
+                is_first=index == 0,
+                is_last=index == last,
+                in_flight_limit=in_flight_limit,
+                schedule=candidate.schedule,
+                num_chunks=candidate.num_chunks,
+                slow_before=slow[index - 1],
+                slow_after=slow[index],
             )
-        return self._positions[key]
+            for index, in_flight_limit in enumerate(self._in_flight_limits(candidate))
+        )
 
     def _slow_transfers(self, candidate: Candidate) -> list[bool]:
         """For each group, whether the plan says how long messages to the next one are on their way.
@@ -185,20 +153,11 @@ class InFlight:
         """
         if candidate.schedule != "1f1b" or not candidate.slack or len(candidate.device_groups) < 2:
             return (0,) * len(candidate.device_groups)
-        key = (candidate.device_groups, candidate.levels, candidate.slack)
-        if key not in self._extras:
-            self._extras[key] = tuple(self._find_extras(candidate))
-        return self._extras[key]
-
-    def _find_extras(self, candidate: Candidate) -> list[int]:
         sized_groups = self.sized_groups(candidate)
         speed = sum(map(self.speed, candidate.device_groups, candidate.levels))
         per_s = candidate.slack * speed / self.inputs.num_layers
-        in_flight_limit, from_here, found = (
-            sized_groups[-1].round_samples,
-            sized_groups[-1].round_samples,
-            [0],
-        )
+        in_flight_limit = from_here = sized_groups[-1].round_samples
+        found = [0]
         for at in range(len(sized_groups) - 2, -1, -1):
             here, after = sized_groups[at], sized_groups[at + 1]
             path = self.communication.path(here.device_group, after.device_group)
@@ -211,10 +170,10 @@ class InFlight:
             in_flight_limit = math.ceil(needed / here.round_samples - 1e-9) * here.round_samples
             from_here += here.round_samples
             found.append(max(0, in_flight_limit - from_here))
-        return found[::-1]
+        return tuple(reversed(found))
 
     def message_s(
-        self, sender: HasMicroBatches, receiver: HasMicroBatches, path: TransferPath
+        self, sender: SizedGroup | Stage, receiver: SizedGroup | Stage, path: TransferPath
     ) -> float:
         """One message; groups in step send all of a round's at once."""
         in_step = sender.round_samples == receiver.round_samples
@@ -245,7 +204,7 @@ class CostedPipeline:
     candidate: Candidate
     stages: tuple[Stage, ...]
     costs: tuple[StageCost, ...]
-    paths: TransferPaths
+    paths: tuple[TransferPath, ...]
     """From each group to the next one; with several chunks also from the last to the first."""
     in_flight_limits: Sequence[float]
     """Samples that groups may really have in flight; not of breadth_first."""
@@ -339,7 +298,7 @@ class PipelineTimes:
     def _transfer_times(self, pipeline: CostedPipeline) -> list[float]:
         """Time of one micro-batch along each path."""
         times = []
-        for stage, path in zip(pipeline.stages, pipeline.paths.paths, strict=False):
+        for stage, path in zip(pipeline.stages, pipeline.paths, strict=False):
             size, samples = max(stage.sizes), stage.round_samples
             times.append(self.communication.transfer_s(path, size=size, round_samples=samples))
         return times
@@ -385,7 +344,7 @@ class PipelineTimes:
         """
         stages, costs = pipeline.stages, pipeline.costs
         found = [0.0] * len(stages)
-        for at, path in enumerate(pipeline.paths.paths):
+        for at, path in enumerate(pipeline.paths):
             source, target = at % len(stages), (at + 1) % len(stages)
             for sender, receiver, forward in ((source, target, True), (target, source, False)):
                 stage, cost = stages[receiver], costs[receiver]

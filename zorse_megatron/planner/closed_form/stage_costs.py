@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from zorse_megatron.costs.interface import PassTimes, RecomputeMode
+from zorse_megatron.costs.interface import PassTimes
 from zorse_megatron.costs.stage_formulas import micro_batches_per_replica, pass_s, samples_per_s
 from zorse_megatron.planner.closed_form.device_groups import (
     ClassSettings,
@@ -88,9 +88,6 @@ class StageCostModel:
         self._passes, self._busy_of = known.passes, known.busy
         self.to_try = SettingsToTry(self)
         self._by_class = SettingsByClass(self)
-        self._layer_times: dict[tuple[str, int], tuple[float, float]] = {}
-        self._updates: dict[tuple[str, int], float] = {}
-        self._again: dict[tuple[str, int, RecomputeMode], float] = {}
         self._at_ends: dict[tuple[str, int, bool, bool], tuple[PassTimes, PassTimes]] = {}
 
     # Micro-batch sizes.
@@ -136,12 +133,8 @@ class StageCostModel:
 
     def layer_s(self, kind: str, size: int) -> tuple[float, float]:
         """Forward and backward of one layer."""
-        key = (kind, size)
-        times = self._layer_times.get(key)
-        if times is None:
-            found = self.inputs.compute.layer(kind, size)
-            times = self._layer_times[key] = (found.forward_s, found.backward_s)
-        return times
+        found = self.inputs.compute.layer(kind, size)
+        return found.forward_s, found.backward_s
 
     # Costs.
 
@@ -190,17 +183,9 @@ class StageCostModel:
     def step_s(self, stage: Stage, settings: ClassSettings) -> float:
         """The optimizer step with even shards, what waits in the host included."""
         owned = self._owned(stage)
-        compute_s = max(
-            self._update_s(gpu_class.kind, owned) for gpu_class in stage.device_group.gpu_classes
-        )
+        step_s, classes = self.inputs.compute.step_s, stage.device_group.gpu_classes
+        compute_s = max(step_s(gpu_class.kind, owned) for gpu_class in classes)
         return max(compute_s, self._copies_s(stage, settings))
-
-    def _update_s(self, kind: str, owned: int) -> float:
-        """The optimizer step of so many parameters."""
-        found = self._updates.get((kind, owned))
-        if found is None:
-            found = self._updates[kind, owned] = self.inputs.compute.step_s(kind, owned)
-        return found
 
     def _owned(self, stage: Stage) -> int:
         """Parameters of a GPU's shard, if shards are even."""
@@ -254,7 +239,7 @@ class StageCostModel:
             kind, again_s = gpu_class.kind, 0.0
             layer_forward_s, layer_backward_s = self.layer_s(kind, size)
             if own.recomputed:
-                again_s = own.recomputed * self._again_s(kind, size, own.mode)
+                again_s = own.recomputed * self.inputs.compute.recompute_s(kind, size, own.mode)
             first, last = self._ends(kind, size, position.is_first, position.is_last)
             forward_s = pass_s(layers, layer_forward_s, 0.0, first.forward_s, last.forward_s)
             backward_s = pass_s(
@@ -262,14 +247,6 @@ class StageCostModel:
             )
             result.append(StagePasses(size=size, forward_s=forward_s, backward_s=backward_s))
         return tuple(result)
-
-    def _again_s(self, kind: str, size: int, mode: RecomputeMode) -> float:
-        """What recomputing one layer takes."""
-        key = kind, size, mode
-        found = self._again.get(key)
-        if found is None:
-            found = self._again[key] = self.inputs.compute.recompute_s(kind, size, mode)
-        return found
 
     def _ends(
         self, kind: str, size: int, is_first: bool, is_last: bool

@@ -50,10 +50,8 @@ class StageMemory:
         self.inputs = inputs
         self.costs = costs = inputs.memory
         self.boundary = costs.boundary_bytes(1)
-        self._boundaries: dict[str, int] = {}
         self._kept: dict[tuple[str, RecomputeMode], int] = {}
         self._parameters: dict[tuple[int, bool, bool], int] = {}
-        self._unsharded: dict[tuple[int, int, str, bool, bool], int] = {}
         self._stage: Stage | None = None
         self._gpus: dict[tuple[int, float, str], GpuMemory] = {}
         """Of that stage."""
@@ -69,9 +67,7 @@ class StageMemory:
 
     def boundary_on(self, kind: str) -> int:
         """One activation between layers of a sample; each rank of a TP group has all of it."""
-        if kind not in self._boundaries:
-            self._boundaries[kind] = self.inputs.members.boundary_bytes_on(kind)
-        return self._boundaries[kind]
+        return self.inputs.members.boundary_bytes_on(kind)
 
     def recompute_savings(self, kind: str, mode: RecomputeMode) -> int:
         """What a recomputed layer does not keep."""
@@ -165,20 +161,6 @@ class StageMemory:
 
     def unsharded_bytes(self, stage: Stage) -> int:
         """Unsharded parameters that are trained, and gradients, on each GPU."""
-        position = stage.position
-        key = (
-            stage.num_layers,
-            stage.num_chunks,
-            position.schedule,
-            position.is_first,
-            position.is_last,
-        )
-        found = self._unsharded.get(key)
-        if found is None:
-            found = self._unsharded[key] = self._find_unsharded_bytes(stage)
-        return found
-
-    def _find_unsharded_bytes(self, stage: Stage) -> int:
         costs = self.costs
         parameters = self.parameters(stage.num_layers, stage.position)
         if stage.position.schedule != "breadth_first":
@@ -236,7 +218,6 @@ class GpuMemory:
         self.buffers = 0 if alone else BUFFERS * memory.boundary_on(kind)
         self.parameters = memory.parameters(stage.num_layers, position)
         self._local: dict[tuple[RecomputeMode, int, bool], float] = {}
-        self._widened: dict[tuple[bool, bool], int] = {}
 
     def free_bytes(self, settings: MemorySettings, capacity_bytes: int) -> float:
         """See `StageMemory.gpu_free_bytes`."""
@@ -259,17 +240,12 @@ class GpuMemory:
 
     def _widened_bytes(self, settings: MemorySettings) -> int:
         """fp32 copies of gradients in a step, if shards are even; see `simulate.residency`."""
-        in_parts = settings.offload_parameters or settings.offload_gradients
-        key = settings.offload_state, in_parts
-        found = self._widened.get(key)
-        if found is None:
-            owned = -(-self.parameters // len(self.stage.device_group.ranks))
-            if settings.offload_state:
-                owned = largest_piece(owned)
-            elif in_parts:
-                owned = -(-owned // self.stage.num_chunks)
-            found = self._widened[key] = widened_bytes(self.memory.costs, owned)
-        return found
+        owned = -(-self.parameters // len(self.stage.device_group.ranks))
+        if settings.offload_state:
+            owned = largest_piece(owned)
+        elif settings.offload_parameters or settings.offload_gradients:
+            owned = -(-owned // self.stage.num_chunks)
+        return widened_bytes(self.memory.costs, owned)
 
     def local_bytes(self, settings: MemorySettings) -> float:
         """See `StageMemory.local_bytes`."""
