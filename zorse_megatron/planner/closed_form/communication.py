@@ -47,7 +47,6 @@ class CommunicationCosts:
             for node in inputs.spec.nodes
         ]
         self._two_levels = TwoLevels(inputs)
-        self._alone: dict[tuple[int, int, int], float] = {}
         self._nodes: dict[DeviceGroup, tuple[int, ...]] = {}
         world = tuple(range(inputs.world_size))
         sums = RUNTIME.sums_at_scale + 1 + RUNTIME.sums_after_step
@@ -85,12 +84,8 @@ class CommunicationCosts:
 
     def transfer_s(self, path: TransferPath, *, size: int, round_samples: float) -> float:
         """One micro-batch's way, when all replicas of a round send at once."""
-        key = (path.source, path.target, size)
-        if key not in self._alone:
-            self._alone[key] = self.inputs.comm.transfer_s(
-                path.source, path.target, size * self.boundary
-            )
-        return max(self._alone[key], round_samples * self.boundary * path.contended_s_per_byte)
+        alone_s = self.inputs.comm.transfer_s(path.source, path.target, size * self.boundary)
+        return max(alone_s, round_samples * self.boundary * path.contended_s_per_byte)
 
     def busiest_link_s(self, paths: Sequence[TransferPath]) -> float:
         """How long the busiest link takes for all samples, which take one path after the other."""

@@ -70,7 +70,6 @@ class _Known:
     """What stages cost, by what that depends on but for what all of a search have in common."""
 
     costs: dict[tuple[object, ...], StageCost | None] = field(default_factory=dict)
-    counts: dict[tuple[object, ...], tuple[float, ...]] = field(default_factory=dict)
     passes: dict[tuple[object, ...], tuple[StagePasses, ...]] = field(default_factory=dict)
     busy: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
@@ -84,11 +83,9 @@ class StageCostModel:
         self.host = StageHostMemory(self.memory)
         self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
         known = inputs.shared("stages", _Known)
-        self._costs, self._counts = known.costs, known.counts
-        self._passes, self._busy_of = known.passes, known.busy
+        self._costs, self._passes, self._busy_of = known.costs, known.passes, known.busy
         self.to_try = SettingsToTry(self)
         self._by_class = SettingsByClass(self)
-        self._at_ends: dict[tuple[str, int, bool, bool], tuple[PassTimes, PassTimes]] = {}
 
     # Micro-batch sizes.
 
@@ -252,38 +249,21 @@ class StageCostModel:
         self, kind: str, size: int, is_first: bool, is_last: bool
     ) -> tuple[PassTimes, PassTimes]:
         """Embedding and head, or what comes from another group instead."""
-        key = kind, size, is_first, is_last
-        found = self._at_ends.get(key)
-        if found is None:
-            compute, arrival_s = self.inputs.compute, self.inputs.members.arrival_s(kind, size)
-            first = PassTimes(forward_s=arrival_s, backward_s=0.0)
-            last = PassTimes(forward_s=0.0, backward_s=arrival_s)
-            found = self._at_ends[key] = (
-                compute.embedding(kind, size) if is_first else first,
-                compute.head(kind, size) if is_last else last,
-            )
-        return found
+        compute, arrival_s = self.inputs.compute, self.inputs.members.arrival_s(kind, size)
+        first = PassTimes(forward_s=arrival_s, backward_s=0.0)
+        last = PassTimes(forward_s=0.0, backward_s=arrival_s)
+        return (
+            compute.embedding(kind, size) if is_first else first,
+            compute.head(kind, size) if is_last else last,
+        )
 
     def counts(self, stage: Stage, settings: ClassSettings = ()) -> tuple[float, ...]:
         """Micro-batches of one replica of each GPU class, if the batch is cut at will.
 
         What all classes recompute alike slows them alike: only settings that differ count.
         """
-        if len(set(settings)) > 1:
-            return self._find_counts(stage, settings)
-        position = stage.position
-        key = (
-            stage.device_group.look,
-            stage.num_layers,
-            stage.sizes,
-            position.is_first,
-            position.is_last,
-        )
-        if key not in self._counts:
-            self._counts[key] = self._find_counts(stage, stage.alike(MemorySettings()))
-        return self._counts[key]
-
-    def _find_counts(self, stage: Stage, settings: ClassSettings) -> tuple[float, ...]:
+        if len(set(settings)) <= 1:
+            settings = stage.alike(MemorySettings())
         both_s = [each.both_s for each in self.passes(stage, settings)]
         num_gpus = [len(gpu_class.ranks) for gpu_class in stage.device_group.gpu_classes]
         return tuple(
