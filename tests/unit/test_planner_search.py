@@ -157,13 +157,11 @@ def test_unknown_strategies_and_bad_numbers_are_refused():
             global_batch_size=0,
             dtype="bfloat16",
             memory_margin=1.5,
-            space=SearchSpace(recompute=()),
         )
     positions = [problem.where for problem in caught.value.problems]
     assert positions == [
         "global batch size",
         "memory margin",
-        "search space, recompute",
         "GPU kind T4",  # it has no units for bfloat16
     ]
 

@@ -137,7 +137,7 @@ class SearchOptions:
         self, cluster: Cluster, *, workload: Workload, profiles: Sequence[Path | Profile]
     ) -> WorkloadCosts:
         """Return what a workload costs where such plans are searched. Raises ZorseError."""
-        from zorse_megatron.planner.inputs.search_inputs import SearchSpace
+        from zorse_megatron.planner.inputs.search_inputs import SearchEffort, SearchSpace
 
         return costs_of_workload(
             cluster,
@@ -152,7 +152,7 @@ class SearchOptions:
                 grad_reduce_dtype=grad_reduce_dtype_named(self.grad_reduce_dtype),
                 split_backward=not self.one_piece_backward,
                 offload_activations=self.offload_activations,
-                effort=self.effort,
+                effort=one_of(get_args(SearchEffort), self.effort, "--effort"),
             ),
         )
 

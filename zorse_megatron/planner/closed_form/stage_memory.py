@@ -62,7 +62,7 @@ class StageMemory:
         """What a layer keeps of a sample on a kind of GPU."""
         found = self._kept.get((kind, mode))
         if found is None:
-            found = self._kept[kind, mode] = self.costs.activation_bytes(1, mode, kind)
+            found = self._kept[kind, mode] = self.inputs.members.activation_bytes_on(kind, 1, mode)
         return found
 
     def boundary_on(self, kind: str) -> int:
@@ -393,7 +393,7 @@ class StageHostMemory:
         """What one layer keeps of a micro-batch."""
         key = size, mode, kind
         if key not in self._kept:
-            tensors = self.memory.costs.saved_tensor_bytes(*key)
+            tensors = self.memory.inputs.members.saved_tensor_bytes_on(kind, size, mode)
             self._kept[key] = sum(map(pinned_bytes, tensors))
         return self._kept[key]
 

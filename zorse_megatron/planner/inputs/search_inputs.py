@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.interface import (
@@ -43,6 +43,9 @@ from zorse_megatron.planner.outcome import PlannerInputError
 # Which plans a search may propose.
 
 
+SearchEffort = Literal["normal", "high"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
     """Which plans may be proposed."""
@@ -77,8 +80,8 @@ class SearchSpace:
     """In which type gradients may be sent where that is faster; None: as they are kept."""
     hierarchical: bool = True
     """Whether groups in several regions may sum and gather in two levels, where that is faster."""
-    effort: str = "normal"
-    """How far the fastest plans are changed step by step: normal, or high."""
+    effort: SearchEffort = "normal"
+    """How far the fastest plans are changed step by step."""
 
     def sizes(self, blocks: Iterable[int]) -> tuple[int, ...]:
         """Micro-batch sizes of so many blocks."""
@@ -87,30 +90,6 @@ class SearchSpace:
     def sizes_to(self, most: int) -> range:
         """All micro-batch sizes up to one."""
         return range(self.sample_block, most + 1, self.sample_block)
-
-
-def space_problems(space: SearchSpace) -> Iterator[Problem]:
-    """Yield every field with a value that no plan has."""
-    known = {
-        "schedules": ("1f1b", "breadth_first", "interleaved"),
-        "recompute": ("none", "selective", "full"),
-    }
-    for name, values in known.items():
-        found = getattr(space, name)
-        if not found or not set(found) <= set(values):
-            yield Problem(
-                where=f"search space, {name}",
-                found=f"{', '.join(map(repr, found)) or 'nothing'}",
-                expected=f"some of {', '.join(values)}",
-                remedy="Correct it.",
-            )
-    if space.effort not in ("normal", "high"):
-        yield Problem(
-            where="--effort",
-            found=repr(space.effort),
-            expected="normal or high",
-            remedy="Correct it.",
-        )
 
 
 def experts_problems(profile: Profile, model: ModelShape) -> Iterator[Problem]:
@@ -331,7 +310,6 @@ def make_inputs(
     problems = [
         *_number_problems(global_batch_size, memory_margin),
         *_block_problems(global_batch_size, space.sample_block),
-        *space_problems(space),
         *request_problems(space, cluster, model),
         *experts_problems(known, model),
         *communication_dtype_problems(

@@ -47,7 +47,6 @@ def with_tp_groups(base: Inputs, tp_layout: TpLayout) -> Inputs:
         base,
         spec=spec,
         compute=compute,
-        memory=MemberMemory(base=base, tp_kinds=tp_kinds),
         comm=MemberComm(members=members),
         by_dtype={},
         kinds=kinds,
@@ -228,90 +227,6 @@ def _slowest(times: Sequence[PassTimes]) -> PassTimes:
         forward_s=max(each.forward_s for each in times),
         backward_s=max(each.backward_s for each in times),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemberMemory:
-    """`MemoryCost` of members: of a TP group, what its fullest rank has, over that rank's part."""
-
-    base: Inputs
-    tp_kinds: Mapping[str, TpGroupKind]
-
-    @property
-    def _whole(self) -> MemoryCost:
-        return self.base.memory
-
-    def layer_parameters(self) -> int:
-        """Number of parameters of one transformer layer."""
-        return self._whole.layer_parameters()
-
-    def embedding_parameters(self) -> int:
-        """Number of parameters of the embedding."""
-        return self._whole.embedding_parameters()
-
-    def head_parameters(self, *, tied_on_same_rank: bool) -> int:
-        """Number of parameters of the final norm and the head."""
-        return self._whole.head_parameters(tied_on_same_rank=tied_on_same_rank)
-
-    def frozen_parameters(self, section: ModelSection, *, tied_on_same_rank: bool = False) -> int:
-        """Number of parameters that stay as they are, whole on every GPU; 0 but with adapters."""
-        return self._whole.frozen_parameters(section, tied_on_same_rank=tied_on_same_rank)
-
-    def parameter_bytes(self, num_parameters: int) -> int:
-        """Unsharded parameters as they are computed with."""
-        return self._whole.parameter_bytes(num_parameters)
-
-    def gradient_bytes(self, num_parameters: int) -> int:
-        """Unsharded gradients as they are accumulated."""
-        return self._whole.gradient_bytes(num_parameters)
-
-    def state_bytes(self, num_parameters: int) -> int:
-        """Main parameters and optimizer moments of a shard."""
-        return self._whole.state_bytes(num_parameters)
-
-    def activation_bytes(
-        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
-    ) -> int:
-        """What one layer keeps from forward to backward."""
-        found = self.tp_kinds.get(kind or "")
-        if found is None:
-            return self._whole.activation_bytes(micro_batch_size, mode, kind)
-        return max(
-            math.ceil(
-                costs_of_rank(self.base, part).memory.activation_bytes(micro_batch_size, mode, gpu)
-                / share
-            )
-            for gpu, part, share in zip(
-                found.gpu_kinds, found.rank_shards, found.shares, strict=True
-            )
-        )
-
-    def saved_tensor_bytes(
-        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
-    ) -> tuple[int, ...]:
-        """`activation_bytes`, tensor by tensor; of a TP group in the proportions of a rank
-        alone."""
-        each = self._whole.saved_tensor_bytes(micro_batch_size, mode, kind)
-        if kind not in self.tp_kinds:
-            return each
-        total = self.activation_bytes(micro_batch_size, mode, kind)
-        return tuple(-(-total * one // sum(each)) for one in each)
-
-    def delayed_bytes(self, micro_batch_size: int) -> int:
-        """What one layer keeps from a backward to weight gradients that are computed apart."""
-        return self._whole.delayed_bytes(micro_batch_size)
-
-    def arriving_bytes(self, micro_batch_size: int) -> int:
-        """Gradients of what a layer's last matrices return."""
-        return self._whole.arriving_bytes(micro_batch_size)
-
-    def boundary_bytes(self, micro_batch_size: int) -> int:
-        """One activation between two layers, as all ranks of a TP group send it together."""
-        return self._whole.boundary_bytes(micro_batch_size)
-
-    def head_bytes(self, micro_batch_size: int) -> int:
-        """Logits and what the loss keeps while the head runs."""
-        return self._whole.head_bytes(micro_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

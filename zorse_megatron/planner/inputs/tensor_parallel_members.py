@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from zorse_megatron.costs.communication import TpCollectives
-from zorse_megatron.costs.interface import ModelSection, TpRankCosts, TpShard
+from zorse_megatron.costs.interface import ModelSection, RecomputeMode, TpRankCosts, TpShard
 from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.plan.plan import Plan, Replica, TpShards
@@ -99,6 +99,27 @@ class Members:
         member = self.member_of_rank[rank]
         found = self.tp_kinds.get(self.kinds[member])
         return 1.0 if found is None else found.shares[self.tp_groups[member].ranks.index(rank)]
+
+    def activation_bytes_on(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> int:
+        """What a layer keeps: of a TP group its fullest rank, over that rank's part of a layer."""
+        found = self.tp_kinds.get(kind)
+        if found is None:
+            return self.base.memory.activation_bytes(micro_batch_size, mode, kind)
+        kept = (
+            costs_of_rank(self.base, part).memory.activation_bytes(micro_batch_size, mode, gpu)
+            for gpu, part in zip(found.gpu_kinds, found.rank_shards, strict=True)
+        )
+        return max(math.ceil(each / share) for each, share in zip(kept, found.shares, strict=True))
+
+    def saved_tensor_bytes_on(
+        self, kind: str, micro_batch_size: int, mode: RecomputeMode
+    ) -> tuple[int, ...]:
+        """The same tensor by tensor, in the proportions of a GPU alone."""
+        each = self.base.memory.saved_tensor_bytes(micro_batch_size, mode, kind)
+        if kind not in self.tp_kinds:
+            return each
+        total = self.activation_bytes_on(kind, micro_batch_size, mode)
+        return tuple(-(-total * one // sum(each)) for one in each)
 
     def boundary_bytes_on(self, kind: str) -> int:
         """An activation of a sample between layers, of which each rank of a TP group has all.
