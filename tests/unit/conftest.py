@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.unit.cli_samples import runner_in
 from tests.unit.strangers import MANY
 from zorse_megatron.planner.baselines import stock_best
-from zorse_megatron.planner.baselines.stock_search import Simulated, StockSearch
+from zorse_megatron.planner.baselines.stock_search import StockLayout, StockSearch
 from zorse_megatron.planner.search.effort import Effort
 
 # No deadline: a busy machine would fail examples at random.
@@ -59,7 +59,7 @@ class FewLayouts(StockSearch):
     searched: ClassVar[list[tuple[str, ...]]] = []
     """Kinds of the GPUs of each search."""
 
-    def run(self) -> list[Simulated]:
+    def run(self) -> list[StockLayout]:
         self.searched.append(self.base.kinds)
         tried = [self._simulated_whole(seed.site) for seed in self._even(self._placements[0])]
         return [each for each in tried if each.fits][:1]

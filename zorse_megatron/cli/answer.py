@@ -26,7 +26,8 @@ from zorse_megatron.launch.training_command import stripped_of_layout
 from zorse_megatron.schedule.lower import refuse_unsupported
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.baselines.stock_best import Stock, StockLayout
+    from zorse_megatron.planner.baselines.stock_best import Stock
+    from zorse_megatron.planner.baselines.stock_search import StockLayout
     from zorse_megatron.planner.explain import ErrorBar
     from zorse_megatron.planner.explanation import Explanation
     from zorse_megatron.planner.outcome import Outcome, Strategy

@@ -27,7 +27,7 @@ from zorse_megatron.flags.torch_builds import short_build_note
 from zorse_megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.baselines.stock_best import StockLayout
+    from zorse_megatron.planner.baselines.stock_search import StockLayout
     from zorse_megatron.plots.figures import Picture
     from zorse_megatron.simulate.result import SimulationResult
 

@@ -16,7 +16,8 @@ from zorse_megatron.log import OnProgress
 from zorse_megatron.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.baselines.stock_best import StockAtBest, StockLayout, StockSearches
+    from zorse_megatron.planner.baselines.stock_best import StockAtBest, StockSearches
+    from zorse_megatron.planner.baselines.stock_search import StockLayout
     from zorse_megatron.planner.gpu_selection import Point
     from zorse_megatron.planner.inputs.search_inputs import Inputs
     from zorse_megatron.planner.outcome import NoPlanError, Outcome, Strategy

@@ -16,12 +16,12 @@ from zorse_megatron.planner.baselines.published_planners import (
     zorse_paper_plans,
 )
 from zorse_megatron.planner.baselines.stock_best import (
-    StockLayout,
     no_stock_layout,
     stock_layouts,
     stock_on_all,
     stock_plans,
 )
+from zorse_megatron.planner.baselines.stock_search import StockLayout
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, best_first, gc_paused

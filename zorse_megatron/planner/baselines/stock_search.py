@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.baselines.stock_costs import (
     GridCosts,
     GridEstimate,
@@ -24,6 +25,7 @@ from zorse_megatron.planner.baselines.stock_costs import (
 from zorse_megatron.planner.baselines.stock_layouts import (
     Grid,
     Placement,
+    in_order,
     in_rounds,
     may_run,
     placements,
@@ -62,26 +64,97 @@ _COMPUTATIONS = ((16, 20_000), (256, 30_000))  # up to so many GPUs
 _BEYOND = 60_000
 _AS_LONG_AS = 100
 """So many of them, a simulation takes beside them."""
+_MAY_BE_FASTER = 1.5
+"""Even layouts that the closed form says take so much longer than a simulated one are not either:
+it only computes, and what layouts send decides what is simulated first."""
+_MOST_MISFITS = 3
+"""Even layouts that the closed form says do not fit, simulated to see which is closest."""
+_GIB = 2**30
 _CLOSE = 1.12
 """Neighbours that the closed form says take so much longer are not simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A layout on GPUs in an order."""
+    """A layout on GPUs of a search in an order."""
 
     placement: Placement
     grid: Grid
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
-    """A layout, and what the simulator says of it."""
+class StockLayout:
+    """A layout on some GPUs, by the simulator."""
 
+    inputs: Inputs
+    """With these GPUs alone, in the order of stock's ranks."""
+    ranks: tuple[int, ...]
+    """Rank of stock's job -> rank of the whole cluster."""
     site: Site
     iteration_s: float
     peaks_bytes: tuple[int, ...]
-    fits: bool
+
+    @property
+    def grid(self) -> Grid:
+        """The layout itself."""
+        return self.site.grid
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has enough memory."""
+        return self.fullest <= 1
+
+    @property
+    def fullest(self) -> float:
+        """Highest peak of a rank over what its GPU may hold; it fits up to 1."""
+        return max(self._filled)
+
+    @property
+    def plan(self) -> Plan:
+        """The same layout as a plan, of ranks in stock's order."""
+        return plan_of_grid(self.inputs, self.grid)
+
+    @property
+    def gpu_ranks(self) -> tuple[int, ...]:
+        """Ranks of the whole cluster that it uses, ascending."""
+        return tuple(sorted(self.ranks))
+
+    def plan_on(self, inputs: Inputs) -> Plan:
+        """The same as a plan for these GPUs in the cluster's order, which `inputs` have."""
+        place = {rank: at for at, rank in enumerate(self.gpu_ranks)}
+        return plan_of_grid(inputs, self.grid, [place[rank] for rank in self.ranks])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of an iteration."""
+        return self.inputs.global_batch_size * self.inputs.sequence_length / self.iteration_s
+
+    @property
+    def description(self) -> str:
+        """For people: GPUs and layout."""
+        return f"{self.gpus}: {self.grid.description}"
+
+    @property
+    def gpus(self) -> str:
+        """For people: how many of which kind."""
+        return ", ".join(f"{n} {kind}" for kind, n in Counter(self.inputs.kinds).items())
+
+    @property
+    def reason(self) -> str:
+        """Why it does not fit; empty where it does."""
+        if self.fits:
+            return ""
+        rank = max(range(len(self._filled)), key=self._filled.__getitem__)
+        needed, had = self.peaks_bytes[rank] / _GIB, self.inputs.capacities_bytes[rank] / _GIB
+        return (
+            f"memory: {self.grid.description} comes closest, and needs {needed:.1f} of {had:.1f} "
+            f"GiB on rank {self.ranks[rank]} ({self.inputs.kinds[rank]})"
+        )
+
+    @property
+    def _filled(self) -> list[float]:
+        pairs = zip(self.peaks_bytes, self.inputs.capacities_bytes, strict=True)
+        return [peak / capacity for peak, capacity in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,29 +195,48 @@ class StockSearch:
         self.base = base
         most = next((most for gpus, most in _COMPUTATIONS if base.world_size <= gpus), _BEYOND)
         self.most = int(share * most)
-        self.num_simulated = 0
         self.num_computations = 0
         self._views: dict[Placement, View] = {}
-        self._short: dict[Site, Simulated] = {}
-        self._whole: dict[Site, Simulated] = {}
+        self._short: dict[Site, StockLayout] = {}
+        self._whole: dict[Site, StockLayout] = {}
 
-    def run(self) -> list[Simulated]:
+    def run(self) -> list[StockLayout]:
         """Layouts that fit, with their whole batch, fastest first."""
+        self.num_computations = 0
         self._climb(self._seeds())
-        before, whole = self.num_computations, list[Simulated]()
+        before, whole = self.num_computations, list[StockLayout]()
         for each in self._ranked()[:_FINALISTS]:
             if self.num_computations - before < self.most / 3 or not any(w.fits for w in whole):
                 whole.append(self._simulated_whole(each.site))
         return sorted((each for each in whole if each.fits), key=lambda each: each.iteration_s)
 
-    @property
-    def closest(self) -> Simulated | None:
-        """Of those that were simulated the one that comes closest to fitting."""
-        return min(self._short.values(), key=self._fullest, default=None)
+    def even(self, most_computations: int) -> list[StockLayout]:
+        """Even layouts in the cluster's order: those that may be the fastest, with their whole
+        batch; if nothing fits, those that may come closest.
 
-    def _fullest(self, each: Simulated) -> float:
-        capacities = self.view(each.site.placement).inputs.capacities_bytes
-        return max(p / c for p, c in zip(each.peaks_bytes, capacities, strict=True))
+        `most_computations`: forwards and backwards after which no further one is simulated.
+        """
+        placement = in_order(self.base, tuple(range(self.base.world_size)))
+        found, best_s, spent, misfits = list[StockLayout](), math.inf, 0, 0
+        for estimate in grid_estimates(self.base):
+            hopeless = estimate.iteration_s > _MAY_BE_FASTER * best_s
+            if best_s < math.inf and (hopeless or estimate.fullest > 1):
+                continue
+            misfits += estimate.fullest > 1
+            if spent > most_computations or misfits > _MOST_MISFITS:
+                break
+            layout = self._simulated_whole(Site(placement=placement, grid=estimate.grid))
+            spent += computations(layout.plan)
+            found.append(layout)
+            if layout.fits:
+                best_s = min(best_s, layout.iteration_s)
+        return found
+
+    @property
+    def closest(self) -> StockLayout | None:
+        """Of those that were simulated and do not fit the one that comes closest."""
+        misfits = [each for each in self._short.values() if not each.fits]
+        return min(misfits, key=lambda each: each.fullest, default=None)
 
     def proposed(self) -> tuple[Grid, ...]:
         """All that is costed in a few orders, and all that was simulated."""
@@ -300,7 +392,7 @@ class StockSearch:
             if self.num_computations >= self.most and self._best_s < math.inf:
                 return
 
-    def _next(self, tried: set[Site]) -> Simulated | None:
+    def _next(self, tried: set[Site]) -> StockLayout | None:
         """The fastest that has not been followed yet, of the fastest few and of each shape's.
 
         Where nothing fits, the one that comes closest.
@@ -308,14 +400,14 @@ class StockSearch:
         ranked = self._ranked()
         if not ranked:
             untried = [each for each in self._short.values() if each.site not in tried]
-            return min(untried, key=self._fullest, default=None)
+            return min(untried, key=lambda each: each.fullest, default=None)
         firsts = {_shape(each.site.grid): each for each in reversed(ranked)}
         few = [each for each in ranked[:_FINALISTS] if each.site not in tried]
         others = [each for each in firsts.values() if each.site not in tried]
         hopeful = [each for each in others if each.iteration_s < _CLOSE * self._best_s]
         return min((*few, *hopeful), key=lambda each: each.iteration_s, default=None)
 
-    def _ranked(self) -> list[Simulated]:
+    def _ranked(self) -> list[StockLayout]:
         fitting = [each for each in self._short.values() if each.fits]
         return sorted(fitting, key=lambda each: each.iteration_s)
 
@@ -323,7 +415,7 @@ class StockSearch:
     def _best_s(self) -> float:
         return min((e.iteration_s for e in self._short.values() if e.fits), default=math.inf)
 
-    def _step_from(self, here: Simulated) -> None:
+    def _step_from(self, here: StockLayout) -> None:
         """Simulate neighbours, up to the first that is clearly faster, or clearly less full."""
         for site in self._neighbours(here):
             if self.num_computations >= self.most:
@@ -331,10 +423,10 @@ class StockSearch:
             found = self._try(site)
             if here.fits and found.fits and found.iteration_s < 0.999 * here.iteration_s:
                 return
-            if not here.fits and self._fullest(found) < 0.999 * self._fullest(here):
+            if not here.fits and found.fullest < 0.999 * here.fullest:
                 return
 
-    def _neighbours(self, here: Simulated) -> list[Site]:
+    def _neighbours(self, here: StockLayout) -> list[Site]:
         """Those that may be faster, by the closed form."""
         grid, placement = here.site.grid, here.site.placement
         view = self.view(placement)
@@ -379,7 +471,7 @@ class StockSearch:
 
     # Simulations.
 
-    def _try(self, site: Site) -> Simulated:
+    def _try(self, site: Site) -> StockLayout:
         if site not in self._short:
             self._short[site] = self._simulated(site, self._few(site))
         return self._short[site]
@@ -390,7 +482,7 @@ class StockSearch:
         count = self.base.global_batch_size // (grid.width * grid.micro_batch_size)
         return min(count, _ROUNDS * grid.stages)
 
-    def _simulated_whole(self, site: Site) -> Simulated:
+    def _simulated_whole(self, site: Site) -> StockLayout:
         if site not in self._whole:
             grid = site.grid
             count = self.base.global_batch_size // (grid.width * grid.micro_batch_size)
@@ -398,7 +490,7 @@ class StockSearch:
             self._whole[site] = self._short[site] if same else self._simulated(site, count)
         return self._whole[site]
 
-    def _simulated(self, site: Site, count: int) -> Simulated:
+    def _simulated(self, site: Site, count: int) -> StockLayout:
         grid, inputs = site.grid, self.view(site.placement).inputs
         samples = grid.width * grid.micro_batch_size
         part = replace(inputs, global_batch_size=count * samples)
@@ -407,15 +499,15 @@ class StockSearch:
             result = simulate_plan(part, plan, framework=framework_of(grid), merge_equal_ranks=True)
             peaks = result.peak_memory_bytes
         share = len(result.simulated_ranks) / len(result.stands_in)
-        self.num_simulated += 1
         self.num_computations += _AS_LONG_AS + math.ceil(computations(plan) * share)
         more = inputs.global_batch_size // samples - count
         beat_s = _beat_s(result, grid, count) if more else 0.0
-        return Simulated(
+        return StockLayout(
+            inputs=inputs,
+            ranks=site.placement.ranks,
             site=site,
             iteration_s=result.iteration_s + more * beat_s,
             peaks_bytes=peaks,
-            fits=all(p <= c for p, c in zip(peaks, inputs.capacities_bytes, strict=True)),
         )
 
 
