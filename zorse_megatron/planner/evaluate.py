@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from zorse_megatron.errors import PlanError
 from zorse_megatron.plan.memory_settings import offloads_anything
@@ -85,8 +84,8 @@ class Evaluator:
         self.num_computations = 0
         """Forwards and backwards simulated so far: the search's budget is counted in them."""
         self._evaluations: dict[object, Evaluation | None] = {}
-        self._shorter: dict[int, _Shorter] = {}
-        self._previews: dict[int, dict[object, Preview | None]] = {}
+        self._with_batch: dict[int, Evaluator] = {}
+        self._previews: dict[object, Preview | None] = {}
 
     def evaluate(self, estimate: Estimate) -> Evaluation | None:
         """Simulate an estimate's plan; None where no plan can be made of it."""
@@ -105,14 +104,23 @@ class Evaluator:
         size = self._part_of_batch(estimate)
         if size is None:
             return None
-        if size not in self._previews:
-            self._previews[size] = {}
-        key = (estimate.candidate, estimate.layers)
-        found = self._previews[size]
-        if key not in found:
-            shorter = self._shorter.setdefault(size, _Shorter(self.inputs, size))
-            found[key] = self._previewed(estimate, shorter.evaluate(estimate, self))
-        return found[key]
+        key = (size, estimate.candidate, estimate.layers)
+        if key not in self._previews:
+            self._previews[key] = self._previewed(estimate, self._shortened(estimate, size))
+        return self._previews[key]
+
+    def _shortened(self, estimate: Estimate, batch: int) -> Evaluation | None:
+        """The same candidate, layers and settings; only the batch is shorter."""
+        if batch not in self._with_batch:
+            inputs = replace(self.inputs, global_batch_size=batch)
+            self._with_batch[batch] = Evaluator(inputs, Estimator(inputs))
+        shorter = self._with_batch[batch]
+        plan = shorter.builder.plan(estimate)
+        if plan is None:
+            return None
+        self.num_simulated += 1
+        self.num_computations += computations(plan)
+        return shorter._whole(plan, None)
 
     def _part_of_batch(self, estimate: Estimate) -> int | None:
         batch = self.inputs.global_batch_size
@@ -192,8 +200,7 @@ class Evaluator:
         batch = self.inputs.global_batch_size
         evaluations = []
         for size in (first, 2 * first):
-            shorter = self._shorter.setdefault(size, _Shorter(self.inputs, size))
-            evaluation = shorter.evaluate(estimate, self)
+            evaluation = self._shortened(estimate, size)
             if evaluation is None:
                 return None
             evaluations.append(evaluation)
@@ -241,31 +248,6 @@ class Evaluator:
         """What a rank has too much, of its unit as that is counted."""
         members = self.inputs.members
         return math.ceil((peak_bytes - members.base.capacities_bytes[rank]) / members.share(rank))
-
-
-class _Shorter:
-    """The same search with a shorter batch."""
-
-    def __init__(self, inputs: Inputs, batch: int) -> None:
-        self.inputs = replace(inputs, global_batch_size=batch)
-
-    @cached_property
-    def estimator(self) -> Estimator:
-        return Estimator(self.inputs)
-
-    @cached_property
-    def evaluator_(self) -> Evaluator:
-        return Evaluator(self.inputs, self.estimator)
-
-    def evaluate(self, estimate: Estimate, whole: Evaluator) -> Evaluation | None:
-        """The same candidate, layers and settings; only the batch is shorter."""
-        plan = self.evaluator_.builder.plan(estimate)
-        if plan is None:
-            return None
-        result = self.evaluator_._whole(plan, None)
-        whole.num_simulated += 1
-        whole.num_computations += computations(plan)
-        return result
 
 
 def plan_key(plan: Plan) -> object:

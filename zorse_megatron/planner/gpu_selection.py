@@ -9,7 +9,7 @@ promising in full. From one that is faster it goes on to smaller ones.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, groupby
 
 import networkx as nx
@@ -216,15 +216,13 @@ def explore(
     less; None: the usual one's (`short_search`). `stock_s`: what stock Megatron takes on some
     selections, on which a whole search finds no slower plan: the best is no slower than any.
     """
-    report = on_progress or (lambda progress: None)
-    short = short or short_search(part_of)
     return _Exploration(
-        inputs,
+        inputs=inputs,
         search_on=search_on,
         part_of=part_of,
-        short=short,
+        short=short or short_search(part_of),
         stock_s=stock_s or {},
-        report=report,
+        report=on_progress or (lambda progress: None),
     ).run()
 
 
@@ -239,25 +237,22 @@ def short_search(part_of: PartOf) -> Search:
     return search_on
 
 
+@dataclass(kw_only=True)
 class _Exploration:
-    def __init__(
-        self,
-        inputs: Inputs,
-        *,
-        search_on: Search,
-        part_of: PartOf,
-        short: Search,
-        stock_s: Mapping[Selection, float],
-        report: Report,
-    ) -> None:
-        self.inputs, self.part_of, self.report = inputs, part_of, report
-        self.search_on, self.short, self.stock_s = search_on, short, stock_s
-        self.best_stock_s = min(stock_s.values(), default=math.inf)
-        self.everything = tuple(range(inputs.world_size))
-        self.is_very_few = inputs.world_size <= _VERY_FEW_GPUS
-        self.points: dict[Selection, Point] = {}
-        self.seen: set[Selection] = {self.everything}
-        self.compared: dict[Selection, float] = {}
+    inputs: Inputs
+    search_on: Search
+    part_of: PartOf
+    short: Search
+    stock_s: Mapping[Selection, float]
+    report: Report
+    points: dict[Selection, Point] = field(default_factory=dict)
+    compared: dict[Selection, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.best_stock_s = min(self.stock_s.values(), default=math.inf)
+        self.everything = tuple(range(self.inputs.world_size))
+        self.is_very_few = self.inputs.world_size <= _VERY_FEW_GPUS
+        self.seen = {self.everything}
 
     def run(self) -> tuple[Point, ...]:
         here = self._searched(self.everything)
