@@ -1,6 +1,5 @@
 """What all commands have in common: help, completion, one name per option, JSON, colours."""
 
-import doctest
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from tests.unit.cli_samples import FLAGS
 from zorse_megatron import __version__
 from zorse_megatron.cli.console import print_plain, print_table
 from zorse_megatron.cli.main import app
-from zorse_megatron.files import wording
 
 WITHOUT_JSON = {"join"}
 
@@ -137,8 +135,3 @@ def test_no_color(monkeypatch, capsys):
     print_plain("[red]text[/red]")
     print_table(Table("A", style="red", header_style="green"))
     assert not re.search(r"\x1b\[[0-9;]*3\d", capsys.readouterr().out)
-
-
-def test_how_numbers_read():
-    results = doctest.testmod(wording)
-    assert results.attempted and not results.failed

@@ -18,8 +18,6 @@ from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.topology import Topology
 from zorse_megatron.plan.memory_settings import settings_by_rank
 from zorse_megatron.planner.build_plan import Builder
-from zorse_megatron.planner.closed_form import candidate
-from zorse_megatron.planner.closed_form import stage_memory as water
 from zorse_megatron.planner.closed_form.candidate import Candidate, balanced_layers, best_sizes
 from zorse_megatron.planner.closed_form.device_groups import (
     DeviceGroups,
@@ -38,7 +36,6 @@ from zorse_megatron.planner.closed_form.estimator import (
 from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts, SegmentTails
 from zorse_megatron.planner.closed_form.stage_memory import water_fill
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.search import sources as batches
 from zorse_megatron.planner.search.device_orders import (
     FINE,
     _covers,
@@ -111,14 +108,6 @@ def test_the_largest_share_is_as_small_as_can_be(rooms, total):
     # With a lower level than the largest share, the rooms do not hold the total.
     lower = max(shares) - 1e-6
     assert total == 0 or sum(min(room, lower) for room in free) < total
-
-
-@pytest.mark.parametrize("module", [candidate, batches, water], ids=lambda module: module.__name__)
-def test_docstrings(module):
-    import doctest
-
-    results = doctest.testmod(module)
-    assert results.attempted and not results.failed
 
 
 # Micro-batches.

@@ -1,7 +1,6 @@
 """Cluster files: what they say, quantities and YAML in them, and every name of a GPU."""
 
 import dataclasses
-import doctest
 import math
 import re
 from itertools import accumulate, pairwise
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from pydantic_core import PydanticCustomError
 
 from zorse_megatron.errors import ClusterError
-from zorse_megatron.files import quantities
 from zorse_megatron.files.quantities import (
     BANDWIDTH,
     COMPUTE_RATE,
@@ -434,13 +432,6 @@ def test_what_is_called_json_is_json():
         (problem,) = caught.value.problems
         assert problem.where == f"C.JSON: {where}"
         assert "not JSON" in problem.found and problem.expected == "a cluster in JSON, in UTF-8"
-
-
-# Quantities.
-
-
-def test_examples():
-    assert doctest.testmod(quantities).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import doctest
 import importlib.util
 import re
 import shlex
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from tests.flag_samples import all_words
 from zorse_megatron.errors import FlagError, ModelError
-from zorse_megatron.flags import command
 from zorse_megatron.flags import model_in_flags as megatron_flags
 from zorse_megatron.flags.command import (
     find_flags,
@@ -367,10 +365,6 @@ def test_the_update_of_shards_is_one_of_three():
 
 
 # Ours among them.
-
-
-def test_examples():
-    assert doctest.testmod(command).failed == 0
 
 
 def test_what_is_left_keeps_its_order():

@@ -1,7 +1,6 @@
 """Where nothing fits, the true cause is told, and what would fit; host memory always."""
 
 import dataclasses
-import doctest
 import re
 from types import SimpleNamespace
 
@@ -11,11 +10,9 @@ from zorse_megatron.cli.commands import plan as plan_module
 from zorse_megatron.cli.console import failure_as_json
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_of_workload
-from zorse_megatron.costs import process_memory
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS
 from zorse_megatron.plan.plan_file import save_plan
-from zorse_megatron.planner import shortage
 from zorse_megatron.planner.explain import explain
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
@@ -60,12 +57,6 @@ def test_host_memory_is_told_as_host_memory():
     assert f"{needed / GIB:.1f} GiB for what has to wait there (optimizer state" in problem.expected
     with pytest.raises(NoPlanError, match="host memory of node one"):
         find_plan(small(memory="4GB", host="1GiB"))
-
-
-def test_pinned_blocks():
-    for module in (process_memory, shortage):
-        results = doctest.testmod(module)
-        assert results.attempted and not results.failed
 
 
 def test_host_memory_is_counted_in_pinned_blocks():

@@ -1,14 +1,11 @@
 import csv
 import dataclasses
-import doctest
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.measured import MEASURED, needs_measured
-from zorse_megatron.inputs import model
-from zorse_megatron.inputs import model as model_module
 from zorse_megatron.inputs.model import (
     MODELS,
     Experts,
@@ -32,11 +29,6 @@ def shape(**changes):
         seq_length=16,
     )
     return dataclasses.replace(small, **changes)
-
-
-def test_examples():
-    assert doctest.testmod(model_module).failed == 0
-    assert doctest.testmod(model).failed == 0
 
 
 # By hand: query 8 x 12, key and value 8 x 12 together, projection 12 x 8: 288.

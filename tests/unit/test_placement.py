@@ -1,12 +1,9 @@
 """Ranks that are not where the plan means them to be are named; others never are."""
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.gpus import known_gpus
 from zorse_megatron.gpus.known_gpus import GPU_KINDS, kind_of_device
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.rank_placement import RankLocation, placement_problems, unchecked_kinds
@@ -92,11 +89,6 @@ OTHERS = [
 @pytest.mark.parametrize(("name", "kind"), NAMES.items())
 def test_names_of_drivers(name: str, kind: str) -> None:
     assert kind_of_device(name) == kind
-
-
-def test_docstrings() -> None:
-    results = doctest.testmod(known_gpus)
-    assert results.attempted and not results.failed
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "PCI" in name.upper()])

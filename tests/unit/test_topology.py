@@ -1,12 +1,10 @@
 """The topology of a cluster: its graph, routes, link curves, and where they come from."""
 
 import csv
-import doctest
 import json
 import math
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 import networkx as nx
 import pytest
@@ -24,7 +22,6 @@ from tests.topologies import (
     two_regions,
 )
 from tests.unit.in_process import run_program
-from zorse_megatron.costs import communication
 from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.link_bandwidth import BandwidthCurve, LogFit, as_curves, curve_for
 from zorse_megatron.costs.topology import (
@@ -39,7 +36,6 @@ from zorse_megatron.costs.topology import (
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
 from zorse_megatron.inputs.profile import LinkCurve, Profile, Source
-from zorse_megatron.planner.groupings import pools
 
 # The graph.
 
@@ -411,14 +407,6 @@ def test_a_lone_node_needs_no_nics() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize(
-    "module", [communication, pools, pools], ids=lambda module: module.__name__
-)
-def test_docstrings(module: ModuleType) -> None:
-    results = doctest.testmod(module)
-    assert results.attempted and not results.failed
 
 
 @pytest.mark.slow

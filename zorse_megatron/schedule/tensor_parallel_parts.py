@@ -67,7 +67,7 @@ class TpPartition:
     def interval(self, kind: UnitKind, index: int, length: int) -> Interval:
         """What rank `index` holds of an axis of `length` elements.
 
-        >>> TpPartition(degree=2, parts=Parts(kv_groups=(3, 1))).interval("kv_groups", 1, 80)
+        >>> TpPartition(degree=2, tp_shards=TpShards(kv_groups=(3, 1))).interval("kv_groups", 1, 80)
         (60, 80)
         """
         ends = (0, *accumulate(self.proportions(kind)))
