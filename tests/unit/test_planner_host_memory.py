@@ -28,8 +28,7 @@ from zorse_megatron.planner.closed_form.device_groups import (
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
-from zorse_megatron.planner.inputs.tensor_parallel_inputs import with_tp_groups
-from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup
+from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup, with_tp_groups
 from zorse_megatron.planner.simulate_plan import NodeHostMemory, extended, host_needs
 from zorse_megatron.schedule import shards
 from zorse_megatron.schedule.lower import refuse_unsupported

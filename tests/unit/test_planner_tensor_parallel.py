@@ -19,8 +19,7 @@ from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.explanation import tp_sentences
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.inputs.tensor_parallel_inputs import with_tp_groups
-from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup
+from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup, with_tp_groups
 from zorse_megatron.planner.outcome import NoPlanError, PlannerInputError
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.tensor_parallel_choices import (

@@ -17,8 +17,9 @@ from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import Computing, ModelShape
 from zorse_megatron.inputs.profile import parse_profile
 from zorse_megatron.plan.plan import Plan, TpShards
+from zorse_megatron.planner.inputs.cost_models import told_local_sizes
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
-from zorse_megatron.planner.inputs.tensor_parallel_members import told_local_sizes, tp_collectives
+from zorse_megatron.planner.inputs.tensor_parallel_members import tp_collectives
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.simulate.memory_ledger import Category
 

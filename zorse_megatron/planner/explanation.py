@@ -15,8 +15,11 @@ from zorse_megatron.planner.baselines.stock_plans import grid_of_plan
 from zorse_megatron.planner.find_plan import Replans
 from zorse_megatron.planner.groupings.pools import hardware_key
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, allows_tp_degree
-from zorse_megatron.planner.inputs.tensor_parallel_inputs import MemberCompute, with_tp_groups
-from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup
+from zorse_megatron.planner.inputs.tensor_parallel_members import (
+    MemberCompute,
+    TpGroup,
+    with_tp_groups,
+)
 from zorse_megatron.planner.outcome import LinkBound, members
 from zorse_megatron.planner.search.tensor_parallel_choices import tp_shards_to_try
 from zorse_megatron.planner.simulate_plan import NodeHostMemory, host_sentences

@@ -16,8 +16,7 @@ from zorse_megatron.planner.closed_form.device_groups import (
 )
 from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.inputs.tensor_parallel_inputs import with_tp_groups
-from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup
+from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup, with_tp_groups
 
 _PROBE_BYTES = 10**8
 _ROOMS = (1.0, 1.1)

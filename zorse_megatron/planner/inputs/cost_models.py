@@ -3,13 +3,14 @@
 Kinds of GPU may compute in different types and run different attention, so each has its costs.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zorse_megatron.costs.analytic_compute import is_sixteen_bit
-from zorse_megatron.costs.interface import ByKind, TpComputeCost, TpRankCosts
+from zorse_megatron.costs.interface import ByKind, ModelSection, TpComputeCost, TpRankCosts, TpShard
 from zorse_megatron.costs.model_memory import (
     TransformerMemory,
     attention_by_kind,
@@ -22,16 +23,28 @@ from zorse_megatron.costs.own_speeds import equal_kinds
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import memory as spelled
-from zorse_megatron.gpus.gpu import DTYPE_OF, Attention, Dtype, DtypeChoice, GpuKind, common_dtype
+from zorse_megatron.gpus.gpu import (
+    DTYPE_OF,
+    Attention,
+    ComputeDtype,
+    Dtype,
+    DtypeChoice,
+    GpuKind,
+    common_dtype,
+)
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.model import Computing, ModelShape
 from zorse_megatron.inputs.profile import Profile
 from zorse_megatron.plan.plan import GradReduceDtype
+from zorse_megatron.schedule.tensor_parallel_parts import TpPartition, UnitKind
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModels:
-    """A model on a cluster, and the costs that follow from both and from a profile."""
+    """A model on a cluster, and the costs that follow from both and from a profile.
+
+    They are the `TpCosts` of its tensor-parallel groups, too.
+    """
 
     cluster: Cluster
     model: ModelShape
@@ -42,6 +55,9 @@ class CostModels:
     """Costs are those of one of so many ranks."""
     whole: ModelShape | None = None
     """The model, where `model` says the sizes of a rank's part, times the number of ranks."""
+    _of_ranks: dict[tuple[TpShard, ComputeDtype | None], TpRankCosts] = field(
+        init=False, default_factory=dict
+    )
 
     @property
     def has_own_types(self) -> bool:
@@ -80,6 +96,48 @@ class CostModels:
         return TpRankCosts(compute=_joined(_computes(self, dtype)), memory=memory)
 
     @property
+    def sequence_parallel(self) -> bool:
+        """Whether ranks of a TP group have a part of the sequence each, between layers."""
+        return self.computing.sequence_parallel
+
+    @property
+    def learns_positions(self) -> bool:
+        """Whether the embedding has a table of positions, which every rank has whole."""
+        return self.model.position_embedding == "learned"
+
+    @property
+    def adapter_shares(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of what crosses a TP group between A and B, as shares of an activation."""
+        lora = self.computing.lora
+        return ((), ()) if lora is None else lora.crossing_shares(self.model)
+
+    def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
+        """Costs of a rank of a TP group, each found once; None: in the type of the job."""
+        key = part, dtype
+        if key not in self._of_ranks:
+            model = told_local_sizes(self.model, part)
+            split = replace(self, model=model, tensor_parallel=part.degree, whole=self.model)
+            self._of_ranks[key] = (
+                TpRankCosts(compute=split.compute, memory=split.memory[0])
+                if dtype is None
+                else split.costs_in(DTYPE_OF[dtype])
+            )
+        return self._of_ranks[key]
+
+    def cut_parameters(self, section: ModelSection) -> Mapping[UnitKind, int]:
+        """Parameters that TP groups cut by these members; of embedding and head their table."""
+        model, lora = self.model, self.computing.lora
+        if lora is not None:
+            cut = Counter[UnitKind]()  # embedding and head are not trained
+            for size in lora.sizes(model).values() if section == "layer" else ():
+                kind: UnitKind = "kv_groups" if size.in_attention else "mlp_columns"
+                cut[kind] += size.cut_parameters(lora.rank)
+            return cut
+        if section != "layer":
+            return {"vocabulary_rows": model.table_parameters()}
+        return {"kv_groups": model.attention_parameters, "mlp_columns": model.mlp_parameters}
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the costs of each kind rest on."""
         return _price_notes(self.computes, says_types=self.has_own_types)
@@ -104,6 +162,28 @@ class CostModels:
     def best_sizes(self) -> dict[str, tuple[int, ...]]:
         """Kind -> the micro-batch sizes that were measured, the usual ones where none were."""
         return {kind: _measured_sizes(each, kind) for kind, each in self.computes.items()}
+
+
+def told_local_sizes(model: ModelShape, part: TpShard) -> ModelShape:
+    """The model whose even TP shards are as large as this rank's: its own sizes times the degree.
+
+    As Megatron's layers are told (`adapter.model.uneven_tp_shards`).
+    """
+    if part.tp_shards is None:
+        return model
+    tp_groups = TpPartition(degree=part.degree, tp_shards=part.tp_shards)
+
+    def told(kind: UnitKind, length: int) -> int:
+        proportions = tp_groups.proportions(kind)
+        return length * proportions[part.index] * part.degree // sum(proportions)
+
+    return replace(
+        model,
+        num_attention_heads=told("kv_groups", model.num_attention_heads),
+        num_query_groups=told("kv_groups", model.num_query_groups),
+        ffn_hidden_size=told("mlp_columns", model.ffn_hidden_size),
+        vocab_size=told("vocabulary_rows", model.vocab_size),
+    )
 
 
 def _computes(models: CostModels, dtype: DtypeChoice) -> dict[str, ProfiledCompute]:

@@ -37,7 +37,7 @@ from zorse_megatron.planner.inputs.cost_models import (
     communication_dtype_problems,
     kind_problems,
 )
-from zorse_megatron.planner.inputs.tensor_parallel_members import Members, SplitCosts, all_tp_groups
+from zorse_megatron.planner.inputs.tensor_parallel_members import Members, all_tp_groups
 from zorse_megatron.planner.outcome import PlannerInputError
 
 # Which plans a search may propose.
@@ -354,7 +354,7 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         best_sizes=models.best_sizes,
         recompute=models.computing.recompute,
         own_types=cluster.kinds if models.has_own_types else None,
-        tp_costs=SplitCosts(models=models),
+        tp_costs=models,
         gpus=models.gpus,
         provenances={kind: each.provenance(kind) for kind, each in models.computes.items()},
         notes=(*models.notes, memory_note, *models.warnings, *_process_notes(models.gpus)),

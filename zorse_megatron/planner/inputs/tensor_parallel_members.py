@@ -7,19 +7,25 @@ of the model than the TP group does. A plan of members is a plan of their ranks.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from zorse_megatron.costs.communication import TpCollectives
-from zorse_megatron.costs.interface import ModelSection, RecomputeMode, TpRankCosts, TpShard
-from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype
-from zorse_megatron.inputs.model import ModelShape
-from zorse_megatron.plan.plan import Plan, Replica, TpShards
-from zorse_megatron.planner.inputs.cost_models import CostModels
-from zorse_megatron.schedule.tensor_parallel_parts import TpPartition, UnitKind
+from zorse_megatron.costs.interface import (
+    NO_TIME,
+    ComputeCost,
+    MemoryCost,
+    ModelSection,
+    PassTimes,
+    RecomputeMode,
+    TpComputeCost,
+    TpRankCosts,
+    TpShard,
+)
+from zorse_megatron.costs.topology import Topology
+from zorse_megatron.plan.plan import ClusterFingerprint, Plan, Replica, TpShards
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -194,81 +200,285 @@ def all_tp_groups(tp_layout: Sequence[TpGroup], world_size: int) -> tuple[TpGrou
     return tuple(sorted([*tp_layout, *alone], key=lambda each: each.ranks))
 
 
-# Costs of the ranks of tensor-parallel groups, made when a part is asked for.
+# The inputs of a search among members, and what these cost.
+
+
+def with_tp_groups(base: "Inputs", tp_layout: TpLayout) -> "Inputs":
+    """Return the inputs where each TP group is one member; "rank" there means member.
+
+    A member is in the node of its first rank. What fits in a member fits in each of its GPUs, as
+    far as closed forms know; plans are simulated rank by rank on `base`.
+    """
+    assert base.tp_members is None and base.tp_costs is not None
+    tp_groups = all_tp_groups(tp_layout, base.world_size)
+    names: dict[object, TpGroupKind] = {}
+    kinds = tuple(_kind(base, each, names) for each in tp_groups)
+    tp_kinds = {kind.name: kind for kind in names.values()}
+    # A kind's name goes with one kind of node alone, so that a node's links are in its costs.
+    spec = _spec(base, tp_groups, kinds)
+    members = Members(base=base, tp_groups=tp_groups, kinds=kinds, tp_kinds=tp_kinds)
+    compute = MemberCompute(base=base, tp_kinds=tp_kinds)
+    return replace(
+        base,
+        spec=spec,
+        compute=compute,
+        comm=MemberComm(members=members),
+        by_dtype={},
+        kinds=kinds,
+        capacities_bytes=tuple(_capacity(members, each.ranks) for each in tp_groups),
+        host_bytes=tuple(_host_bytes(members, each.ranks) for each in tp_groups),
+        cluster=ClusterFingerprint(name=base.cluster.name, gpu_kinds=kinds),
+        best_sizes={},
+        own_types=None,
+        gpus=None,
+        tp_members=members,
+    )
+
+
+def _kind(base: "Inputs", each: TpGroup, names: dict[object, TpGroupKind]) -> str:
+    """The kind of a member, made where it is new."""
+    gpu_kinds = tuple(base.kinds[rank] for rank in each.ranks)
+    if len(each.ranks) == 1:
+        return gpu_kinds[0]
+    spec = base.spec
+    nodes = sorted({spec.node_of(rank) for rank in each.ranks})
+    # TP groups over several nodes are of a kind of their own: their links may differ.
+    node = spec.nodes[nodes[0]]
+    place: object = (node.link, node.intra_curves) if len(nodes) == 1 else each.ranks
+    key = (gpu_kinds, each.tp_shards, place)
+    if key not in names:
+        parts = rank_shards(each)
+        whole = _weight_bytes(base.memory)
+        counted = {kind: gpu_kinds.count(kind) for kind in gpu_kinds}
+        said = " + ".join(f"{count} {kind}" for kind, count in counted.items())
+        names[key] = TpGroupKind(
+            name=f"set {len(names)}: {said}",
+            gpu_kinds=gpu_kinds,
+            rank_shards=parts,
+            shares=tuple(_weight_bytes(costs_of_rank(base, part).memory) / whole for part in parts),
+            example=each.ranks,
+        )
+    return names[key].name
+
+
+def _weight_bytes(memory: MemoryCost) -> int:
+    """What a layer's parameters take with all that is kept of them."""
+    trained, frozen = memory.layer_parameters(), memory.frozen_parameters("layer")
+    kept = memory.parameter_bytes, memory.gradient_bytes, memory.state_bytes
+    return memory.parameter_bytes(frozen) + sum(each(trained) for each in kept)
+
+
+def _capacity(members: Members, ranks: Sequence[int]) -> int:
+    """What tensors may fill: of the rank that is full first."""
+    room = members.base.tensor_capacities_bytes
+    if len(ranks) == 1:
+        return room[ranks[0]]
+    return int(min(room[rank] / members.share(rank) for rank in ranks))
+
+
+def _host_bytes(members: Members, ranks: Sequence[int]) -> int | None:
+    found = [members.base.host_bytes[rank] for rank in ranks]
+    known = [each for each in found if each is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
+def _spec(base: "Inputs", tp_groups: Sequence[TpGroup], kinds: Sequence[str]) -> Topology:
+    """The nodes with members for GPUs; a node whose GPUs are all in TP groups of another one is
+    gone."""
+    spec = base.spec
+    of_node: dict[int, list[str]] = {}
+    for each, kind in zip(tp_groups, kinds, strict=True):
+        of_node.setdefault(spec.node_of(each.ranks[0]), []).append(kind)
+    nodes = [
+        replace(spec.nodes[node], gpu_kinds=tuple(found)) for node, found in sorted(of_node.items())
+    ]
+    return Topology.of(nodes, spec.switches, spec.region_links, spec.unequal_shards)
+
+
+# Costs of members that are tensor-parallel groups, as a search asks for them.
+#
+# As the simulator prices them (`simulate.action_costs`): attention and MLP of a layer end in a sum
+# over the TP group, so each takes as long as on the rank that is slowest there.
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitCosts:
-    """`TpCosts` of a model on a cluster."""
+class MemberCompute:
+    """`ComputeCost` of members. Kinds of GPU cost what they did."""
 
-    models: CostModels
-    _made: dict[tuple[TpShard, ComputeDtype | None], TpRankCosts] = field(default_factory=dict)
+    base: "Inputs"
+    tp_kinds: Mapping[str, TpGroupKind]
+    _layers: dict[tuple[str, int], PassTimes] = field(default_factory=dict)
 
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether ranks of a TP group have a part of the sequence each, between layers."""
-        return self.models.computing.sequence_parallel
+    def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """One transformer layer, the TP group's collectives included."""
+        if kind not in self.tp_kinds:
+            return self.base.compute.layer(kind, micro_batch_size)
+        key = kind, micro_batch_size
+        if key not in self._layers:
+            inside = self.collectives(kind, "layer", micro_batch_size)
+            self._layers[key] = _sum(self.without_collectives(kind, micro_batch_size), inside)
+        return self._layers[key]
 
-    @property
-    def learns_positions(self) -> bool:
-        """Whether the embedding has a table of positions, which every rank has whole."""
-        return self.models.model.position_embedding == "learned"
+    def without_collectives(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """A layer on the ranks that are slowest in its halves."""
+        halves = [
+            compute.layer_in_two(gpu, micro_batch_size)
+            for gpu, compute in self._tp_ranks(self.tp_kinds[kind])
+        ]
+        return _sum(
+            _slowest([each.attention for each in halves]), _slowest([each.mlp for each in halves])
+        )
 
-    @property
-    def adapter_shares(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Of what crosses a TP group between A and B, as shares of an activation."""
-        lora = self.models.computing.lora
-        return ((), ()) if lora is None else lora.crossing_shares(self.models.model)
+    def collectives(self, kind: str, section: ModelSection, micro_batch_size: int) -> PassTimes:
+        """Those of the TP group in a part of the model; none where they were measured with it."""
+        found = self.tp_kinds.get(kind)
+        if found is None or all(
+            compute.includes_collectives(gpu, section) for gpu, compute in self._tp_ranks(found)
+        ):
+            return NO_TIME
+        num_bytes = self.base.memory.boundary_bytes(micro_batch_size)
+        num_tokens = micro_batch_size * self.base.sequence_length
+        return tp_collectives(self.base).of(section, found.example, num_bytes, num_tokens)
 
-    def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
-        """Costs of a rank of a TP group; None: in the type of the job."""
-        key = part, dtype
-        if key not in self._made:
-            model = told_local_sizes(self.models.model, part)
-            split = replace(
-                self.models, model=model, tensor_parallel=part.degree, whole=self.models.model
-            )
-            if dtype is None:
-                made = TpRankCosts(compute=split.compute, memory=split.memory[0])
-            else:
-                made = split.costs_in(DTYPE_OF[dtype])
-            self._made[key] = made
-        return self._made[key]
+    def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Token (and position) embedding."""
+        each = [c.embedding(gpu, micro_batch_size) for gpu, c in self._ranks(kind)]
+        return _sum(_slowest(each), self.collectives(kind, "embedding", micro_batch_size))
 
-    def cut_parameters(self, section: ModelSection) -> Mapping[UnitKind, int]:
-        """Parameters that TP groups cut by these members; of embedding and head their table."""
-        model, lora = self.models.model, self.models.computing.lora
-        if lora is not None:
-            cut = Counter[UnitKind]()  # embedding and head are not trained
-            for size in lora.sizes(model).values() if section == "layer" else ():
-                kind: UnitKind = "kv_groups" if size.in_attention else "mlp_columns"
-                cut[kind] += size.cut_parameters(lora.rank)
-            return cut
-        if section != "layer":
-            return {"vocabulary_rows": model.table_parameters()}
-        return {
-            "kv_groups": model.attention_parameters,
-            "mlp_columns": model.mlp_parameters,
-        }
+    def head(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Final norm, output layer and loss."""
+        each = [c.head(gpu, micro_batch_size) for gpu, c in self._ranks(kind)]
+        return _sum(_slowest(each), self.collectives(kind, "head", micro_batch_size))
+
+    def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
+        """What recomputing one layer adds to its backward; of a whole one its sums, too."""
+        if mode == "full" and kind in self.tp_kinds:
+            return self.layer(kind, micro_batch_size).forward_s
+        return max(c.recompute_s(gpu, micro_batch_size, mode) for gpu, c in self._ranks(kind))
+
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        """What gradients of its matrices take of one layer's backward."""
+        return max(c.weight_gradients_s(gpu, micro_batch_size) for gpu, c in self._ranks(kind))
+
+    def step_s(self, kind: str, num_parameters: int) -> float:
+        """Optimizer step on a shard, of which each rank has its part."""
+        if kind not in self.tp_kinds:
+            return self.base.compute.step_s(kind, num_parameters)
+        found = self.tp_kinds[kind]
+        return max(
+            self.base.compute.step_s(gpu, int(num_parameters * share))
+            for gpu, share in zip(found.gpu_kinds, found.shares, strict=True)
+        )
+
+    def _ranks(self, kind: str) -> Sequence[tuple[str, ComputeCost]]:
+        """(kind of GPU, costs) of each rank of a member."""
+        found = self.tp_kinds.get(kind)
+        return [(kind, self.base.compute)] if found is None else self._tp_ranks(found)
+
+    def _tp_ranks(self, kind: TpGroupKind) -> list[tuple[str, TpComputeCost]]:
+        return [
+            (gpu, costs_of_rank(self.base, part).compute)
+            for gpu, part in zip(kind.gpu_kinds, kind.rank_shards, strict=True)
+        ]
 
 
-def told_local_sizes(model: ModelShape, part: TpShard) -> ModelShape:
-    """The model whose even TP shards are as large as this rank's: its own sizes times the degree.
-
-    As Megatron's layers are told (`adapter.model.uneven_tp_shards`).
-    """
-    if part.tp_shards is None:
-        return model
-    tp_groups = TpPartition(degree=part.degree, tp_shards=part.tp_shards)
-
-    def told(kind: UnitKind, length: int) -> int:
-        proportions = tp_groups.proportions(kind)
-        return length * proportions[part.index] * part.degree // sum(proportions)
-
-    return replace(
-        model,
-        num_attention_heads=told("kv_groups", model.num_attention_heads),
-        num_query_groups=told("kv_groups", model.num_query_groups),
-        ffn_hidden_size=told("mlp_columns", model.ffn_hidden_size),
-        vocab_size=told("vocabulary_rows", model.vocab_size),
+def _sum(one: PassTimes, other: PassTimes) -> PassTimes:
+    return PassTimes(
+        forward_s=one.forward_s + other.forward_s, backward_s=one.backward_s + other.backward_s
     )
+
+
+def _slowest(times: Sequence[PassTimes]) -> PassTimes:
+    return PassTimes(
+        forward_s=max(each.forward_s for each in times),
+        backward_s=max(each.backward_s for each in times),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberComm:
+    """`CommCost` between members, on the links of their GPUs."""
+
+    members: Members
+    _links: dict[tuple[int, int], tuple[tuple[str, float], ...]] = field(default_factory=dict)
+
+    @property
+    def _base(self) -> "Inputs":
+        return self.members.base
+
+    def _pairs(self, source: int, target: int) -> list[tuple[int, int]]:
+        """GPUs that send each other a part of an activation."""
+        ours, theirs = (self.members.tp_groups[member].ranks for member in (source, target))
+        count = max(len(ours), len(theirs))
+        return [
+            (ours[n * len(ours) // count], theirs[n * len(theirs) // count]) for n in range(count)
+        ]
+
+    def transfer_s(self, source: int, target: int, num_bytes: int) -> float:
+        """Point to point, in parts at once."""
+        pairs = self._pairs(source, target)
+        alone_s = self._base.comm.transfer_s(*pairs[0], -(-num_bytes // len(pairs)))
+        if len(pairs) == 1:
+            return alone_s
+        rates = [rate for _, rate in self.shared_links(source, target)]
+        return max(alone_s, num_bytes / min(rates, default=math.inf))
+
+    def shared_links(self, source: int, target: int) -> tuple[tuple[str, float], ...]:
+        """Links on the way, with what the whole gets of those that carry a part of it."""
+        key = source, target
+        if key not in self._links:
+            pairs = self._pairs(source, target)
+            carried: dict[str, tuple[int, float]] = {}
+            for pair in pairs:
+                for name, rate in self._base.comm.shared_links(*pair):
+                    carried[name] = carried.get(name, (0, rate))[0] + 1, rate
+            self._links[key] = tuple(
+                (name, rate * len(pairs) / count) for name, (count, rate) in carried.items()
+            )
+        return self._links[key]
+
+    def reduce_scatter_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """Over one GPU of each member, as many at once as TP groups have ranks."""
+        return self._base.comm.reduce_scatter_s(*self._spread(ranks, shard_bytes))
+
+    def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """The same of an all-gather."""
+        return self._base.comm.all_gather_s(*self._spread(ranks, shard_bytes))
+
+    def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """The same of direct messages."""
+        return self._base.comm.exchange_s(*self._spread(ranks, shard_bytes))
+
+    def _spread(
+        self, members: tuple[int, ...], shard_bytes: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """On a node, parts go over links of their own: one rank of each member stands for all.
+
+        Between nodes all of it passes the NICs of all: as if every GPU had a shard.
+        """
+        firsts = self.members.first_ranks(members)
+        smallest = min(len(self.members.tp_groups[member].ranks) for member in members)
+        spec = self._base.spec
+        if len({spec.node_of(rank) for rank in firsts}) == 1:
+            return firsts, tuple(size // smallest for size in shard_bytes)
+        ranks: list[int] = []
+        sizes: list[int] = []
+        for member, size in zip(members, shard_bytes, strict=True):
+            own_ranks = self.members.tp_groups[member].ranks
+            ranks += own_ranks
+            sizes += [size // len(own_ranks)] * len(own_ranks)
+        order = sorted(range(len(ranks)), key=ranks.__getitem__)
+        return tuple(ranks[at] for at in order), tuple(sizes[at] for at in order)
+
+    def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
+        """Small statistics, over all GPUs."""
+        return self._base.comm.all_reduce_s(self.members.ranks(ranks), num_bytes)
+
+    def host_link_bytes_per_s(self, rank: int) -> float:
+        """To host memory, of all GPUs of a member."""
+        comm, own_ranks = self._base.comm, self.members.tp_groups[rank].ranks
+        if len(own_ranks) == 1:
+            return comm.host_link_bytes_per_s(own_ranks[0])
+        return min(
+            comm.host_link_bytes_per_s(each) / self.members.share(each) for each in own_ranks
+        )

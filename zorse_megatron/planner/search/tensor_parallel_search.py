@@ -18,8 +18,7 @@ from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts, SegmentTails
 from zorse_megatron.planner.evaluate import Evaluation, best_first
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.inputs.tensor_parallel_inputs import with_tp_groups
-from zorse_megatron.planner.inputs.tensor_parallel_members import TpLayout
+from zorse_megatron.planner.inputs.tensor_parallel_members import TpLayout, with_tp_groups
 from zorse_megatron.planner.outcome import SearchProgress, SearchStats
 from zorse_megatron.planner.search.device_orders import (
     FINE,
