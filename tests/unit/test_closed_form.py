@@ -196,7 +196,7 @@ def costs_of(inputs: Inputs, *, level: int = 2, nested: bool = False) -> Segment
         estimator.cost_model,
         DeviceGroups(inputs),
         SegmentTails(inputs, estimator.cost_model, estimator.communication, device_order),
-        sizes=best_sizes(inputs, estimator.cost_model, level),
+        sizes=best_sizes(inputs, level),
         nested=nested,
     )
 
@@ -304,7 +304,7 @@ def test_every_segment_takes_what_its_stage_takes(seed, level):
         model,
         groups,
         SegmentTails(inputs, model, estimator.communication, order),
-        sizes=best_sizes(inputs, model, level),
+        sizes=best_sizes(inputs, level),
         nested=False,
     )
     for start, stop, layers in zip(*np.nonzero(np.isfinite(costs.busy_s)), strict=True):
@@ -315,8 +315,10 @@ def test_every_segment_takes_what_its_stage_takes(seed, level):
         stage = Stage(groups.of(ranks), int(layers), costs.sizes_of(ranks), position)
         passes = model.passes(stage, stage.alike(MemorySettings()))
         rate = sum(
-            len(each.ranks) * one.size / (one.forward_s + one.backward_s)
-            for each, one in zip(stage.device_group.gpu_classes, passes, strict=True)
+            len(each.ranks) * size / one.both_s
+            for each, size, one in zip(
+                stage.device_group.gpu_classes, stage.sizes, passes, strict=True
+            )
         )
         busy_s = costs.busy_s[start, stop, layers]
         assert busy_s == pytest.approx(inputs.global_batch_size / rate, rel=1e-12)
@@ -326,7 +328,7 @@ def test_every_segment_takes_what_its_stage_takes(seed, level):
             size = int(costs.sizes.max()) * inputs.memory.boundary_bytes(1)
             transfer_s = inputs.comm.transfer_s(*ends, size)
         assert costs.fill_drain_s[start, stop, layers] == pytest.approx(
-            max(one.forward_s + one.backward_s for one in passes) + 2 * transfer_s, rel=1e-12
+            max(one.both_s for one in passes) + 2 * transfer_s, rel=1e-12
         )
 
 

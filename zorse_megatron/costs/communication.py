@@ -504,10 +504,8 @@ class TpCollectives:
         """One layer, the embedding, or output layer and loss."""
         sum_s = self._sum_s(ranks, num_bytes)
         if section == "layer":
-            beside = self._of_adapters(ranks, num_bytes)
-            return PassTimes(
-                forward_s=2 * sum_s + beside.forward_s, backward_s=2 * sum_s + beside.backward_s
-            )
+            sums = PassTimes(forward_s=2 * sum_s, backward_s=2 * sum_s)
+            return sums + self._of_adapters(ranks, num_bytes)
         half_s = self.gather_s(ranks, num_bytes) if self.tp_costs.sequence_parallel else 0.0
         if section == "embedding":
             # Its output is summed and cut; the gradient is gathered from its parts. Learned

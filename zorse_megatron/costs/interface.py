@@ -24,6 +24,18 @@ class PassTimes:
     forward_s: float
     backward_s: float
 
+    @property
+    def both_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+    def __add__(self, other: "PassTimes") -> "PassTimes":
+        """One after the other."""
+        return PassTimes(
+            forward_s=self.forward_s + other.forward_s,
+            backward_s=self.backward_s + other.backward_s,
+        )
+
 
 NO_TIME = PassTimes(forward_s=0, backward_s=0)
 

@@ -221,8 +221,8 @@ def _samples_per_s(inputs: Inputs, kind: str) -> float:
     for size in inputs.best_sizes[kind]:
         layer = inputs.compute.layer(kind, size)
         ends = inputs.compute.embedding(kind, size), inputs.compute.head(kind, size)
-        whole_s = inputs.num_layers * (layer.forward_s + layer.backward_s)
-        rates.append(size / (whole_s + sum(e.forward_s + e.backward_s for e in ends)))
+        whole_s = inputs.num_layers * layer.both_s
+        rates.append(size / (whole_s + sum(e.both_s for e in ends)))
     return max(rates)
 
 

@@ -85,9 +85,9 @@ def _pair(inputs: Inputs, ranks: tuple[int, int], link: str) -> PairCosts | None
             PairCosts(
                 kind=inputs.kinds[ranks[0]],
                 link=link,
-                alone_s=(alone.forward_s + alone.backward_s) / size,
-                computing_s=(computing.forward_s + computing.backward_s) / size,
-                collectives_s=(inside.forward_s + inside.backward_s) / size,
+                alone_s=alone.both_s / size,
+                computing_s=computing.both_s / size,
+                collectives_s=inside.both_s / size,
             )
         )
     return min(rows, key=lambda row: row.computing_s + row.collectives_s)

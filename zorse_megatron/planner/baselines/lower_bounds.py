@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zorse_megatron.costs.interface import WHOLE, ComputeCost, PassTimes, TpComputeCost, TpShard
+from zorse_megatron.costs.interface import WHOLE, ComputeCost, TpComputeCost, TpShard
 from zorse_megatron.costs.topology import Topology
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.plan import TpShards
@@ -62,7 +62,7 @@ def best_layers_per_s(inputs: Inputs, kind: str) -> float:
     rates = []
     for size in inputs.best_sizes[kind]:
         times = compute.layer(kind, size)
-        whole_s = times.forward_s + times.backward_s + compute.recompute_s(kind, size, "full")
+        whole_s = times.both_s + compute.recompute_s(kind, size, "full")
         rates.append(size / whole_s)
     return max(rates)
 
@@ -119,8 +119,8 @@ def _rates(
         count=count,
         layers_s=tuple(inputs.num_layers * each for each in layers_s),
         ends_s=(
-            least_s(lambda way, size: both_s(way.compute.embedding(kind, size)) / way.rows),
-            least_s(lambda way, size: both_s(way.compute.head(kind, size)) / way.rows),
+            least_s(lambda way, size: way.compute.embedding(kind, size).both_s / way.rows),
+            least_s(lambda way, size: way.compute.head(kind, size).both_s / way.rows),
         ),
     )
 
@@ -325,22 +325,17 @@ class Way:
         if (self.attention, self.mlp) != (1.0, 1.0):
             return sum(self.halves_s(kind, size, recomputing=recomputing))
         again_s = self.compute.recompute_s(kind, size, "full") if recomputing else 0.0
-        return both_s(self.compute.layer(kind, size)) + again_s
+        return self.compute.layer(kind, size).both_s + again_s
 
     def halves_s(self, kind: str, size: int, *, recomputing: bool) -> tuple[float, float]:
         """A whole attention and a whole MLP."""
         assert self.in_two is not None
         halves = self.in_two.layer_in_two(kind, size)
         attention_s, mlp_s = (
-            both_s(each) + (each.forward_s if recomputing else 0.0)
+            each.both_s + (each.forward_s if recomputing else 0.0)
             for each in (halves.attention, halves.mlp)
         )
         return attention_s / self.attention, mlp_s / self.mlp
-
-
-def both_s(times: PassTimes) -> float:
-    """Forward and backward."""
-    return times.forward_s + times.backward_s
 
 
 def largest_tp_degree(inputs: Inputs) -> int:

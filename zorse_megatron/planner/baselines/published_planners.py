@@ -90,7 +90,7 @@ def _bandwidth(inputs: Inputs, device_group: DeviceGroup) -> float:
 
 def _speed(estimator: Estimator, device_group: DeviceGroup, size: int) -> float:
     return sum(
-        len(gpu_class.ranks) * size / sum(estimator.cost_model.layer_s(gpu_class.kind, size))
+        len(gpu_class.ranks) * size / estimator.inputs.compute.layer(gpu_class.kind, size).both_s
         for gpu_class in device_group.gpu_classes
     )
 
@@ -176,8 +176,10 @@ def _shares(inputs: Inputs, estimator: Estimator, stage: Stage) -> dict[int, Rep
     settings = MemorySettings(mode="full", recomputed=stage.num_layers)
     passes = estimator.cost_model.passes(stage, stage.alike(settings))
     classes = [
-        ReplicaClass(count=len(gpu_class.ranks), times_s={each.size: each.both_s})
-        for gpu_class, each in zip(stage.device_group.gpu_classes, passes, strict=True)
+        ReplicaClass(count=len(gpu_class.ranks), times_s={size: each.both_s})
+        for gpu_class, size, each in zip(
+            stage.device_group.gpu_classes, stage.sizes, passes, strict=True
+        )
     ]
     split = best_split(inputs.global_batch_size, classes)
     if split is None:

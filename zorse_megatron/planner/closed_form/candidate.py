@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, MicroBatchLevel, Stage
-from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
+from zorse_megatron.planner.closed_form.stage_costs import StageCost
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 
@@ -108,11 +108,11 @@ def memory_classes_of(inputs: Inputs) -> list[MemoryClass]:
     return sorted(set(zip(inputs.kinds, inputs.tensor_capacities_bytes, strict=True)))
 
 
-def best_sizes(inputs: Inputs, cost_model: StageCostModel, level: int) -> dict[MemoryClass, int]:
+def best_sizes(inputs: Inputs, level: int) -> dict[MemoryClass, int]:
     """For each class the micro-batch size with the best rate up to a level."""
 
     def cost(kind: str, size: int) -> tuple[float, int]:
-        return sum(cost_model.layer_s(kind, size)) / size, size
+        return inputs.compute.layer(kind, size).both_s / size, size
 
     return {
         each: min(cost(each[0], size) for size in inputs.space.sizes_to(level))[1]

@@ -87,7 +87,7 @@ class InFlight:
         """Layers of one sample per second, forward and backward."""
         sizes = self.cost_model.sizes(device_group, level)
         return sum(
-            len(gpu_class.ranks) * size / sum(self.cost_model.layer_s(gpu_class.kind, size))
+            len(gpu_class.ranks) * size / self.inputs.compute.layer(gpu_class.kind, size).both_s
             for gpu_class, size in zip(device_group.gpu_classes, sizes, strict=True)
         )
 

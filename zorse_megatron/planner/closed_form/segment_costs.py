@@ -151,7 +151,7 @@ class SegmentCosts:
     def _find_costs(self) -> None:
         rows = list(zip(self.classes, map(int, self.sizes), strict=True))
         compute, counts = self.inputs.compute, self.counts[..., None]
-        layer_s = self._per_class([sum(self.cost_model.layer_s(k, m)) for (k, _), m in rows])
+        layer_s = self._per_class([compute.layer(k, m).both_s for (k, _), m in rows])
         again_s = self._per_class([compute.recompute_s(k, m, "full") for (k, _), m in rows])
         layers = np.arange(self.num_layers + 1, dtype=float)[None, None, :]
         first_s, last_s = self._ends_s(rows)
@@ -192,8 +192,8 @@ class SegmentCosts:
         compute = self.inputs.compute
         first = [compute.embedding(kind, size) for (kind, _), size in rows]
         last = [compute.head(kind, size) for (kind, _), size in rows]
-        first_s = self._per_class([each.forward_s + each.backward_s for each in first])
-        last_s = self._per_class([each.forward_s + each.backward_s for each in last])
+        first_s = self._per_class([each.both_s for each in first])
+        last_s = self._per_class([each.both_s for each in last])
         arrival_s = self._per_class(
             [self.inputs.members.arrival_s(kind, size) for (kind, _), size in rows]
         )
@@ -304,7 +304,7 @@ class SegmentCosts:
     def _in_transit(self) -> Floats:
         """Samples in transfer after a segment and back, [stop]: between all later nodes."""
         per_s = sum(
-            count * size / sum(self.cost_model.layer_s(kind, int(size)))
+            count * size / self.inputs.compute.layer(kind, int(size)).both_s
             for count, size, (kind, _) in zip(
                 self._ahead[:, -1], self.sizes, self.classes, strict=True
             )

@@ -28,27 +28,13 @@ _MOST_SLOWER = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagePasses:
-    """One micro-batch of a GPU class through the stage."""
-
-    size: int
-    forward_s: float
-    backward_s: float
-
-    @property
-    def both_s(self) -> float:
-        """Forward and backward."""
-        return self.forward_s + self.backward_s
-
-
-@dataclass(frozen=True, kw_only=True)
 class StageCost:
     """What a stage takes, with the settings with which it fits."""
 
     num_layers: int
     settings: ClassSettings
-    passes: tuple[StagePasses, ...]
-    """By GPU class."""
+    passes: tuple[PassTimes, ...]
+    """One micro-batch of each GPU class through the stage."""
     busy_s: float
     """Time of its slowest replica, with whole micro-batches."""
     forward_s: float
@@ -70,7 +56,7 @@ class _Known:
     """What stages cost, by what that depends on but for what all of a search have in common."""
 
     costs: dict[tuple[object, ...], StageCost | None] = field(default_factory=dict)
-    passes: dict[tuple[object, ...], tuple[StagePasses, ...]] = field(default_factory=dict)
+    passes: dict[tuple[object, ...], tuple[PassTimes, ...]] = field(default_factory=dict)
     busy: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
 
@@ -125,13 +111,7 @@ class StageCostModel:
         return min(allowed, key=lambda m: (self._sample_s(gpu_class, m), m))
 
     def _sample_s(self, gpu_class: GpuClass, size: int) -> float:
-        forward_s, backward_s = self.layer_s(gpu_class.kind, size)
-        return (forward_s + backward_s) / size
-
-    def layer_s(self, kind: str, size: int) -> tuple[float, float]:
-        """Forward and backward of one layer."""
-        found = self.inputs.compute.layer(kind, size)
-        return found.forward_s, found.backward_s
+        return self.inputs.compute.layer(gpu_class.kind, size).both_s / size
 
     # Costs.
 
@@ -212,7 +192,7 @@ class StageCostModel:
             found = max(found, max(comes, goes) / gpu_class.host_link_bytes_per_s)
         return found
 
-    def passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
+    def passes(self, stage: Stage, settings: ClassSettings) -> tuple[PassTimes, ...]:
         """One micro-batch of each GPU class through all of the stage's layers, ends included."""
         position = stage.position
         key = (
@@ -228,21 +208,21 @@ class StageCostModel:
             found = self._passes[key] = self._find_passes(stage, settings)
         return found
 
-    def _find_passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
+    def _find_passes(self, stage: Stage, settings: ClassSettings) -> tuple[PassTimes, ...]:
         position, layers, result = stage.position, stage.num_layers, []
         for gpu_class, size, own in zip(
             stage.device_group.gpu_classes, stage.sizes, settings, strict=True
         ):
             kind, again_s = gpu_class.kind, 0.0
-            layer_forward_s, layer_backward_s = self.layer_s(kind, size)
+            layer = self.inputs.compute.layer(kind, size)
             if own.recomputed:
                 again_s = own.recomputed * self.inputs.compute.recompute_s(kind, size, own.mode)
             first, last = self._ends(kind, size, position.is_first, position.is_last)
-            forward_s = pass_s(layers, layer_forward_s, 0.0, first.forward_s, last.forward_s)
+            forward_s = pass_s(layers, layer.forward_s, 0.0, first.forward_s, last.forward_s)
             backward_s = pass_s(
-                layers, layer_backward_s, again_s, first.backward_s, last.backward_s
+                layers, layer.backward_s, again_s, first.backward_s, last.backward_s
             )
-            result.append(StagePasses(size=size, forward_s=forward_s, backward_s=backward_s))
+            result.append(PassTimes(forward_s=forward_s, backward_s=backward_s))
         return tuple(result)
 
     def _ends(
@@ -273,10 +253,10 @@ class StageCostModel:
     def with_settings(self, stage: Stage, settings: ClassSettings, free: float) -> StageCost:
         """Times of a stage with these settings."""
         passes = self.passes(stage, settings)
-        key = stage.device_group.look, passes
+        key = stage.device_group.look, stage.sizes, passes
         found = self._busy_of.get(key)
         if found is None:
-            found = self._busy_of[key] = self._busy(stage.device_group, passes)
+            found = self._busy_of[key] = self._busy(stage, passes)
         busy_s, mean_s = found
         return StageCost(
             num_layers=stage.num_layers,
@@ -291,15 +271,13 @@ class StageCostModel:
             free_bytes=free,
         )
 
-    def _busy(
-        self, device_group: DeviceGroup, passes: Sequence[StagePasses]
-    ) -> tuple[float, float]:
+    def _busy(self, stage: Stage, passes: Sequence[PassTimes]) -> tuple[float, float]:
         """Time of the slowest replica with whole micro-batches, and the mean time of one."""
         batch = self.inputs.global_batch_size
         both_s = [each.both_s for each in passes]
         together = [
-            len(gpu_class.ranks) * each.size
-            for gpu_class, each in zip(device_group.gpu_classes, passes, strict=True)
+            len(gpu_class.ranks) * size
+            for gpu_class, size in zip(stage.device_group.gpu_classes, stage.sizes, strict=True)
         ]
         rate: float = samples_per_s(together, both_s)
         mean_s = sum(together) / rate  # weighted by samples per second

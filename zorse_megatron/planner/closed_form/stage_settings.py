@@ -106,10 +106,10 @@ class SettingsToTry:
             return found
 
         return all(
-            passes.size * saved(gpu_class.kind) / gpu_class.host_link_bytes_per_s
-            <= passes.forward_s
-            for gpu_class, passes in zip(
+            size * saved(gpu_class.kind) / gpu_class.host_link_bytes_per_s <= passes.forward_s
+            for gpu_class, size, passes in zip(
                 stage.device_group.gpu_classes,
+                stage.sizes,
                 self.cost_model.passes(stage, stage.alike(settings)),
                 strict=True,
             )

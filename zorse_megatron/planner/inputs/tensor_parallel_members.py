@@ -316,7 +316,7 @@ class MemberCompute:
         key = kind, micro_batch_size
         if key not in self._layers:
             inside = self.collectives(kind, "layer", micro_batch_size)
-            self._layers[key] = _sum(self.without_collectives(kind, micro_batch_size), inside)
+            self._layers[key] = self.without_collectives(kind, micro_batch_size) + inside
         return self._layers[key]
 
     def without_collectives(self, kind: str, micro_batch_size: int) -> PassTimes:
@@ -325,9 +325,7 @@ class MemberCompute:
             compute.layer_in_two(gpu, micro_batch_size)
             for gpu, compute in self._tp_ranks(self.tp_kinds[kind])
         ]
-        return _sum(
-            _slowest([each.attention for each in halves]), _slowest([each.mlp for each in halves])
-        )
+        return _slowest([h.attention for h in halves]) + _slowest([h.mlp for h in halves])
 
     def collectives(self, kind: str, section: ModelSection, micro_batch_size: int) -> PassTimes:
         """Those of the TP group in a part of the model; none where they were measured with it."""
@@ -343,12 +341,12 @@ class MemberCompute:
     def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
         """Token (and position) embedding."""
         each = [c.embedding(gpu, micro_batch_size) for gpu, c in self._ranks(kind)]
-        return _sum(_slowest(each), self.collectives(kind, "embedding", micro_batch_size))
+        return _slowest(each) + self.collectives(kind, "embedding", micro_batch_size)
 
     def head(self, kind: str, micro_batch_size: int) -> PassTimes:
         """Final norm, output layer and loss."""
         each = [c.head(gpu, micro_batch_size) for gpu, c in self._ranks(kind)]
-        return _sum(_slowest(each), self.collectives(kind, "head", micro_batch_size))
+        return _slowest(each) + self.collectives(kind, "head", micro_batch_size)
 
     def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
         """What recomputing one layer adds to its backward; of a whole one its sums, too."""
@@ -380,12 +378,6 @@ class MemberCompute:
             (gpu, costs_of_rank(self.base, part).compute)
             for gpu, part in zip(kind.gpu_kinds, kind.rank_shards, strict=True)
         ]
-
-
-def _sum(one: PassTimes, other: PassTimes) -> PassTimes:
-    return PassTimes(
-        forward_s=one.forward_s + other.forward_s, backward_s=one.backward_s + other.backward_s
-    )
 
 
 def _slowest(times: Sequence[PassTimes]) -> PassTimes:

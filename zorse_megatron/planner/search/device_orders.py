@@ -334,7 +334,7 @@ class DeviceOrderSearch:
     def _level(self, level: int) -> ClassSizes:
         block = self.inputs.space.sample_block
         level = min(level * block, self.most_size - self.most_size % block)
-        found = best_sizes(self.inputs, self.estimator.cost_model, level)
+        found = best_sizes(self.inputs, level)
         return dict.fromkeys(found, level) if self.nested else found
 
     def _candidate(self, partition: Partition) -> Candidate:

@@ -34,7 +34,7 @@ class Groupings:
         self.symmetry = Symmetry(self.inputs.spec)
         self.seen: set[int] = set()
         kinds = dict.fromkeys(self.inputs.kinds)
-        self.speeds = {kind: 1 / sum(estimator.cost_model.layer_s(kind, 1)) for kind in kinds}
+        self.speeds = {kind: 1 / self.inputs.compute.layer(kind, 1).both_s for kind in kinds}
         most = self.inputs.space.max_groups or self.inputs.num_layers
         self.most = min(most, self.inputs.num_layers, self.inputs.world_size)
 

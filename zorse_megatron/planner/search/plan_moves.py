@@ -36,7 +36,7 @@ class PlanMoves:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.inputs = evaluator.inputs
-        self.layer_s = evaluator.estimator.cost_model.layer_s
+        self.layer = evaluator.inputs.compute.layer
         self._dealt: dict[object, tuple[ReplicaShare, ...] | None] = {}
 
     def around(self, plan: Plan, orders: tuple[GroupOrder, ...]) -> Iterator[Near]:
@@ -234,7 +234,7 @@ class PlanMoves:
                 ReplicaClass(
                     count=keys.count((kind, most)),
                     times_s={
-                        size: sum(self.layer_s(kind, size))
+                        size: self.layer(kind, size).both_s
                         for size in self.inputs.space.sizes_to(most)
                     },
                 )
@@ -260,7 +260,7 @@ class PlanMoves:
     def _speed(self, group: Sequence[Replica]) -> float:
         """Samples times layers per second."""
         return sum(
-            each.micro_batch_size / sum(self.layer_s(self._kind(each), each.micro_batch_size))
+            each.micro_batch_size / self.layer(self._kind(each), each.micro_batch_size).both_s
             for each in group
         )
 

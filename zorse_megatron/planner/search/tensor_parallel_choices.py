@@ -213,9 +213,9 @@ def _speeds(inputs: Inputs, ranks: Sequence[int]) -> tuple[list[float], list[flo
     layers = [compute.layer_in_two(inputs.kinds[rank], size) for rank in ranks]
     heads = [compute.head(inputs.kinds[rank], size) for rank in ranks]
     return (
-        _normed([1 / (each.attention.forward_s + each.attention.backward_s) for each in layers]),
-        _normed([1 / (each.mlp.forward_s + each.mlp.backward_s) for each in layers]),
-        _normed([1 / (each.forward_s + each.backward_s) for each in heads]),
+        _normed([1 / each.attention.both_s for each in layers]),
+        _normed([1 / each.mlp.both_s for each in layers]),
+        _normed([1 / each.both_s for each in heads]),
     )
 
 

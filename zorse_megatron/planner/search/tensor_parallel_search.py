@@ -215,7 +215,7 @@ def ideal_iteration_s(inputs: Inputs) -> float:
     for kind in inputs.kinds:
         if kind not in rates:
             times = [(size, compute.layer(kind, size)) for size in sizes]
-            rates[kind] = max(size / (each.forward_s + each.backward_s) for size, each in times)
+            rates[kind] = max(size / each.both_s for size, each in times)
         rate += rates[kind]
     return inputs.global_batch_size * inputs.num_layers / rate
 
@@ -271,7 +271,7 @@ class QuickEstimate:
         order = self._order(inputs)
         tails = SegmentTails(inputs, estimator.cost_model, estimator.communication, order)
         for level in _LEVELS:
-            sizes = best_sizes(inputs, estimator.cost_model, level)
+            sizes = best_sizes(inputs, level)
             costs = SegmentCosts(
                 inputs, estimator.cost_model, device_groups, tails, sizes=sizes, nested=False
             )
