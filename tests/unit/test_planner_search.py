@@ -18,7 +18,13 @@ from zorse_megatron.plan.plan_file import dump_plan, fingerprint, parse_plan
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.explain import explain
 from zorse_megatron.planner.find_plan import find_plan
-from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
+from zorse_megatron.planner.inputs.search_inputs import (
+    MAX_GPUS,
+    MAX_LAYERS,
+    Inputs,
+    SearchSpace,
+    make_inputs,
+)
 from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError, Outcome, PlannerInputError
 from zorse_megatron.schedule.lower import refuse_unsupported
 
@@ -256,3 +262,17 @@ def test_activations_in_the_host_are_faster_than_making_them_again():
     assert all(each.offload == Offload(activations=True) for each in own)
     assert all(each.recompute != Recompute(mode="full") for each in own)
     assert outcome.iteration_s < 0.9 * without.iteration_s
+
+
+# Limits.
+
+
+def test_refuses_clusters_and_models_beyond_the_limits() -> None:
+    inputs = random_case(5, most_layers=6)
+    kinds = inputs.kinds[:1] * (MAX_GPUS + 1)
+    large = dataclasses.replace(inputs, kinds=kinds, num_layers=MAX_LAYERS + 1)
+    with pytest.raises(PlannerInputError) as refused:
+        find_plan(large)
+    assert [problem.where for problem in refused.value.problems] == ["the cluster", "the model"]
+    with pytest.raises(PlannerInputError, match="at most 512"):
+        find_plan(dataclasses.replace(inputs, num_layers=MAX_LAYERS + 1))
