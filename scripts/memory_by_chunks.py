@@ -185,9 +185,7 @@ def row_of(setting: str, chunks: int, inputs: Inputs, measured: list[int] | None
     small = TransformerMemory(
         model=SMALL, dtype="float32", precision=precision_of("float32"), attention="unfused"
     )
-    results = [
-        simulate(plan, replace(inputs.costs, memory=memory)) for memory in (small, inputs.memory)
-    ]
+    results = [simulate(plan, replace(inputs, memory=memory)) for memory in (small, inputs.memory)]
     ranks = range(plan.world_size)
     whole = [stage_bytes(plan, small, rank) for rank in ranks]
     highest = max(ranks, key=lambda rank: layers_peak_bytes(results[0], rank) / whole[rank])

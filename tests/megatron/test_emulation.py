@@ -231,7 +231,7 @@ def stock_s(inputs, grid):
 def simulated(plan, inputs, **changes):
     """The plan on `GPUS` of the cluster."""
     comm, kinds = _OnGpus(inputs.comm), [inputs.kinds[gpu] for gpu in GPUS]
-    return simulate(plan, dataclasses.replace(inputs.costs, comm=comm, kinds=kinds, **changes))
+    return simulate(plan, dataclasses.replace(inputs, comm=comm, kinds=kinds, **changes))
 
 
 def without_messages(predicted):

@@ -255,7 +255,7 @@ def test_a_plan_names_the_experts_and_has_no_tp_groups():
     assert (model.num_experts, model.moe_router_topk) == (NUMBER, CHOSEN)
     assert model.moe_ffn_hidden_size == WIDTH
     assert all(len(each.ranks) == 1 for group in outcome.plan.groups for each in group.replicas)
-    assert simulate(outcome.plan, inputs.costs).iteration_s == pytest.approx(outcome.iteration_s)
+    assert simulate(outcome.plan, inputs).iteration_s == pytest.approx(outcome.iteration_s)
     # Nothing is said of them where there are none.
     dense = find_plan(inputs_of(DENSE)).plan
     assert "moe" not in dump_plan(dense) and "experts" not in dump_plan(dense)

@@ -98,7 +98,7 @@ def test_frozen_weights_are_whole_and_all_else_is_of_adapters():
         assert found[Category.PARAMETERS] == 2 * (weights + LAYERS * ADAPTERS)
         assert found[Category.GRADIENTS] == 4 * LAYERS * ADAPTERS
         assert found[Category.OPTIMIZER_STATE] == 12 * LAYERS * ADAPTERS / 2
-    sizes = RankSizes(plan, inputs.costs)
+    sizes = RankSizes(plan, inputs)
     assert sum(map(sum, sizes.pieces(0, (0, 1)))) == LAYERS * ADAPTERS
 
 
@@ -124,7 +124,7 @@ def test_a_tied_table_has_a_copy_on_the_last_gpu_and_no_gradients(tied):
     result = simulate_plan(inputs, plan)
     last = result.memory[1].by_category_bytes[Category.PARAMETERS]
     assert last == 2 * (2 * (LAYER + ADAPTERS) + TABLE + HIDDEN)
-    assert RankSizes(plan, inputs.costs).tied_swaps == {}
+    assert RankSizes(plan, inputs).tied_swaps == {}
 
 
 @pytest.mark.parametrize("lora", [None, ALL])
@@ -146,7 +146,7 @@ def test_tp_groups_cut_one_factor_of_each_adapter():
     inputs = inputs_on(2)
     cut = RANK * (QUERY + 2 * KEY + QUERY + 2 * FFN + FFN)
     plan = plan_of([replica(0, 1, count=8)], layers=LAYERS)
-    sizes = RankSizes(plan, inputs.costs)
+    sizes = RankSizes(plan, inputs)
     assert sizes.held(0, 0) == LAYERS * (ADAPTERS - cut // 2)
     assert sizes.summed_in_tp_groups(0) == 0
     split = inputs_on(2, sequence_parallel=True).costs

@@ -136,7 +136,7 @@ def observed_run(
     refuse(problems, f"the run in {directory} is of something else")
     costs = costs_on(plan, cluster, workload, profiles, margin=margin)
     # Not the times that the plan predicts: those may be of corrected speeds already.
-    expected_s = micro_batch_times(plan, costs.inputs.costs)
+    expected_s = micro_batch_times(plan, costs.inputs)
     found = [
         GpuSpeed(factor=each.micro_batch_s / expected, noise=each.noise or 0.0)
         if each.micro_batch_s and expected

@@ -232,6 +232,7 @@ class JobCosts:
     kinds: Sequence[str]
     """Global rank -> kind of GPU."""
     sequence_length: int
+    """Tokens per sample."""
     by_dtype: Mapping[ComputeDtype, DtypeCosts] = field(default_factory=dict)
     """Costs of groups with a `compute_dtype`; those of other types count as the job's."""
     recompute: JobRecompute | None = None

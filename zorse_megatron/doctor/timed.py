@@ -186,7 +186,7 @@ def predicted(
         dtype="bfloat16" if "--bf16" in flags else "float16",
         computing=computing_from_flags(read_command(flags).args),
     )
-    result = simulate(plan, inputs.costs)
+    result = simulate(plan, inputs)
     return result.iteration_s, result.peak_memory_bytes[0]
 
 

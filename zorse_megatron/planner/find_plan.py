@@ -128,7 +128,7 @@ def _predictions(inputs: Inputs, best: Evaluation, tokens_per_s: float) -> Predi
         iteration_s=best.iteration_s,
         tokens_per_s=tokens_per_s,
         peak_memory_bytes=best.peaks_bytes,
-        micro_batch_s=micro_batch_times(best.plan, inputs.costs),
+        micro_batch_s=micro_batch_times(best.plan, inputs),
     )
 
 

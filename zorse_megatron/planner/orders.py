@@ -16,7 +16,7 @@ from zorse_megatron.simulate.iteration import replica_times
 
 def with_times(inputs: Inputs, plan: Plan) -> Plan:
     """The plan with the seconds of all computations and messages. `inputs`: of its ranks."""
-    times = replica_times(plan, inputs.costs)
+    times = replica_times(plan, inputs)
     groups = tuple(
         replace(
             group,
@@ -54,8 +54,7 @@ def _transfer(inputs: Inputs, source: Group, target: Group) -> TransferTime:
     pairs = [(one, other) for one in _far(inputs, source) for other in _far(inputs, target)]
     first_s, second_s = (
         max(
-            inputs.costs.comm.transfer_s(*pair, count * inputs.memory.boundary_bytes(1))
-            for pair in pairs
+            inputs.comm.transfer_s(*pair, count * inputs.memory.boundary_bytes(1)) for pair in pairs
         )
         for count in (1, 1 + size)
     )

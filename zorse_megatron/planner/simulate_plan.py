@@ -32,7 +32,7 @@ def simulate_plan(
     """Simulate with what processes take beside tensors. See `simulate`, also for what is raised."""
     return simulate(
         plan,
-        inputs.costs,
+        inputs,
         fixed_bytes=inputs.fixed_bytes(plan),
         perturbation=perturbation,
         framework=framework,

@@ -7,13 +7,8 @@ from typing import Any, Literal, TypeVar
 
 from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.interface import (
-    CommCost,
-    ComputeCost,
-    DtypeCosts,
     JobCosts,
-    MemoryCost,
     Provenance,
-    TpCosts,
 )
 from zorse_megatron.costs.process_memory import MemoryItem, fixed_bytes, most_bytes, process_items
 from zorse_megatron.costs.topology import Topology, topology_of
@@ -25,7 +20,6 @@ from zorse_megatron.inputs.model import (
     NUM_EXPERTS_FLAG,
     USUAL,
     Computing,
-    JobRecompute,
     ModelShape,
     fingerprint_of,
     no_tp_with_experts,
@@ -157,8 +151,8 @@ class Kept(dict[tuple[object, ...], tuple["Inputs", Any]]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Everything that the search and its estimates ask for.
+class Inputs(JobCosts):
+    """Everything that the search and its estimates ask for, beside what simulations do.
 
     Layers are divided among members: GPUs, or tensor-parallel groups of them. What is called a rank
     here is a member, and the global rank where no GPUs are joined; `members` knows the GPUs of
@@ -166,21 +160,13 @@ class Inputs:
     """
 
     spec: Topology
-    compute: ComputeCost
-    memory: MemoryCost
-    comm: CommCost
-    by_dtype: Mapping[ComputeDtype, DtypeCosts]
-    """Costs of groups that a plan lets compute in these types."""
     kinds: tuple[str, ...]
-    """Rank -> kind of GPU."""
     capacities_bytes: tuple[int, ...]
     """Rank -> what a process may fill: the GPU's memory less the margin."""
     host_bytes: tuple[int | None, ...]
     """Rank -> its part of its node's host memory; None where the cluster does not say."""
     global_batch_size: int
     """Samples per iteration."""
-    sequence_length: int
-    """Tokens per sample."""
     num_layers: int
     tied_embeddings: bool
     model: ModelFingerprint
@@ -189,8 +175,6 @@ class Inputs:
     memory_margin: float
     best_sizes: dict[str, tuple[int, ...]]
     """Kind -> micro-batch sizes that the lower bound looks at: those measured, where any were."""
-    recompute: JobRecompute | None = None
-    """What is recomputed in groups of a given plan that do not say; None: nothing."""
     own_types: Mapping[str, GpuKind] | None = None
     """Kind -> what it can do, where each group computes in a type of its own; None: all in one.
 
@@ -205,8 +189,6 @@ class Inputs:
     """Of the notes those that many do not expect."""
     to_do: tuple[str, ...] = ()
     """Of the warnings those that ask for another command or measurement."""
-    tp_costs: TpCosts | None = None
-    """Costs of tensor-parallel groups that a plan has; None: one rank stands for a TP group."""
     tp_members: Members | None = None
     """Members some of which are TP groups; None: all are GPUs."""
     gpus: Mapping[str, GpuKind] | None = None
@@ -234,20 +216,6 @@ class Inputs:
     def world_size(self) -> int:
         """Number of GPUs."""
         return len(self.kinds)
-
-    @property
-    def costs(self) -> JobCosts:
-        """What a simulation of a plan of these GPUs asks."""
-        return JobCosts(
-            compute=self.compute,
-            memory=self.memory,
-            comm=self.comm,
-            kinds=self.kinds,
-            sequence_length=self.sequence_length,
-            by_dtype=self.by_dtype,
-            recompute=self.recompute,
-            tp_costs=self.tp_costs,
-        )
 
     @cached_property
     def members(self) -> Members:
