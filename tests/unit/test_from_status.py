@@ -66,7 +66,7 @@ class RunDirectory:
         iterations: int = 30,
     ) -> None:
         """The status after some iterations at these speeds."""
-        modelled = micro_batch_times(plan, costs_of(plan, *profiles).costs)
+        modelled = micro_batch_times(plan, costs_of(plan, *profiles))
         status = RunStatus(plan=plan, tokens_per_iteration=1, first_iteration=0)
         for number in range(iterations):
             status.take(
@@ -166,7 +166,7 @@ def test_corrected_files_know_a_slow_gpu_also_after_a_move(run: RunDirectory) ->
     costs = costs_of(present(), profile)
     slow_s = [
         seconds * factor
-        for seconds, factor in zip(micro_batch_times(present(), costs.costs), SLOW, strict=True)
+        for seconds, factor in zip(micro_batch_times(present(), costs), SLOW, strict=True)
     ]
     moved = replace(
         present(), predictions=Predictions(iteration_s=1.0, micro_batch_s=tuple(slow_s))
@@ -181,7 +181,7 @@ def test_corrected_files_know_a_slow_gpu_also_after_a_move(run: RunDirectory) ->
     after = costs_on(
         replace(present(), cluster=cluster.fingerprint()), cluster, WORKLOAD, [kept]
     ).inputs
-    assert micro_batch_times(present(), after.costs) == pytest.approx(slow_s)
+    assert micro_batch_times(present(), after) == pytest.approx(slow_s)
 
 
 def test_what_has_no_times_is_not_corrected(run: RunDirectory) -> None:

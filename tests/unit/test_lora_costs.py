@@ -149,7 +149,7 @@ def test_tp_groups_cut_one_factor_of_each_adapter():
     sizes = RankSizes(plan, inputs)
     assert sizes.held(0, 0) == LAYERS * (ADAPTERS - cut // 2)
     assert sizes.summed_in_tp_groups(0) == 0
-    split = inputs_on(2, sequence_parallel=True).costs
+    split = inputs_on(2, sequence_parallel=True)
     assert RankSizes(plan, split).summed_in_tp_groups(0) == LAYERS * (ADAPTERS - cut)
     assert sizes.frozen_bytes(1, 0) == 2 * (LAYERS * (MATRICES // 2 + 2 * HIDDEN) + TABLE + HIDDEN)
     uneven = TpShards(kv_groups=(6, 2), mlp_columns=(3072, 1024))
