@@ -192,10 +192,8 @@ def costs_of(inputs: Inputs, *, level: int = 2, nested: bool = False) -> Segment
     estimator = Estimator(inputs)
     device_order = device_orders(inputs, most_units=FINE, halved=False)[0]
     return SegmentCosts(
-        inputs,
-        estimator.cost_model,
-        DeviceGroups(inputs),
-        SegmentTails(inputs, estimator.cost_model, estimator.communication, device_order),
+        estimator,
+        SegmentTails(estimator, device_order),
         sizes=best_sizes(inputs, level),
         nested=nested,
     )
@@ -300,10 +298,8 @@ def test_every_segment_takes_what_its_stage_takes(seed, level):
     model = estimator.cost_model
     order = device_orders(inputs, most_units=FINE, halved=False)[0]
     costs = SegmentCosts(
-        inputs,
-        model,
-        groups,
-        SegmentTails(inputs, model, estimator.communication, order),
+        estimator,
+        SegmentTails(estimator, order),
         sizes=best_sizes(inputs, level),
         nested=False,
     )

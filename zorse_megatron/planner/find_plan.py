@@ -22,7 +22,6 @@ from zorse_megatron.planner.baselines.stock_best import (
     stock_plans,
 )
 from zorse_megatron.planner.baselines.stock_search import StockLayout
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, best_first, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs, refuse_too_large, with_one_more
@@ -201,7 +200,7 @@ def _searched(
         evaluations = stock_plans(evaluator, stock)
     else:
         baseline = cephalo_plans if strategy == "cephalo" else zorse_paper_plans
-        evaluations = baseline(inputs, evaluator, DeviceGroups(inputs))
+        evaluations = baseline(evaluator)
     on_progress(SearchProgress(phase=strategy, done=1, total=1))
     before = SearchStats(groupings=len(evaluations))
     return _Searched(evaluator=evaluator, evaluations=evaluations, before=before)

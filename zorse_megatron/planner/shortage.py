@@ -9,7 +9,6 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import number_of
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.groupings.pools import Grouping
@@ -191,14 +190,13 @@ class _Asked:
     def __init__(self, inputs: Inputs, kinds: tuple[str, ...]) -> None:
         self.inputs = inputs
         self.kinds = kinds
-        self._with: dict[int, tuple[Estimator, DeviceGroups]] = {}
+        self._with: dict[int, Estimator] = {}
 
     def estimate(self, extra: int, way: GroupingSchedule) -> Estimate | None:
         """None where this way does not fit."""
         if extra not in self._with:
-            richer = _more(self.inputs, self.kinds, extra)
-            self._with[extra] = Estimator(richer), DeviceGroups(richer)
-        return _estimate(self.inputs, *self._with[extra], way)
+            self._with[extra] = Estimator(_more(self.inputs, self.kinds, extra))
+        return _estimate(self._with[extra], way)
 
     def least(self, way: GroupingSchedule, enough: int) -> int:
         """By bisection, to a MiB or a hundredth; `enough` fits."""
@@ -238,11 +236,9 @@ def _more(inputs: Inputs, kinds: tuple[str, ...], extra: int) -> Inputs:
     return replace(inputs, capacities_bytes=capacities)
 
 
-def _estimate(
-    inputs: Inputs, estimator: Estimator, device_groups: DeviceGroups, way: GroupingSchedule
-) -> Estimate | None:
-    grouping, schedule, chunks = way
-    members = tuple(device_groups.of(group) for group in grouping)
+def _estimate(estimator: Estimator, way: GroupingSchedule) -> Estimate | None:
+    (grouping, schedule, chunks), inputs = way, estimator.inputs
+    members = tuple(estimator.device_groups.of(group) for group in grouping)
     candidate = Candidate(
         device_groups=members,
         levels=(inputs.space.sample_block,) * len(members),
@@ -254,11 +250,11 @@ def _estimate(
 
 def _fitted(inputs: Inputs, ways: Sequence[GroupingSchedule]) -> Evaluation | None:
     """The first way that fits in closed form and, perhaps with some memory kept free, for true."""
-    estimator, device_groups = Estimator(inputs), DeviceGroups(inputs)
+    estimator = Estimator(inputs)
     evaluator = Evaluator(inputs, estimator)
     tried = 0
     for way in ways:
-        estimate = _estimate(inputs, estimator, device_groups, way)
+        estimate = _estimate(estimator, way)
         if estimate is None:
             continue
         evaluation = evaluator.evaluate(estimate)
@@ -285,7 +281,7 @@ def _checked(
     for _ in range(_ROUNDS_OF_CHECKS):
         richer = _more(inputs, kinds, extra)
         estimator = Estimator(richer)
-        estimate = _estimate(inputs, estimator, DeviceGroups(richer), way)
+        estimate = _estimate(estimator, way)
         if estimate is not None:
             evaluation = Evaluator(richer, estimator).evaluate(estimate)
             if evaluation is not None and evaluation.fits:

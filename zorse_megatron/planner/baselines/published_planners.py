@@ -21,7 +21,6 @@ from zorse_megatron.planner.build_plan import chunks_of, offload_setting
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
 from zorse_megatron.planner.closed_form.device_groups import (
     DeviceGroup,
-    DeviceGroups,
     MemorySettings,
     ReplicaClass,
     ReplicaShare,
@@ -41,12 +40,9 @@ _SIZES = (1, 2, 4, 8)
 _MINISTAGES = (1, 2, 3, 4, 6, 8)
 
 
-def zorse_paper_plans(
-    inputs: Inputs, evaluator: Evaluator, device_groups: DeviceGroups
-) -> list[Evaluation]:
+def zorse_paper_plans(evaluator: Evaluator) -> list[Evaluation]:
     """Evaluations of the best plans that fit, fastest first."""
-    estimated = _estimated_plans(inputs, evaluator.estimator, device_groups)
-    found = sorted(estimated, key=itemgetter(0))
+    found = sorted(_estimated_plans(evaluator.estimator), key=itemgetter(0))
     evaluations: list[Evaluation] = []
     for _, plan in found[:_TRIED]:
         evaluation = evaluator.evaluate_plan(plan)
@@ -57,13 +53,12 @@ def zorse_paper_plans(
     return best_first(evaluations)
 
 
-def _estimated_plans(
-    inputs: Inputs, estimator: Estimator, device_groups: DeviceGroups
-) -> Iterator[tuple[float, Plan]]:
+def _estimated_plans(estimator: Estimator) -> Iterator[tuple[float, Plan]]:
     """Yield plans, each after the seconds that an iteration is estimated to take."""
+    inputs = estimator.inputs
     most = min(len(inputs.spec.nodes), inputs.num_layers, inputs.space.max_groups or 64)
     for step in paper_groupings(inputs.spec, most):
-        members = [device_groups.of(group) for group in step.grouping]
+        members = [estimator.device_groups.of(group) for group in step.grouping]
         order = sorted(
             members,
             key=lambda device_group: (-_bandwidth(inputs, device_group), device_group.ranks),
@@ -367,11 +362,10 @@ _LAYERS_PER_CHUNK = (1, 2, 4)
 _SIMULATED_OF_CEPHALO = 3
 
 
-def cephalo_plans(
-    inputs: Inputs, evaluator: Evaluator, device_groups: DeviceGroups
-) -> list[Evaluation]:
+def cephalo_plans(evaluator: Evaluator) -> list[Evaluation]:
     """Evaluations of the best plans that fit, fastest first."""
-    world = device_groups.of(tuple(range(inputs.world_size)))
+    inputs = evaluator.inputs
+    world = evaluator.estimator.device_groups.of(tuple(range(inputs.world_size)))
     found: list[Estimate] = []
     for layers in _LAYERS_PER_CHUNK:
         for level in inputs.space.sizes(_LEVELS):

@@ -7,7 +7,12 @@ from itertools import pairwise
 
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate, balanced_layers
 from zorse_megatron.planner.closed_form.communication import CommunicationCosts
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, Stage, StagePosition
+from zorse_megatron.planner.closed_form.device_groups import (
+    DeviceGroup,
+    DeviceGroups,
+    Stage,
+    StagePosition,
+)
 from zorse_megatron.planner.closed_form.pipeline_time import (
     CostedPipeline,
     InFlight,
@@ -214,6 +219,7 @@ class Estimator:
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
+        self.device_groups = DeviceGroups(inputs)
         self.cost_model = StageCostModel(inputs)
         self.communication = CommunicationCosts(inputs)
         self.in_flight = InFlight(inputs, self.cost_model, self.communication)

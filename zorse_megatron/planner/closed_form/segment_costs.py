@@ -32,10 +32,8 @@ from zorse_megatron.costs.stage_formulas import (
 )
 from zorse_megatron.planner.closed_form.candidate import MemoryClass, memory_classes_of
 from zorse_megatron.planner.closed_form.communication import CommunicationCosts
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
-from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
+from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.stage_memory import BUFFERS
-from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 # Last reductions and all-gathers of the segments of a device order.
 
@@ -48,19 +46,13 @@ _BACKWARDS_PART = 2 / 3
 class SegmentTails:
     """The same for all micro-batch sizes, and for all numbers of layers but for a factor."""
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        cost_model: StageCostModel,
-        communication: CommunicationCosts,
-        units: Sequence[tuple[int, ...]],
-    ) -> None:
+    def __init__(self, estimator: Estimator, units: Sequence[tuple[int, ...]]) -> None:
         """O(units^2) collectives, of which those that look alike are costed once."""
-        self.inputs = inputs
+        self.inputs = estimator.inputs
         self.units = tuple(units)
-        memory, parameters = inputs.memory, cost_model.memory.layer_parameters
+        memory, parameters = self.inputs.memory, estimator.cost_model.memory.layer_parameters
         self._num_bytes = memory.gradient_bytes(parameters) + memory.parameter_bytes(parameters)
-        self.per_layer_s = self._per_layer_s(communication)
+        self.per_layer_s = self._per_layer_s(estimator.communication)
         """[start, stop]: reduction and gather of one layer. Infinite across regions: no group is
         worth sums over a link between those."""
 
@@ -99,9 +91,7 @@ class SegmentCosts:
 
     def __init__(
         self,
-        inputs: Inputs,
-        cost_model: StageCostModel,
-        device_groups: DeviceGroups,
+        estimator: Estimator,
         tails: SegmentTails,
         *,
         sizes: Mapping[MemoryClass, int],
@@ -111,9 +101,9 @@ class SegmentCosts:
         powers of two times one another, so that 1f1b's samples in flight suffice, with those in
         transfer. Otherwise groups are out of step, and as much is in flight as under interleaved.
         """
-        self.inputs = inputs
-        self.cost_model = cost_model
-        self.device_groups = device_groups
+        inputs = self.inputs = estimator.inputs
+        self.memory = estimator.cost_model.memory
+        self.device_groups = estimator.device_groups
         self.tails = tails
         self.units = tails.units
         self.nested = nested
@@ -218,7 +208,7 @@ class SegmentCosts:
         `both_s`: of a micro-batch without recomputation.
         """
         sizes, counts = self.sizes[:, None, None], self.counts[..., None]
-        memory, batch = self.cost_model.memory, self.inputs.global_batch_size
+        memory, batch = self.memory, self.inputs.global_batch_size
         recompute_savings = self._per_class(
             [memory.recompute_savings(kind, "full") for kind, _ in self.classes]
         )
@@ -336,7 +326,7 @@ class SegmentCosts:
 
     def _head(self) -> Floats:
         """Bytes per sample where the segment is the last, [1, segment, 1]."""
-        return np.where(self._is_last, 2.0 * self.cost_model.memory.head, 0.0)[None, :, None]
+        return np.where(self._is_last, 2.0 * self.memory.head, 0.0)[None, :, None]
 
     def _transfers_s(self) -> Floats:
         """One micro-batch's way to the segment that starts at each unit, [start]."""
@@ -344,9 +334,7 @@ class SegmentCosts:
         size = int(self.sizes.max())
         for start in range(1, self.num_units):
             ends = self.units[start - 1][-1], self.units[start][0]
-            result[start] = self.inputs.comm.transfer_s(
-                *ends, size * self.cost_model.memory.boundary
-            )
+            result[start] = self.inputs.comm.transfer_s(*ends, size * self.memory.boundary)
         return result
 
     @cached_property

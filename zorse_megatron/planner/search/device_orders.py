@@ -286,12 +286,7 @@ class DeviceOrderSearch:
     def _try_sizes(self, device_order: DeviceOrder, sizes: ClassSizes) -> _Found | None:
         """Find the best partitions, and return the best of all."""
         costs = SegmentCosts(
-            self.inputs,
-            self.estimator.cost_model,
-            self.device_groups,
-            self._tails_of(device_order),
-            sizes=sizes,
-            nested=self.nested,
+            self.estimator, self._tails_of(device_order), sizes=sizes, nested=self.nested
         )
         partitions = best_partitions(costs, most_groups=self.most_groups)[:_KEPT_PARTITIONS]
         new = [
@@ -303,10 +298,7 @@ class DeviceOrderSearch:
 
     def _tails_of(self, device_order: DeviceOrder) -> SegmentTails:
         if device_order not in self._tails:
-            communication = self.estimator.communication
-            self._tails[device_order] = SegmentTails(
-                self.inputs, self.estimator.cost_model, communication, device_order
-            )
+            self._tails[device_order] = SegmentTails(self.estimator, device_order)
         return self._tails[device_order]
 
     def _descend(self, start: _Found) -> None:

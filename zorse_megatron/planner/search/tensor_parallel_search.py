@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zorse_megatron.planner.closed_form.candidate import best_sizes
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts, SegmentTails
 from zorse_megatron.planner.evaluate import Evaluation, best_first
@@ -265,16 +264,14 @@ class QuickEstimate:
 
     def _by_partition(self, inputs: Inputs) -> float:
         """The best contiguous partition of one device order."""
-        estimator, device_groups = Estimator(inputs), DeviceGroups(inputs)
+        estimator = Estimator(inputs)
         most = min(inputs.space.max_groups or inputs.num_layers, inputs.num_layers)
         best_s = math.inf
         order = self._order(inputs)
-        tails = SegmentTails(inputs, estimator.cost_model, estimator.communication, order)
+        tails = SegmentTails(estimator, order)
         for level in _LEVELS:
             sizes = best_sizes(inputs, level)
-            costs = SegmentCosts(
-                inputs, estimator.cost_model, device_groups, tails, sizes=sizes, nested=False
-            )
+            costs = SegmentCosts(estimator, tails, sizes=sizes, nested=False)
             found = best_partitions(costs, most_groups=most)
             best_s = min([best_s, *(each.value_s for each in found[:1])])
         return best_s

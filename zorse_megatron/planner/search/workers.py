@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.closed_form.candidate import Estimate
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.stage_costs import StageCost
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, Preview, gc_paused
@@ -62,7 +62,7 @@ class SearchWorker:
         self.report = on_progress
         self.estimator = Estimator(inputs)
         self.evaluator = Evaluator(inputs, self.estimator)
-        self.device_groups = DeviceGroups(inputs)
+        self.device_groups = self.estimator.device_groups
         self._fastest: Evaluation | None = None
         self._groupings_before = 0
         self._begin(effort)
