@@ -15,7 +15,6 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.made_plans import even_plan, one_group
 from tests.unit.profile_samples import good as good_profile
 from tests.unit.simulation import run
-from zorse_megatron.costs.interface import MemoryCost
 from zorse_megatron.costs.model_memory import (
     LayerActivations,
     TransformerMemory,
@@ -49,12 +48,6 @@ GPT, LLAMA = MODELS["gpt-6.7b"], MODELS["llama-7b"]
 
 def memory(model=LLAMA, dtype="bfloat16", **options):
     return TransformerMemory(model=model, dtype=dtype, precision=precision_of(dtype), **options)
-
-
-def test_protocol():
-    cost: MemoryCost = memory()
-    assert cost.layer_parameters() == LLAMA.layer_parameters()
-    assert cost.embedding_parameters() == LLAMA.embedding_parameters()
 
 
 @pytest.mark.parametrize(
