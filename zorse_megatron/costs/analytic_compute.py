@@ -7,7 +7,7 @@ in a layer the two are different kernels that run one after the other.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zorse_megatron.costs.interface import PassTimes, Provenance, RecomputeMode, off_by
+from zorse_megatron.costs.interface import PassTimes, Provenance, off_by
 from zorse_megatron.costs.own_speeds import kinds_at_any_speed
 from zorse_megatron.gpus.gpu import PRODUCTS_IN_TRITON_FROM, Dtype, GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
@@ -162,7 +162,7 @@ _TABLE_GRADIENT_BYTES = 12.0
 
 
 class AnalyticCompute:
-    """`ComputeCost` from published figures; model, sequence length, dtype are fixed.
+    """Times from published figures; model, sequence length, dtype are fixed.
 
     `tensor_parallel`: the cost is that of one rank's part, without communication. With adapters
     (`computing.lora`) it is theirs, too, and no other weights have gradients.
@@ -265,13 +265,6 @@ class AnalyticCompute:
             forward_s=flops / (peak * shares.forward) + forward_bytes / rate,
             backward_s=products * flops / (peak * shares.backward) + backward_bytes / rate,
         )
-
-    def recompute_s(self, kind: str, micro_batch_size: float, mode: RecomputeMode) -> float:
-        """What recomputing one layer adds to its backward."""
-        if mode == "none":
-            return 0.0
-        forward_s = self.layer(kind, micro_batch_size).forward_s
-        return forward_s * (1.0 if mode == "full" else selective_share(self.model, self.computing))
 
     def weight_gradients_s(self, kind: str, micro_batch_size: float) -> float:
         """What gradients of its matrices take of one layer's backward: their products' time, and
