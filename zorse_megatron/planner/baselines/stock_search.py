@@ -42,6 +42,7 @@ from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.simulate.assumptions import STOCK_1F1B, STOCK_INTERLEAVED, Framework
 from zorse_megatron.simulate.result import SimulationResult
 
+_GIB = 2**30
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 _SEEDED = (1, 2, 4, 8, 16)
 """Sizes of micro-batches that seeds have."""
@@ -69,7 +70,6 @@ _MAY_BE_FASTER = 1.5
 it only computes, and what layouts send decides what is simulated first."""
 _MOST_MISFITS = 3
 """Even layouts that the closed form says do not fit, simulated to see which is closest."""
-_GIB = 2**30
 _CLOSE = 1.12
 """Neighbours that the closed form says take so much longer are not simulated."""
 
@@ -104,7 +104,7 @@ class StockLayout:
         """Whether every rank has enough memory."""
         return self.fullest <= 1
 
-    @property
+    @cached_property
     def fullest(self) -> float:
         """Highest peak of a rank over what its GPU may hold; it fits up to 1."""
         return max(self._filled)
