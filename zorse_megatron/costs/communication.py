@@ -302,7 +302,6 @@ class GraphComm:
         self.routes = Routes(spec)
         self._rings = RankRings(self.routes)
         self._known: dict[tuple[int, ...], RankRing] = {}
-        self._factors: dict[tuple[tuple[int, ...], Sharded], float] = {}
         self._transfers: dict[tuple[int, int, int], float] = {}
         self._links: dict[tuple[int, int], tuple[tuple[str, float], ...]] = {}
 
@@ -367,20 +366,15 @@ class GraphComm:
         """Of unequal shards: the largest that was measured with these kinds of GPU, or some."""
         if not self.spec.unequal_shards:
             return UNEVEN_PENALTY
-        key = ranks, operation
-        if key not in self._factors:
-            _make_room(self._factors)
-            nodes = {self.spec.node_of(rank) for rank in ranks}
-            link = "intra-node" if len(nodes) == 1 else "inter-node"
-            kinds = {self.spec.kind_of(rank) for rank in ranks}
-            measured = (
-                each.factor
-                for each in self.spec.unequal_shards
-                if (each.operation, each.link) == (operation, link)
-                and kinds.issuperset(each.gpu_kinds)
-            )
-            self._factors[key] = max(measured, default=UNEVEN_PENALTY)
-        return self._factors[key]
+        nodes = {self.spec.node_of(rank) for rank in ranks}
+        link = "intra-node" if len(nodes) == 1 else "inter-node"
+        kinds = {self.spec.kind_of(rank) for rank in ranks}
+        measured = (
+            each.factor
+            for each in self.spec.unequal_shards
+            if (each.operation, each.link) == (operation, link) and kinds.issuperset(each.gpu_kinds)
+        )
+        return max(measured, default=UNEVEN_PENALTY)
 
     def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         """All messages at once: the busiest GPU, node or region, and the longest way."""
