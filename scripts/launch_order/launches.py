@@ -178,7 +178,7 @@ class _Launches:
             Kind.OFFLOAD_GRAD: self._offload_gradients,
             Kind.TIE: self._swap,
             Kind.SCALE: self._sum,
-            Kind.NORM: self._sum,
+            Kind.NORM: self._decide,
             Kind.STEP: self._step,
         }[action.kind](action)
 
@@ -251,17 +251,15 @@ class _Launches:
             self._on_main("after loss", received, holds_host=True)
 
     def _sum(self, action: Action) -> None:
-        """Numbers of all ranks; the host reads what comes of a NORM."""
+        """Numbers of all ranks."""
         self._finish_reductions(action)
-        if action.kind is Kind.SCALE:
-            self._let_gradients_go(action)
-            summed = self._start(
-                self.of_use.get(("world", None)), str(action), str(action), self.tail
-            )
-            self._on_main(f"after {action}", summed)
-            return
+        self._let_gradients_go(action)
         summed = self._start(self.of_use.get(("world", None)), str(action), str(action), self.tail)
-        self._on_main(f"after {action}", summed, holds_host=True)
+        self._on_main(f"after {action}", summed)
+
+    def _decide(self, action: Action) -> None:
+        """The host reads what came of the sum."""
+        self._on_main(str(action), holds_host=True)
 
     def _step(self, action: Action) -> None:
         self._on_main(str(action))

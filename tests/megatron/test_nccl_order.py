@@ -147,7 +147,7 @@ def place_of(launch: Launch, group: list[int], swaps_with: set[int]) -> tuple[An
     if launch["group"] == WORLD and peer is not None:
         return ("world", "TIE") if peer in swaps_with else ("world", kind, peer)
     if launch["group"] == WORLD and kind == "allreduce":
-        return ("world", "SCALE" if numel == [2] else "NORM")  # tokens beside a vote; a number
+        return ("world", "SCALE")
     is_own = launch["ranks"] == group and kind in ("reduce_scatter", "all_gather")
     return ("group",) if is_own else ()
 

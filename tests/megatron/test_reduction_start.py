@@ -21,6 +21,19 @@ class HostWaits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self._tolist = torch.Tensor.tolist
+
+    def __enter__(self) -> "HostWaits":
+        def tolist(tensor: torch.Tensor) -> Any:
+            self.found["tolist"] += 1
+            return self._tolist(tensor)
+
+        torch.Tensor.tolist = tolist  # type: ignore[method-assign]
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         name = function.overloadpacket.__name__

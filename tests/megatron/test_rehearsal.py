@@ -40,9 +40,7 @@ WAITS = {
     # Stock's train_step lets all ranks agree whether the step was made, and on its norm.
     "training train_under_plan": 3,
     "loss with_losses": 3,  # which calls it where the loss is known to the last rank only
-    "rerun_votes reduce_any": 1,  # whether the step is run again
-    "distributed_optimizer get_grad_norm": 2,
-    "streamed_gradients find_norm": 2,  # instead, where gradients wait in the host
+    "step_sums in_host": 1,  # whether the step is run again, and its norm
     "streamed_gradients count_zeros": 1,
 }
 MOVED, BALANCED = "moved to another plan", "of other counts"
@@ -120,7 +118,7 @@ def assert_few_waits(row: Row, rank: int, found: Counter[str]) -> None:
     if found["streamed_gradients count_zeros"]:
         allowed["training train_under_plan"] += 2  # their number, too
     assert found <= allowed, f"also waited for: {found - allowed}"
-    assert found["rerun_votes reduce_any"] == 1, "waits are counted"
+    assert found["step_sums in_host"] == 1, "waits are counted"
 
 
 def chunks_of(plan: Plan, rank: int) -> list[Chunk]:

@@ -284,15 +284,29 @@ def reduce_and_step(
     chunk.finish_grad_sync()
     if tied is not None:
         tied.reduce()
-    chunk.scale_gradients(1.0 / divide_by)
-    result = optimizer.step()
-    if hasattr(chunk, "gathers"):  # ours: the list's steps and gathers
+    if not hasattr(chunk, "gathers"):
+        chunk.scale_gradients(1.0 / divide_by)
+        result = optimizer.step()
+    else:  # ours: the list's SCALE, NORM, steps and gathers
+        sum_before_step(optimizer, 1.0 / divide_by)
+        result = optimizer.step()
         for each in optimizer.chained_optimizers:
             each.step_chunk(chunk)
         gather(chunk)
     chunk.zero_grad_buffer()
     optimizer.zero_grad()
     return result
+
+
+def sum_before_step(optimizer: Any, factor: float) -> None:
+    """What all ranks sum of their gradients, which are to be multiplied by `factor`."""
+    from zorse_megatron.adapter.step_sums import StepSums
+
+    sums = StepSums()
+    (mine,) = optimizer.chained_optimizers
+    found = sums.add(mine.factors.read())
+    sums.reduce(dist.group.WORLD)
+    mine.factors.know(found, torch.tensor(factor))
 
 
 def gather(chunk: Any) -> None:

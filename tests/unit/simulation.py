@@ -286,7 +286,7 @@ class Reference:
         return True
 
     def _collective_s(self, action: Action, group: tuple[int, ...], count: int) -> float:
-        if count == 1:
+        if count == 1 or action.kind is Kind.NORM:
             return 0.0
         if action.chunk is None:
             return self.comm.all_reduce_s(tuple(range(count)), 4)

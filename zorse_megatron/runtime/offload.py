@@ -156,8 +156,7 @@ def _is_of_forward(mask: torch.Tensor) -> bool:
 # Shards of one chunk's gradients that wait in the host from their reduction to the step.
 #
 # The step needs them twice: once for their norm, once to be applied. Each time they are copied back
-# as they left and multiplied on the device by what SCALE has said, so they are the same bits as if
-# they had stayed; afterwards only the device's memory goes.
+# as they left; afterwards only the device's memory goes.
 
 
 class GradientsInHost:
@@ -167,12 +166,10 @@ class GradientsInHost:
         self.buffers = buffers
         self.are_waiting = False
         """Whether they are what waits in the host, also while a copy is on the device."""
-        self._factor: torch.Tensor | float = 1.0
-        self._are_scaled = False
 
     def send(self) -> None:
         """Start to copy the shards to the host, once they have been reduced."""
-        self.are_waiting, self._factor = True, 1.0
+        self.are_waiting = True
         for memory in self._memories():
             memory.send()
 
@@ -181,27 +178,16 @@ class GradientsInHost:
         for memory in self._memories():
             memory.let_go()
 
-    def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiply them whenever they are back."""
-        self._factor = factor
-
     def start_back(self) -> None:
         """Start to bring them back, for `wait_until_back`."""
         for memory in self._memories():
             if memory.is_away:
-                self._are_scaled = False
                 memory.start_back()
 
-    @torch.no_grad()
     def wait_until_back(self) -> None:
-        """Have them back, and scaled."""
+        """Have them back."""
         for memory in self._memories():
             memory.wait_until_back()
-        if not self._are_scaled:
-            self._are_scaled = True
-            for buffer in self.buffers if self.are_waiting else ():
-                if buffer.shard is not None:
-                    buffer.shard.mul_(self._factor)
 
     def drop(self) -> None:
         """Free the device's memory; the host has them."""

@@ -14,8 +14,8 @@ An action prints as a short word and parses back:
 | `1SEND_F3>4[8:12,0:1/2]` | the first half of each sequence of them, to a tensor-parallel group   |
 | `1REDUCE_GRAD`     | sum chunk 1's gradients over its group into each rank's shard            |
 | `TIE`         | sum the tied embedding's gradient over the first and the last chunk      |
-| `SCALE`       | divide all gradients by the global batch's number of tokens              |
-| `NORM`        | norm and overflow of all gradients: whether to step, and how to clip     |
+| `SCALE`       | sum tokens, squares and overflows of gradients over all ranks            |
+| `NORM`        | decide with them whether to step, how to scale gradients and how to clip |
 | `1STEP`       | optimizer step on this rank's shard of chunk 1                           |
 | `1UNSHARD`     | unshard chunk 1's parameters from the group's shards                     |
 | `1RESHARD`    | drop chunk 1's unsharded parameters, keep the shard                      |

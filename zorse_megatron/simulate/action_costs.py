@@ -154,7 +154,7 @@ class CollectiveCosts:
         """What comes before a REDUCE_GRAD's messages; see `collective`."""
         return TaskWork(seconds_s=self._sums_in_tp_groups_s(chunk))
 
-    def statistics(self, count: int = 1) -> TaskWork:
+    def statistics(self, count: int) -> TaskWork:
         """Sums of one number over all ranks, one after the other."""
         if self._statistic_s is None:
             self._statistic_s = self._all_reduce_s(range(self.sizes.plan.world_size))
@@ -171,6 +171,10 @@ class CollectiveCosts:
             seconds_s += max(map(self._all_reduce_s, pipelines)) / 2
             seconds_s += max(map(self._all_reduce_s, itertools.chain(*stages)))
         return TaskWork(seconds_s=seconds_s)
+
+    def at_norm(self) -> TaskWork:
+        """What they tell each other of their gradients then; see `Framework`."""
+        return self.statistics(self.sizes.framework.sums_at_norm)
 
     def loss(self, ranks: Sequence[int]) -> TaskWork:
         """The sum of the loss over `ranks`."""

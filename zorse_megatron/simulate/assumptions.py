@@ -45,7 +45,9 @@ class Framework:
     sums_at_scale: int = 1
     """How often all ranks sum something small before the gradients are scaled: whether anybody
     wants the step to be run again (`RerunStateMachine.should_run_forward_backward`), and in our
-    runtime with it the tokens."""
+    runtime with it the tokens, and what norm and overflow are made of."""
+    sums_at_norm: int = 0
+    """How often they do for norm and overflow."""
     broadcasts_tokens: bool = False
     """Whether the tokens do not go with it, but are broadcast along each pipeline and then summed
     over the replicas of each stage (`finalize_model_grads`)."""
@@ -56,6 +58,7 @@ class Framework:
 
 RUNTIME = Framework()
 _STOCK = Framework(
+    sums_at_norm=1,  # and one more for overflows where there is a loss scale
     split_transfers=False,
     gathers_ahead=False,
     broadcasts_tokens=True,

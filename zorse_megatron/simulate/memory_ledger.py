@@ -260,6 +260,8 @@ class _Ledger:
             self._wait_for_sums(position)
         if action.kind in (Kind.SCALE, Kind.OFFLOAD_GRAD):
             self._let_shard_go(position)
+        if action.kind is Kind.SCALE:
+            self._pass_for_norm(position)
         if action.kind is Kind.UNSHARD:
             assert chunk is not None
             exchanged = sizes.exchange_bytes(action.kind, self.rank, chunk)
@@ -274,7 +276,6 @@ class _Ledger:
         elif action.kind is Kind.NORM:
             widened = self.residency.widened_bytes
             self._note(self._reached_s(position), Category.GRADIENTS, widened)
-            self._pass_for_norm(position)
         elif action.kind is Kind.TIE:
             swapped = sum(size for _, size in sizes.tied_swaps.get(self.rank, ()))
             ready_s = self.timeline.ready_s(self.track, position)

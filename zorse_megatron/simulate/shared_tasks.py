@@ -85,8 +85,8 @@ class CollectiveTasks:
     def _works(self, key: CollectiveKey, parts: Sequence[GatherPart]) -> Iterable[TaskWork]:
         (kind, chunk, _, first), costs = key, self.costs
         if chunk is None:
-            alone = {Kind.SCALE: costs.at_scale, Kind.STEP: costs.report}
-            return [alone.get(kind, costs.statistics)()]
+            alone = {Kind.SCALE: costs.at_scale, Kind.NORM: costs.at_norm, Kind.STEP: costs.report}
+            return [alone[kind]()]
         peers = costs.sizes.peers_of(first, chunk)
         if kind is Kind.STEP:
             return [costs.loss(peers)]
@@ -315,7 +315,7 @@ class HostCopyTasks:
         return self.shard_out
 
     def read_for_norm(self, position: int, own: tuple[int, ...]) -> tuple[int, ...]:
-        """Gradients that come from the host for their norm; what NORM waits for then."""
+        """Gradients that come from the host for their norm; what SCALE waits for then."""
         num_bytes, _ = self.residency.for_norm
         if not num_bytes:
             return own

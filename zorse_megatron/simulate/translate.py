@@ -29,8 +29,8 @@ yet, those that its word in `schedule.actions` promises:
   released, or in 16 bits, stops the main stream until the REDUCE_GRAD before it is done, as each of
   them needs memory of its own.
 - TIE, SCALE and NORM run on the main stream, after the rank's collectives and FETCHes. TIE swaps
-  gradients between owners of the same elements, and ends with the rank's last swap. SCALE is sums
-  of one number over all ranks (`Framework`), NORM such a sum.
+  gradients between owners of the same elements, and ends with the rank's last swap. SCALE and NORM
+  are sums of a few numbers over all ranks (`Framework`), or NORM takes no time.
 - Lists are taken from NORM to NORM (`schedule.actions`): first what they have behind it, beside the
   first passes of the next iteration.
 - STEP runs on the main stream. State that stays in the host passes through the GPU piece by piece
@@ -38,7 +38,7 @@ yet, those that its word in `schedule.actions` promises:
   (`ActionCosts.stepped_s`).
 - An OFFLOAD_GRAD stops the main stream until the REDUCE_GRAD before it is done and the shard of the
   OFFLOAD_GRAD before it has left; then the shard is copied on the copy stream to the host, beside
-  all else. SCALE waits for the last one. NORM begins with copies of all of them from the host.
+  all else. SCALE waits for the last one, and begins with copies of all of them from the host.
 - Behind the update the loss is summed over the last group, whose ranks wait for that, and sent to
   the job's last rank, which waits for it; where a `Framework` sums more over all ranks, all wait.
   The sum comes behind the group's UNSHARDs, unless it is hierarchical: these have communicators of
@@ -340,7 +340,7 @@ class RankTranslator:
         own = self.track.own[position] = live([streams.collective, streams.from_host, leaving])
         if action.kind is Kind.TIE:
             return self._tie(position, own)
-        if action.kind is Kind.NORM:
+        if action.kind is Kind.SCALE:
             own = self.copies.read_for_norm(position, own)
         return streams.on_main(*self._join(position, action.kind, None, streams.main, *own))
 

@@ -188,16 +188,6 @@ class ChunkShards:
             buffer.keep_shard()
             buffer.free()
 
-    def scale_gradients(self, factor: torch.Tensor | float) -> None:
-        """Multiply this rank's shard of the gradients."""
-        self.finish_reduction()
-        if self.gradients_in_host.are_waiting:
-            self.gradients_in_host.scale(factor)
-            return
-        for buffer in self.gradients:
-            if buffer.in_shard and buffer.shard is not None:
-                buffer.shard.mul_(factor)
-
     def zero_gradients(self) -> None:
         """Forget all gradients: a new step begins."""
         self.finish_reduction()

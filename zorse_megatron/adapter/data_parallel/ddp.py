@@ -193,13 +193,6 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             return
         self.shards.finish_reduction()
 
-    def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply all gradients, or of a sharded chunk this rank's shard of them."""
-        if self.shards is None:
-            super().scale_gradients(scaling_factor)
-        else:
-            self.shards.scale_gradients(scaling_factor)
-
     def zero_grad_buffer(self) -> None:
         """Prepare the gradients for a new step."""
         if self.shards is None:

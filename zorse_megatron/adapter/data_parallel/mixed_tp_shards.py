@@ -162,11 +162,6 @@ class MixedTpShards(ChunkShards):
             buffer.free()
         self._reduced = True
 
-    def scale_gradients(self, factor: torch.Tensor | float) -> None:
-        """Multiply what this rank owns of the gradients."""
-        for gradient in self.sums.values():
-            gradient.mul_(factor)
-
     def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of what this rank owns of a parameter's gradient."""
         return self.sums[parameter][start:stop]

@@ -26,8 +26,8 @@ from zorse_megatron.adapter.loss import with_token_counts
 from zorse_megatron.adapter.memory import SavedActivations
 from zorse_megatron.adapter.model.experts import ExpertLoads, scale_router_losses
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
-from zorse_megatron.adapter.rerun_votes import RerunVotes
 from zorse_megatron.adapter.samples import by_samples, one_sequence
+from zorse_megatron.adapter.step_sums import RerunVotes, StepSums
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.mailbox import TpRank
 from zorse_megatron.runtime.offload import ActivationOffload, GradientsInHost
@@ -234,7 +234,8 @@ class MegatronChunkRunner:
         self.tied.reduce()
 
     def scale(self) -> None:
-        """Make the gradients those of the mean loss over all tokens of the global batch.
+        """Let all ranks know what makes gradients those of the mean loss over all tokens of the
+        global batch, and their norm; the step multiplies them.
 
         Only ranks of the last chunk have counted tokens, each replica its own on one of its ranks,
         so the sum over the world is the number of tokens of the global batch whatever the split.
@@ -244,13 +245,18 @@ class MegatronChunkRunner:
         models = self.inputs.models.values()
         wait_for_parameters(models)  # without micro-batches, nothing has
         noted = NotedNorms(group for model in models for group in model.bucket_groups)
-        loads = None if self.loads is None else self.loads.take()
-        self.votes.sum_with(self.num_tokens, self.collection.intra_dist_opt, noted, loads)
-        if self.loads is not None and loads is not None:
-            self.loads.give(loads)
+        sums = StepSums()
+        tokens = sums.add(self.num_tokens)
+        self.votes.cast(sums, noted, self.num_tokens.device)
+        gradients = [sums.add(each.factors.read()) for each in self.optimizers]
+        loads = None if self.loads is None else sums.add(self.loads.take())
+        sums.reduce(self.collection.intra_dist_opt)
+        self.num_tokens.copy_(tokens.on_device[0])
         factor = self.loss_divisor / torch.clamp(self.num_tokens, min=1)
-        for model in models:
-            model.scale_gradients(factor)
+        for optimizer, found in zip(self.optimizers, gradients, strict=True):
+            optimizer.factors.know(found, factor)
+        if self.loads is not None and loads is not None:
+            self.loads.give(loads.on_device)
 
     def norm(self) -> None:
         """Stock's optimizer step, in which optimizers only decide (`step_with_ready_grads`)."""

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import optimizer as stock
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
@@ -19,6 +18,10 @@ from zorse_megatron.adapter.checkpoint import saved_optimizer
 from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout, init_momentum
 from zorse_megatron.adapter.compute_dtype import take_exact
 from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps, by_chunk
+from zorse_megatron.adapter.optimizer.gradient_factors import (
+    GradientFactors,
+    refuse_separate_norms,
+)
 from zorse_megatron.adapter.optimizer.host_state import HostState
 from zorse_megatron.adapter.optimizer.muon import (
     MUON,
@@ -27,7 +30,6 @@ from zorse_megatron.adapter.optimizer.muon import (
     refuse_without_package,
     with_adams,
 )
-from zorse_megatron.adapter.optimizer.shard_update import GradientFactors
 from zorse_megatron.adapter.optimizer.streamed_gradients import StreamedGradients
 from zorse_megatron.adapter.patches.rebind import REGISTRY
 from zorse_megatron.runtime.host_link import HostBacked, HostLink
@@ -68,8 +70,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         self.host_state: HostState | None = None
         self.copies_in_step = False
         """Whether the inner step writes 16-bit parameters, too."""
-        self.factors: GradientFactors | StreamedGradients | None = None
-        """What the inner step multiplies gradients by; None: stock has done it before."""
+        self.factors = GradientFactors(self, torch.empty(0, device="cuda").device)
+        """Of the step that is being made."""
         self.muon: MuonSteps | None = None
         """What steps matrices, if not the inner optimizer."""
         self._may_step = False
@@ -109,13 +111,9 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
             mains_in_host=self._state_waits,
         )
 
-    def get_grad_norm(self) -> Any:
-        """The norm over all ranks' shards; every rank must call."""
-        if self.factors is None:
-            self._last_grad_norm = super().get_grad_norm()
-        else:
-            group = self.get_grad_stats_parallel_group()
-            self._last_grad_norm = self.factors.find_norm(group)
+    def get_grad_norm(self) -> float:
+        """The norm over all ranks' shards, which they have told each other before the step."""
+        self._last_grad_norm = self.factors.norm
         return self._last_grad_norm
 
     @torch.no_grad()
@@ -175,8 +173,9 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         """Step in the way of `host_state` from now on; before there is any other state."""
         streamed = None
         if gradients:
+            clip_grad = self.config.clip_grad
             streamed = StreamedGradients(
-                self, link.device, clip_grad=self.config.clip_grad, on_change=on_change
+                self, link.device, clip_grad=clip_grad, on_change=on_change
             )
             self.factors = streamed
             self.config = replace(self.config, clip_grad=0.0)
@@ -184,31 +183,25 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
             self, link, optimizer_state=optimizer_state, gradients=streamed, on_change=on_change
         )
 
-    def update_in_one_pass(self, step: Callable[[], None], factors: GradientFactors) -> None:
+    def update_in_one_pass(self, step: Callable[[], None]) -> None:
         """Step by `step`, which also writes the new parameters of 16 bits (see `shard_update`).
 
-        It multiplies gradients by `factors`, so stock must neither unscale nor clip them.
+        It multiplies gradients by what `factors` says, and clips them.
         """
         self.optimizer.step = step
         self.copies_in_step = True
-        self.factors = factors
         self.config = replace(self.config, clip_grad=0.0)
 
     def _unscale_main_grads_and_check_for_nan(self) -> bool:
-        if self.factors is None:
-            return super()._unscale_main_grads_and_check_for_nan()
-        self.found_inf.copy_(self.factors.find_overflow(self.grad_scaler.inv_scale))
-        group = self.get_grad_stats_parallel_group()
-        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)
-        return self.found_inf.item() > 0
+        return self.factors.has_overflow
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        if self.factors is not None:
-            self.factors.start()
         if isinstance(self.factors, StreamedGradients):
             return
         for chunk, parameter, (start, stop), shard in self.owned_shards:
             shard.grad = chunk.gradient_piece(parameter, start, stop).float()
+        if not self.copies_in_step:
+            self.factors.multiply(shard.grad for *_, shard in self.owned_shards)
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         # What is in `state_dict` has been loaded into the model; values that its type cannot hold
@@ -340,6 +333,8 @@ def build_uneven_optimizer(
             pg_collection=pg_collection,
             dump_param_to_param_group_map=dump_param_to_param_group_map,
         )
+    (one,) = optimizer.chained_optimizers
+    refuse_separate_norms(one)
     if wanted.optimizer == MUON:
         for each in optimizer.chained_optimizers:
             if not each.is_stub_optimizer:

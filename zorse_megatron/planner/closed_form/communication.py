@@ -49,7 +49,7 @@ class CommunicationCosts:
         self._two_levels = TwoLevels(inputs)
         self._nodes: dict[DeviceGroup, tuple[int, ...]] = {}
         world = tuple(range(inputs.world_size))
-        sums = RUNTIME.sums_at_scale + 1 + RUNTIME.sums_after_step
+        sums = RUNTIME.sums_at_scale + RUNTIME.sums_at_norm + RUNTIME.sums_after_step
         self.statistics_s = (
             sums * inputs.comm.all_reduce_s(world, _STATISTIC_BYTES) if len(world) > 1 else 0.0
         )

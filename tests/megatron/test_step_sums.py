@@ -28,7 +28,7 @@ def _decide(with_ours: bool) -> tuple[list[Any], list[int], int]:
     from megatron.core import rerun_state_machine as stock
 
     from zorse_megatron.adapter.patches.rebind import REGISTRY
-    from zorse_megatron.adapter.rerun_votes import RerunVotes
+    from zorse_megatron.adapter.step_sums import RerunVotes
 
     tiny_gpt.start()
     stock.destroy_rerun_state_machine()
@@ -65,8 +65,16 @@ def _sum_of(votes: Any) -> Callable[[torch.Tensor], Any]:
     if votes is None:
         return dist.all_reduce
     from zorse_megatron.adapter.data_parallel.ddp import NotedNorms
+    from zorse_megatron.adapter.step_sums import StepSums
 
-    return lambda tokens: votes.sum_with(tokens, dist.group.WORLD, NotedNorms(()))
+    def summed(tokens: torch.Tensor) -> None:
+        sums = StepSums()
+        part = sums.add(tokens)
+        votes.cast(sums, NotedNorms(()), tokens.device)
+        sums.reduce(dist.group.WORLD)
+        tokens.copy_(part.on_device[0])
+
+    return summed
 
 
 def test_votes_are_summed_with_the_tokens() -> None:
@@ -88,7 +96,7 @@ def _gradients(mode: str) -> list[Any]:
 
     from zorse_megatron.adapter.data_parallel.ddp import NotedNorms
     from zorse_megatron.adapter.patches.rebind import REGISTRY
-    from zorse_megatron.adapter.rerun_votes import RerunVotes
+    from zorse_megatron.adapter.step_sums import RerunVotes, StepSums
 
     tiny_gpt.start()
     rank, found = dist.get_rank(), []
@@ -101,8 +109,9 @@ def _gradients(mode: str) -> list[Any]:
         groups = [SimpleNamespace(noted_norms=[norm]) for norm in norms]
         assert machine.should_run_forward_backward(None)
         with HostWaits() as host, REGISTRY.applied({"rerun_votes": votes.answering}):
-            tokens = torch.tensor(1, dtype=torch.int)
-            votes.sum_with(tokens, dist.group.WORLD, NotedNorms(groups))
+            sums = StepSums()
+            votes.cast(sums, NotedNorms(groups), torch.device("cpu"))
+            sums.reduce(dist.group.WORLD)
             again = machine.should_run_forward_backward(None)
             waits = host.found.total()
             try:
