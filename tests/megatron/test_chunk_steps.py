@@ -75,7 +75,7 @@ def _train(setup: Setup, case: str, by_chunk: bool) -> tuple[list[Any], list[Any
             rank = [dist.get_rank()]
             tiny_gpt.set_gradients(chunk, each, step=step, contributors=rank, scale=scale)
             chunk.finish_grad_sync()
-        _tell(mine, torch.tensor(1 / 8))
+        tiny_gpt.sum_before_step(optimizer, 1 / 8)
         success, norm, _ = optimizer.step()
         said.append((success, None if norm is None else float(norm)))
         if success and not by_chunk:
