@@ -150,6 +150,7 @@ def _compare(run: MeasuredRun, profile: Profile, rate: float | None) -> Comparis
         costs,
         fixed_bytes=(_FIXED_BYTES,) * plan.world_size,
         framework=Framework(
+            sums_at_norm=1,
             state="replicated",
             blocking_transfers=True,
             rebuild_bytes_per_s=rate or activation_bytes / _rebuild_s(spec, size, activation_bytes),
