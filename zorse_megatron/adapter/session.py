@@ -31,12 +31,12 @@ from zorse_megatron.adapter.model.forward_overflow import ForwardOverflow
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.rank_plan import Batch, RankPlan
+from zorse_megatron.adapter.rerun_votes import RerunVotes
 from zorse_megatron.adapter.session_optimizer import (
     build_optimizer,
     parameters_norm,
     tied_embedding,
 )
-from zorse_megatron.adapter.step_sums import RerunVotes
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.watching import RunWatch
 from zorse_megatron.plan.plan import has_equal_tp_shards

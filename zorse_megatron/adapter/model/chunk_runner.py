@@ -26,8 +26,9 @@ from zorse_megatron.adapter.loss import with_token_counts
 from zorse_megatron.adapter.memory import SavedActivations
 from zorse_megatron.adapter.model.experts import ExpertLoads, scale_router_losses
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
+from zorse_megatron.adapter.rerun_votes import RerunVotes
 from zorse_megatron.adapter.samples import by_samples, one_sequence
-from zorse_megatron.adapter.step_sums import RerunVotes, StepSums
+from zorse_megatron.adapter.step_sums import StepSums
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.mailbox import TpRank
 from zorse_megatron.runtime.offload import ActivationOffload, GradientsInHost

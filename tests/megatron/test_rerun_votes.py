@@ -28,7 +28,7 @@ def _decide(with_ours: bool) -> tuple[list[Any], list[int], int]:
     from megatron.core import rerun_state_machine as stock
 
     from zorse_megatron.adapter.patches.rebind import REGISTRY
-    from zorse_megatron.adapter.step_sums import RerunVotes
+    from zorse_megatron.adapter.rerun_votes import RerunVotes
 
     tiny_gpt.start()
     stock.destroy_rerun_state_machine()
@@ -96,7 +96,8 @@ def _gradients(mode: str) -> list[Any]:
 
     from zorse_megatron.adapter.data_parallel.ddp import NotedNorms
     from zorse_megatron.adapter.patches.rebind import REGISTRY
-    from zorse_megatron.adapter.step_sums import RerunVotes, StepSums
+    from zorse_megatron.adapter.rerun_votes import RerunVotes
+    from zorse_megatron.adapter.step_sums import StepSums
 
     tiny_gpt.start()
     rank, found = dist.get_rank(), []
