@@ -25,6 +25,7 @@ from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Group,
+    Halved,
     ModelFingerprint,
     Offload,
     Plan,
@@ -94,7 +95,9 @@ def plans(
     members = _members(draw, max_world, min_groups, min(max_groups, layers), max_ranks_per_replica)
     groups = tuple(
         Group(
-            replicas=_replicas(draw, ranks, batch, with_options),
+            replicas=_replicas(
+                draw, ranks, batch, with_options, halves="breadth_first" not in schedule_names
+            ),
             **_group_options(draw, with_options),
         )
         for ranks in members
@@ -304,7 +307,12 @@ def _members(
 
 
 def _replicas(
-    draw: DrawFn, members: list[tuple[int, ...]], batch: int, with_options: bool
+    draw: DrawFn,
+    members: list[tuple[int, ...]],
+    batch: int,
+    with_options: bool,
+    *,
+    halves: bool,
 ) -> tuple[Replica, ...]:
     """Share the batch out: some replicas may get nothing, the others different sizes and counts."""
     # Idle replicas are drawn apart from the shares so that they stay the exception.
@@ -326,11 +334,39 @@ def _replicas(
                 ranks=ranks,
                 micro_batch_size=size,
                 num_microbatches=samples // size,
+                halved=_halved(draw, samples // size) if halves and size > 1 else None,
                 shard_weight=weight,
                 **_replica_options(draw, with_options),
             )
         )
     return tuple(replicas)
+
+
+def without_halves(plan: Plan) -> Plan:
+    """With all micro-batches whole."""
+    groups = tuple(
+        replace(group, replicas=tuple(replace(each, halved=None) for each in group.replicas))
+        for group in plan.groups
+    )
+    return replace(plan, groups=groups)
+
+
+def sizes_as_they_run(replica: Replica) -> list[int]:
+    """Samples of a replica's micro-batches: the first and last so many in two halves."""
+    size, count, found = replica.micro_batch_size, replica.num_microbatches, []
+    first, last = (replica.halved.first, replica.halved.last) if replica.halved else (0, 0)
+    for at in range(count):
+        is_halved = at < first or count - at <= last
+        found += [size - size // 2, size // 2] if is_halved else [size]
+    return found
+
+
+def _halved(draw: DrawFn, count: int) -> Halved | None:
+    if not draw(_FLAG):
+        return None
+    first = draw(st.integers(0, min(2, count)))
+    last = draw(st.integers(0, min(2, count - first)))
+    return Halved(first=first, last=last, time_of_half=draw(st.sampled_from([0.5, 0.6, 1.0])))
 
 
 @cache

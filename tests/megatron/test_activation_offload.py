@@ -55,7 +55,7 @@ def sized(flags: Sequence[str], **values: object) -> list[str]:
 def in_host_bytes(predicted: SimulationResult, rank: int) -> int:
     """What waits there at most, in blocks that are not rounded up."""
     sizes = predicted.timeline.sizes
-    saved = {chunk: sizes.micro_batch_bytes(rank, chunk).saved for chunk in sizes.chunks(rank)}
+    saved = {chunk: sizes.micro_batch_bytes(rank, chunk, 0).saved for chunk in sizes.chunks(rank)}
     return most_away(predicted.timeline.program.tracks[rank].actions, saved)
 
 

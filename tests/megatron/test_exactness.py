@@ -76,6 +76,7 @@ from tests.megatron.plans import (
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.strategies import trained_plans
 from zorse_megatron.plan.plan import (
+    Halved,
     Plan,
     Schedule,
     TpShards,
@@ -150,6 +151,24 @@ def with_times(plan: Plan) -> Plan:
     return replace(plan, groups=groups, chunks=chunks)
 
 
+def in_halves(plan: Plan) -> Plan:
+    """The first micro-batch of each replica and the last one in two halves, odd sizes too."""
+    groups = tuple(
+        replace(
+            group,
+            replicas=tuple(
+                replace(each, halved=Halved(first=1, last=int(each.num_microbatches > 1)))
+                if each.micro_batch_size > 1
+                else each
+                for each in group.replicas
+            ),
+        )
+        for group in plan.groups
+    )
+    assert any(each.halved for group in groups for each in group.replicas)
+    return replace(plan, groups=groups)
+
+
 SLOW_LINKS = with_times(LAYOUTS["2|1|2"])
 SLOW_AND_APART = in_regions(SLOW_LINKS, "ew", "e", "we")
 SWIGLU = (
@@ -200,6 +219,13 @@ ROWS: dict[str, Row] = {
     # Several chunks: gathered and released, recomputed, offloaded.
     "interleaved by its times, each replica its own": Row(
         plan=with_times(each_its_own(INTERLEAVED))
+    ),
+    "in halves, slow messages, evaluated": Row(plan=in_halves(SLOW_LINKS), flags=EVALUATED),
+    "in halves, interleaved by its times, each replica its own": Row(
+        plan=in_halves(with_times(each_its_own(INTERLEAVED)))
+    ),
+    "in halves, a TP group over three ranks": Row(
+        plan=in_halves(FOUR_GROUPS_OVER_THREE.plan), flags=FOUR_GROUPS_OVER_THREE.flags
     ),
     "in the host, evaluated": Row(plan=in_the_host(BOTH_ENDS), flags=EVALUATED),
     "in the host, layered": Row(plan=in_the_host(LAYERED), flags=CLIPPED, env=PIECES),

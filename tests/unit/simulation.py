@@ -4,6 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from tests.strategies import sizes_as_they_run
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from zorse_megatron.costs.interface import JobCosts
 from zorse_megatron.plan.plan import Plan
@@ -223,7 +224,9 @@ class Reference:
         if action.kind is Kind.STEP:
             return self.compute.step_s(self.kinds[rank], self.sizes.shards[action.chunk][rank])
         chunk = self.plan.chunks[action.chunk]
-        size = self.sizes.micro_batch_size(rank)
+        group, replica = self.plan.replica_of_rank(rank)
+        own = sizes_as_they_run(self.plan.groups[group].replicas[replica])
+        size = own[action.micro_batch]
         layers = chunk.layers[1] - chunk.layers[0]
         weights_s = layers * self.compute.weight_gradients_s(self.kinds[rank], size)
         if action.kind is Kind.WEIGHT_GRADIENT:

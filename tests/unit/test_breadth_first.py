@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.strategies import lowerable_plans, plans
+from tests.strategies import lowerable_plans, plans, without_halves
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.made_plans import dealt_out, even_plan, ministages, with_owners
 from tests.unit.simulation import run
@@ -149,7 +149,7 @@ def expected_gathers(plan: Plan, group: int, *, forward_only: bool) -> Counter[i
 
 @pytest.mark.slow
 @settings(deadline=None)
-@given(plan=plans())
+@given(plan=plans().map(without_halves))
 def test_one_chunk_per_group_does_what_1f1b_does(plan: Plan) -> None:
     resident = Schedule(name="breadth_first", parameters={"parameters": RESIDENT})
     always_unsharded = lower_plan(dataclasses.replace(plan, schedule=resident))

@@ -201,7 +201,7 @@ def test_every_step_leads_to_a_plan_of_the_same_model_gpus_and_batch(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "is_faster"), [(0, True), (3, True), (10, True), (7, False)])
+@pytest.mark.parametrize(("seed", "is_faster"), [(0, True), (10, True), (7, False)])
 def test_climbing_again_is_never_slower_and_finds_the_same_each_time(seed, is_faster):
     inputs, start = a_pipeline(seed)
     once = dataclasses.replace(inputs, space=dataclasses.replace(SPACE, effort="normal"))

@@ -222,11 +222,13 @@ def test_random_plans_agree_with_a_second_implementation(case, forward_only):
 
 
 def of_balanced_work(plan):
-    """The plan, of which no times are known."""
+    """The plan, of which no times are known, without halves."""
     groups = tuple(
         dataclasses.replace(
             group,
-            replicas=tuple(dataclasses.replace(each, compute_s=None) for each in group.replicas),
+            replicas=tuple(
+                dataclasses.replace(each, compute_s=None, halved=None) for each in group.replicas
+            ),
         )
         for group in plan.groups
     )

@@ -413,7 +413,7 @@ def micro_batches_are_no_blocks(case: Case, plan: Plan, name: str) -> Filled:
     if not auxiliary_losses(case.args).get("aux_loss"):
         return
     for number, group in enumerate(plan.groups):
-        sizes = {r.micro_batch_size for r in group.replicas if r.num_microbatches}
+        sizes = {size for replica in group.replicas for size in replica.sizes}
         if size := next((each for each in sorted(sizes) if each % own), None):
             yield {"size": size, "group": number, "own": own}
             return

@@ -91,8 +91,7 @@ def _group_for_batch(group: Group, size: int) -> Group:
             raise
         return _group_for_batch(replace(group, replicas=tuple(map(_halved, group.replicas))), size)
     replicas = tuple(
-        replace(each, num_microbatches=next(counts)) if each.num_microbatches else each
-        for each in group.replicas
+        each.with_count(next(counts)) if each.num_microbatches else each for each in group.replicas
     )
     return replace(group, replicas=replicas)
 
@@ -113,6 +112,7 @@ def _halved(replica: Replica) -> Replica:
         micro_batch_size=size,
         num_microbatches=-(-replica.num_samples // size),
         compute_s=times,
+        halved=None,
     )
 
 

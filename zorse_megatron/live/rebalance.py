@@ -302,7 +302,7 @@ def with_counts(plan: Plan, counts: Counts) -> Plan:
         replace(
             group,
             replicas=tuple(
-                replace(replica, num_microbatches=count)
+                replica.with_count(count)
                 for replica, count in zip(group.replicas, row, strict=True)
             ),
         )

@@ -78,6 +78,23 @@ class Offload:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Halved:
+    """Micro-batches that run in two halves, with which a pipeline fills and drains sooner."""
+
+    first: Count = 0
+    """How many at the start of a step."""
+    last: Count = 0
+    """How many at its end."""
+    time_of_half: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """What a half takes of a whole micro-batch's time. Orders follow it."""
+
+    @property
+    def num_whole(self) -> int:
+        """How many micro-batches are halved."""
+        return self.first + self.last
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Replica:
     """One data-parallel member of a group, and its share of the work and of the state."""
 
@@ -95,6 +112,8 @@ class Replica:
     """Seconds that a micro-batch takes in each chunk of the group, in model order: its forward, its
     backward, and its weight gradients where these are apart. Orders follow them; absent: work is
     taken to be balanced."""
+    halved: Halved | None = None
+    """Micro-batches that run in two halves each; absent: none."""
     max_in_flight: Positive | None = None
     """Most samples times layers between forward and backward; absent: as the schedule has it."""
     max_delayed_wgrad: Count | None = None
@@ -111,6 +130,27 @@ class Replica:
     def num_samples(self) -> int:
         """Samples that the replica runs in one iteration."""
         return self.micro_batch_size * self.num_microbatches
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each micro-batch as it runs, halves apart, in order."""
+        halved = self.halved or Halved()
+        halves = (-(-self.micro_batch_size // 2), self.micro_batch_size // 2)
+        whole = (self.num_microbatches - halved.num_whole) * (self.micro_batch_size,)
+        return (*halved.first * halves, *whole, *halved.last * halves)
+
+    @property
+    def num_times(self) -> float:
+        """For how many whole micro-batches' time the replica computes in one iteration."""
+        halved = self.halved or Halved()
+        return self.num_microbatches + halved.num_whole * (2 * halved.time_of_half - 1)
+
+    def with_count(self, num_microbatches: int) -> "Replica":
+        """It with so many micro-batches, of which as many are halved if there are so many."""
+        fits = self.halved is None or self.halved.num_whole <= num_microbatches
+        return dataclasses.replace(
+            self, num_microbatches=num_microbatches, halved=self.halved if fits else None
+        )
 
     @property
     def uneven_tp_shards(self) -> TpShards | None:

@@ -42,6 +42,7 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         _chunk_groups,
         _transfers,
         _batch,
+        _halves,
         _shard_weights,
         tp_shards_problems,
         _recomputed_layers,
@@ -189,6 +190,22 @@ def _batch(plan: Plan) -> Iterator[Problem]:
 def _replica_sum(index: int, replica: Replica) -> str:
     size, count = replica.micro_batch_size, replica.num_microbatches
     return f"replicas[{index}] {size} x {count} = {replica.num_samples}"
+
+
+def _halves(plan: Plan) -> Iterator[Problem]:
+    """Only whole micro-batches of two samples or more can be run in halves, each once."""
+    for number, group in enumerate(plan.groups):
+        for index, replica in enumerate(group.replicas):
+            if replica.halved is None:
+                continue
+            size, count = replica.micro_batch_size, replica.num_microbatches
+            if replica.halved.num_whole > count or size < 2:
+                yield Problem(
+                    where=f"groups[{number}].replicas[{index}].halved",
+                    found=f"{replica.halved.num_whole} in halves, of {count} x {size}",
+                    expected="at most all of them, with 2 samples or more",
+                    remedy="Remove halved, or give smaller numbers.",
+                )
 
 
 def _shard_weights(plan: Plan) -> Iterator[Problem]:

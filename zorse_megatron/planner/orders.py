@@ -201,8 +201,7 @@ def busy_by_group_s(plan: Plan) -> dict[int, float]:
     """Group -> how long its replica computes that computes longest. `plan`: `with_times`."""
     return {
         number: max(
-            replica.num_microbatches * sum(map(sum, replica.compute_s or ()))
-            for replica in group.replicas
+            replica.num_times * sum(map(sum, replica.compute_s or ())) for replica in group.replicas
         )
         for number, group in enumerate(plan.groups)
     }

@@ -63,6 +63,7 @@ class Durations:
     def __init__(self, plan: Plan) -> None:
         is_known = any(each.compute_s for group in plan.groups for each in group.replicas)
         self._chunks = _known(plan) if is_known else _balanced(plan)
+        self._replicas = [plan.groups[chunk.group].replicas for chunk in plan.chunks]
         self._messages = [
             (round(NS_PER_S * each.latency_s), NS_PER_S * each.s_per_sample)
             if is_known and each is not None
@@ -71,8 +72,19 @@ class Durations:
         ]
 
     def of(self, kind: Kind, chunk: int, replica: int) -> int:
-        """A forward, a backward or weight gradients of one micro-batch."""
+        """A forward, a backward or weight gradients of one micro-batch that is not halved."""
         return self._chunks[chunk][replica][_COLUMNS[kind]]
+
+    def of_each(self, kind: Kind, chunk: int, replica: int) -> Sequence[int]:
+        """Those of each micro-batch as it runs; a half takes its part."""
+        whole, own = self.of(kind, chunk, replica), self._replicas[chunk][replica]
+        if own.halved is None:
+            return [whole] * own.num_microbatches
+        of_sample = 2 * whole * own.halved.time_of_half / own.micro_batch_size
+        return [
+            whole if size == own.micro_batch_size else max(1, round(of_sample * size))
+            for size in own.sizes
+        ]
 
     def of_message(self, chunk: int, samples: int) -> int:
         """From `chunk` to the next one, or back."""

@@ -143,6 +143,14 @@ def _not_lowered(plan: Plan) -> Iterator[Problem]:
                 remedy="Use the schedule interleaved or breadth_first, or give the group one "
                 "range of layers.",
             )
+        halved = [index for index, each in enumerate(plan.groups[number].replicas) if each.halved]
+        if plan.schedule.name == "breadth_first" and halved:
+            yield Problem(
+                where=f"groups[{number}].replicas[{halved[0]}].halved",
+                found="halves of micro-batches under breadth_first",
+                expected="them under interleaved or 1f1b, where pipelines fill and drain once",
+                remedy="Remove halved.",
+            )
         yield from (each for each in of_tp_groups if each.where.startswith(f"groups[{number}]."))
     yield from _not_released(plan)
 

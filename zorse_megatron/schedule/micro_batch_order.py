@@ -43,7 +43,8 @@ class Line:
     kind: Kind
     is_forward: bool
     chunk: int
-    duration: int
+    durations: Sequence[int]
+    """Of each micro-batch."""
     weight: int = 1
     """What a micro-batch counts in flight."""
     started: int = 0
@@ -131,7 +132,7 @@ class ReplicaProgress:
         """How long it computes in all."""
         lines = [line for lines in self.passes for line in lines]
         weights = [line.weights for line in lines if line.weights is not None]
-        return len(self.queue) * sum(line.duration for line in (*lines, *weights))
+        return sum(sum(line.durations) for line in (*lines, *weights))
 
     def choose(self, now: int, *, strict: bool) -> Computation | None:
         """What it starts now, if anything: weight gradients where it would idle.
@@ -174,9 +175,9 @@ class ReplicaProgress:
 
     def start(self, work: Computation, now: int) -> None:
         """Note that it was started."""
-        line, _ = work
+        line, at = work
         self.busy_with, self.forced = work, None
-        self.ends = now + line.duration
+        self.ends = now + line.durations[at]
         if self.first_start is None:
             self.first_start = now
         if line.kind is Kind.WEIGHT_GRADIENT:
@@ -263,10 +264,11 @@ class Pipeline:
             kind=kind,
             is_forward=kind is Kind.FORWARD,
             chunk=chunk,
-            duration=self.durations.of(kind, chunk, index),
+            durations=self.durations.of_each(kind, chunk, index),
         )
         if self.policy.counts_layers:
-            line.weight = plan.chunks[chunk].num_layers * replica.queue[0].size
+            size = plan.groups[replica.key[0]].replicas[index].micro_batch_size
+            line.weight = plan.chunks[chunk].num_layers * size
         if kind is not Kind.WEIGHT_GRADIENT:
             line.awaits(self._inputs(chunk, forward=line.is_forward))
             self.lines.setdefault((chunk, line.is_forward), {})[index] = line
@@ -297,7 +299,7 @@ class Pipeline:
         for now, (line, at) in self.starts():
             yield Event(
                 time=now,
-                end=now + line.duration,
+                end=now + line.durations[at],
                 chunk=line.chunk,
                 kind=line.kind,
                 micro_batch=line.replica.queue[at],
@@ -428,9 +430,9 @@ def _takes_longer(pipeline: Pipeline, limit_s: float) -> bool:
     so long that what it has left does not fit."""
     limit = (1 + 1e-12) * NS_PER_S * limit_s + 1  # rounding must not make it shorter
     left = [replica.work for replica in pipeline.in_turn]
-    for _, (line, _) in pipeline.starts():
+    for _, (line, at) in pipeline.starts():
         replica = line.replica
-        left[replica.number] -= line.duration
+        left[replica.number] -= line.durations[at]
         if replica.ends + left[replica.number] > limit:
             return True
     return False

@@ -164,7 +164,7 @@ def _is_megatrons(plan: Plan) -> bool:
     stages = len(plan.groups)
     order = [chunk.group for chunk in plan.chunks]
     works = {
-        (len(group.replicas), replica.micro_batch_size, replica.num_microbatches)
+        (len(group.replicas), replica.micro_batch_size, replica.num_microbatches, replica.halved)
         for group in plan.groups
         for replica in group.replicas
     }
@@ -173,6 +173,7 @@ def _is_megatrons(plan: Plan) -> bool:
         len(works) == 1
         and order == turns
         and plan.groups[0].replicas[0].num_microbatches % stages == 0
+        and plan.groups[0].replicas[0].halved is None
     )
 
 

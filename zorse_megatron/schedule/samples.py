@@ -163,24 +163,24 @@ def micro_batches(group: Group, lanes: Lanes | None = None) -> tuple[MicroBatch,
 
     `lanes`: of a plan with several regions.
     """
-    # At (2 * index + 1) / (2 * num_microbatches) of the step, in integers.
-    whole = math.lcm(*(replica.num_microbatches or 1 for replica in group.replicas))
+    # At the middle of its samples among the replica's, in integers.
+    whole = math.lcm(*(replica.num_samples or 1 for replica in group.replicas))
     finish_order = sorted(
-        ((2 * index + 1) * (whole // replica.num_microbatches), number, index)
+        ((2 * before + size) * (whole // replica.num_samples), number, index, size)
         for number, replica in enumerate(group.replicas)
-        for index in range(replica.num_microbatches)
+        for index, (before, size) in enumerate(
+            zip(accumulate(replica.sizes, initial=0), replica.sizes, strict=False)
+        )
     )
-    sizes = [group.replicas[number].micro_batch_size for _, number, _ in finish_order]
+    sizes = [size for *_, size in finish_order]
     turns = list(accumulate(sizes, initial=0))
     starts: Sequence[int] = turns
     if lanes is not None:
-        regions = [group.replicas[number].region for _, number, _ in finish_order]
+        regions = [group.replicas[number].region for _, number, *_ in finish_order]
         starts = lanes.starts([Slot(size=s, region=r) for s, r in zip(sizes, regions, strict=True)])
     return tuple(
         MicroBatch(replica=number, index=index, start=start, stop=start + size, turn=turn)
-        for (_, number, index), start, size, turn in zip(
-            finish_order, starts, sizes, turns, strict=False
-        )
+        for (_, number, index, size), start, turn in zip(finish_order, starts, turns, strict=False)
     )
 
 
@@ -292,7 +292,9 @@ class _Layouts:
 
     def of(self, group: Group, lanes: Lanes | None) -> _Layout:
         """The group's layout."""
-        work = [(r.micro_batch_size, r.num_microbatches, r.region) for r in group.replicas]
+        work = [
+            (r.micro_batch_size, r.num_microbatches, r.halved, r.region) for r in group.replicas
+        ]
         key = tuple(work), lanes
         found = self._layouts.get(key)
         if found is None:

@@ -277,39 +277,41 @@ class ActionCosts(CollectiveCosts):
         if sizes.tp_costs is not None:
             self._inside = TpCollectives(tp_costs=sizes.tp_costs, comm=loads.comm)
         self._phases: dict[tuple[str, int, TpShard, int, int], tuple[PassTimes, ...]] = {}
-        self._together: dict[tuple[tuple[int, ...], int, bool], PassTimes] = {}
+        self._together: dict[tuple[tuple[int, ...], int, int, bool], PassTimes] = {}
 
     def _compute_in(self, dtype: ComputeDtype | None) -> ComputeCost:
         costs = self.sizes.costs
         own = costs.by_dtype.get(dtype) if dtype else None
         return costs.compute if own is None else own.compute
 
-    def phases(self, rank: int, chunk: int) -> tuple[PassTimes, ...]:
-        """One micro-batch of the rank through the chunk: layers, embedding, head, recompute.
+    def phases(self, rank: int, chunk: int, size: int) -> tuple[PassTimes, ...]:
+        """`size` samples of the rank through the chunk: layers, embedding, head, recompute.
 
         Of a rank of a TP group: what lies between the TP group's collectives, alike ones together;
         without the collectives where these were not measured with it.
         """
-        kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
+        kind = self.kinds[rank]
         key = kind, size, self.sizes.part(rank), chunk, self.sizes.recompute_numbers[rank]
         if key not in self._phases:
             own = self._tp_compute(rank, chunk)
             if own is None:
-                self._phases[key] = (self._pass_times(rank, chunk),)
+                self._phases[key] = (self._pass_times(rank, chunk, size),)
             else:
-                self._phases[key] = self._tp_phases(own, rank, chunk)
+                self._phases[key] = self._tp_phases(own, rank, chunk, size)
         return self._phases[key]
 
-    def seconds(self, rank: int, chunk: int, kind: Kind, *, splits: bool) -> Sequence[float]:
+    def seconds(
+        self, rank: int, chunk: int, kind: Kind, size: int, *, splits: bool
+    ) -> Sequence[float]:
         """The phases of a forward, a backward, or a weight gradient, which has one.
 
-        `splits`: whether backwards leave weight gradients out; then both take as long as one whole
-        backward, of which each phase gives what it has of the layers' time.
+        `size`: samples; `splits`: whether backwards leave weight gradients out; then both take as
+        long as one whole backward, of which each phase gives what it has of the layers' time.
         """
-        phases = self.phases(rank, chunk)
+        phases = self.phases(rank, chunk, size)
         if kind is Kind.FORWARD:
             return [float(each.forward_s) for each in phases]
-        weights_s = self._weight_gradients_s(rank, chunk) if splits else 0.0
+        weights_s = self._weight_gradients_s(rank, chunk, size) if splits else 0.0
         if kind is Kind.WEIGHT_GRADIENT:
             return [weights_s]
         backward_s = [float(each.backward_s) for each in phases]
@@ -317,12 +319,12 @@ class ActionCosts(CollectiveCosts):
         share = weights_s / sum(of_layers) if weights_s else 0.0
         return [(1 - share) * each for each in of_layers] + backward_s[2:]
 
-    def forward_part_s(self, rank: int, chunk: int, part: GatherPart) -> Sequence[float]:
+    def forward_part_s(self, rank: int, chunk: int, size: int, part: GatherPart) -> Sequence[float]:
         """What one of `gather_parts` has of each phase of a forward."""
-        phases_s = self.seconds(rank, chunk, Kind.FORWARD, splits=False)
+        phases_s = self.seconds(rank, chunk, Kind.FORWARD, size, splits=False)
         own = self._tp_compute(rank, chunk)
         compute = own or self.computes[self.sizes.plan.chunks[chunk].group]
-        kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
+        kind = self.kinds[rank]
         ends: list[tuple[bool, float]] = []
         if chunk == 0:
             ends.append((part.embedding, compute.embedding(kind, size).forward_s))
@@ -334,20 +336,22 @@ class ActionCosts(CollectiveCosts):
         layers_s = phases_s[0] - sum(end_s for _, end_s in ends)
         return [part.layers * layers_s + sum(ends_s)]
 
-    def _weight_gradients_s(self, rank: int, chunk: int) -> float:
+    def _weight_gradients_s(self, rank: int, chunk: int, size: int) -> float:
         compute = self._tp_compute(rank, chunk)
         own = compute or self.computes[self.sizes.plan.chunks[chunk].group]
-        of_layer = own.weight_gradients_s(self.kinds[rank], self.sizes.micro_batch_size(rank))
+        of_layer = own.weight_gradients_s(self.kinds[rank], size)
         return self.sizes.num_layers(chunk) * of_layer
 
-    def tp_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
-        """What a TP group communicates inside a computation of the chunk.
+    def tp_collectives(
+        self, ranks: tuple[int, ...], chunk: int, size: int, *, gathers: bool
+    ) -> PassTimes:
+        """What a TP group communicates inside a computation of `size` samples of the chunk.
 
         `gathers`: whether its input arrives from another group, in parts.
         """
-        key = ranks, chunk, gathers
+        key = ranks, chunk, size, gathers
         if key not in self._together:
-            self._together[key] = self._tp_collectives(ranks, chunk, gathers=gathers)
+            self._together[key] = self._tp_collectives(ranks, chunk, size, gathers=gathers)
         return self._together[key]
 
     def step_s(self, rank: int) -> float:
@@ -390,9 +394,11 @@ class ActionCosts(CollectiveCosts):
         """Bytes between the GPU and host memory, in one direction."""
         return num_bytes / self.loads.comm.host_link_bytes_per_s(rank)
 
-    def _tp_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
+    def _tp_collectives(
+        self, ranks: tuple[int, ...], chunk: int, size: int, *, gathers: bool
+    ) -> PassTimes:
         assert self._inside is not None
-        sizes, inside, size = self.sizes, self._inside, self.sizes.micro_batch_size(ranks[0])
+        sizes, inside = self.sizes, self._inside
         num_bytes, tokens = sizes.boundary_bytes(size, chunk), size * sizes.costs.sequence_length
 
         def of(section: ModelSection) -> PassTimes:
@@ -429,9 +435,11 @@ class ActionCosts(CollectiveCosts):
             return None
         return tp_costs.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
 
-    def _tp_phases(self, compute: TpComputeCost, rank: int, chunk: int) -> tuple[PassTimes, ...]:
+    def _tp_phases(
+        self, compute: TpComputeCost, rank: int, chunk: int, size: int
+    ) -> tuple[PassTimes, ...]:
         """Attentions, MLPs, and embedding and head."""
-        kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
+        kind = self.kinds[rank]
         layers, layer = self.sizes.num_layers(chunk), compute.layer_in_two(kind, size)
         mode, recomputed = self.sizes.recompute(rank, chunk)
         again_s = recomputed * compute.recompute_s(kind, size, mode) if recomputed else 0.0
@@ -450,10 +458,10 @@ class ActionCosts(CollectiveCosts):
         )
         return (*halves, *ends)
 
-    def _pass_times(self, rank: int, chunk: int) -> PassTimes:
+    def _pass_times(self, rank: int, chunk: int, size: int) -> PassTimes:
         """Of a rank that is a TP group of its own."""
         compute = self.computes[self.sizes.plan.chunks[chunk].group]
-        kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
+        kind = self.kinds[rank]
         layers, layer = self.sizes.num_layers(chunk), compute.layer(kind, size)
         mode, recomputed = self.sizes.recompute(rank, chunk)
         again_s = recomputed * compute.recompute_s(kind, size, mode) if recomputed else 0

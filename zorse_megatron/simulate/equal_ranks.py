@@ -210,10 +210,12 @@ def find_equal_ranks(sizes: RankSizes, fixed_bytes: Sequence[int]) -> EqualRanks
 
 
 def _may_be_merged(sizes: RankSizes) -> bool:
-    """Whether copies swap nothing, and replicas of each group have the same work."""
+    """Whether copies swap nothing, and replicas of each group have the same work, in the same order
+    (which halves of micro-batches change)."""
     plan = sizes.plan
     swaps = sizes.tied and plan.chunks[0].group != plan.chunks[-1].group
-    if swaps or sizes.tp_costs is not None or Lanes.of(plan) is not None:
+    halves = any(each.halved for group in plan.groups for each in group.replicas)
+    if swaps or halves or sizes.tp_costs is not None or Lanes.of(plan) is not None:
         return False
     offloads = ranks_that_offload_parameters(plan), ranks_that_offload_gradients(plan)
     return all(_is_even(group, offloads) for group in plan.groups)

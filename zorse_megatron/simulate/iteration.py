@@ -113,12 +113,14 @@ def micro_batch_times(plan: Plan, costs: JobCosts) -> tuple[float, ...]:
 def _chunk_s(
     costs: ActionCosts, ranks: tuple[int, ...], chunk: int, splits: bool
 ) -> tuple[float, float, float]:
+    size = costs.sizes.micro_batch_size(ranks[0])
+
     def seconds(kind: Kind) -> float:
-        phases = [costs.seconds(rank, chunk, kind, splits=splits) for rank in ranks]
+        phases = [costs.seconds(rank, chunk, kind, size, splits=splits) for rank in ranks]
         return sum(map(max, zip(*phases, strict=True)))
 
     forward_s, backward_s = seconds(Kind.FORWARD), seconds(Kind.BACKWARD)
     if len(ranks) > 1:
-        inside = costs.tp_collectives(ranks, chunk, gathers=False)
+        inside = costs.tp_collectives(ranks, chunk, size, gathers=False)
         forward_s, backward_s = forward_s + inside.forward_s, backward_s + inside.backward_s
     return forward_s, backward_s, seconds(Kind.WEIGHT_GRADIENT) if splits else 0.0

@@ -67,8 +67,6 @@ class _Ledger:
         self.rank = rank
         self.track = timeline.program.tracks[rank]
         self.residency = self.track.residency
-        self.samples = sizes.micro_batch_size(rank)
-        self.bytes = {chunk: sizes.micro_batch_bytes(rank, chunk) for chunk in sizes.chunks(rank)}
         self.changes: list[Change] = []
         self.received: dict[Part, list[int]] = {}
         """Bytes of each piece that a computation consumes."""
@@ -144,7 +142,7 @@ class _Ledger:
     def _of(self, action: Action) -> MicroBatchBytes:
         """What there is of a computation's micro-batch."""
         assert action.chunk is not None
-        return self.bytes[action.chunk]
+        return self._bytes(action.chunk, action.micro_batch)
 
     def _reached_s(self, position: int) -> float:
         """As `Timeline.reached_s`."""
@@ -187,10 +185,16 @@ class _Ledger:
         for left_s, num_bytes in self.leaving.pop(position):
             self._note(max(reached_s, left_s), Category.BUFFERS, -num_bytes)
 
+    def _bytes(self, chunk: int, micro_batch: int | None) -> MicroBatchBytes:
+        assert micro_batch is not None
+        return self.sizes.micro_batch_bytes(self.rank, chunk, micro_batch)
+
     def _is_view(self, action: Action) -> bool:
         """Whether it is consecutive positions of all samples, which needs no copy."""
         assert action.samples is not None and action.chunk is not None
-        all_samples = action.samples[1] - action.samples[0] == self.samples
+        assert action.micro_batch is not None
+        own = self.sizes.size_of(self.rank, action.micro_batch)
+        all_samples = action.samples[1] - action.samples[0] == own
         same_type = self.sizes.boundary_bytes(1, action.chunk) == min(
             self.sizes.boundary_bytes(1, each) for each in (action.chunk, action.other_chunk)
         )
@@ -198,7 +202,7 @@ class _Ledger:
 
     def _forward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
-        chunk, of_chunk = action.chunk, self.bytes[action.chunk]
+        chunk, of_chunk = action.chunk, self._bytes(action.chunk, action.micro_batch)
         start_s, _ = self._run(position)
         key = Kind.RECV_F, chunk, action.micro_batch
         self._note(start_s, Category.BUFFERS, -self._take(key, start_s))
@@ -214,7 +218,7 @@ class _Ledger:
 
     def _backward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
-        chunk, of_chunk = action.chunk, self.bytes[action.chunk]
+        chunk, of_chunk = action.chunk, self._bytes(action.chunk, action.micro_batch)
         start_s, end_s = self._run(position)
         received = self._take((Kind.RECV_B, chunk, action.micro_batch), start_s)
         if chunk in self.resharded and chunk not in self.with_gradients:
@@ -241,7 +245,7 @@ class _Ledger:
         pieces = self.received.pop(key, [])
         if not pieces:
             return 0
-        whole = self.bytes[key[1]].held
+        whole = self._bytes(*key[1:]).held
         if pieces != [whole]:
             self._note(start_s, Category.BUFFERS, whole)
             self._note(start_s, Category.BUFFERS, -sum(pieces))
@@ -249,7 +253,7 @@ class _Ledger:
 
     def _hand_over(self, time_s: float, key: Part) -> None:
         """Keep what a computation makes for the neighbouring chunk, as if it were received."""
-        num_bytes = self.bytes[key[1]].held
+        num_bytes = self._bytes(*key[1:]).held
         self.received[key] = [num_bytes]
         self._note(time_s, Category.BUFFERS, num_bytes)
 

@@ -319,8 +319,13 @@ class RankSizes:
         return self.is_last(action.chunk) or self.is_local(action.chunk)
 
     def micro_batch_size(self, rank: int) -> int:
-        """Samples of each of the rank's micro-batches."""
+        """Samples of the rank's micro-batches, as long as they are not halved."""
         return self.replica(rank).micro_batch_size
+
+    def size_of(self, rank: int, micro_batch: int) -> int:
+        """Samples of one of them, by its number: of halves, less."""
+        own = self.replica(rank)
+        return own.micro_batch_size if own.halved is None else own.sizes[micro_batch]
 
     def recompute(self, rank: int, chunk: int) -> tuple[RecomputeMode, int]:
         """How a rank recomputes the chunk's layers, and how many of them.
@@ -417,9 +422,9 @@ class RankSizes:
         """Whether a reduction needs memory of its own, in a chunk that stays unsharded."""
         return self.reduces_in_low_precision(chunk) or self.is_hierarchical(chunk)
 
-    def micro_batch_bytes(self, rank: int, chunk: int) -> MicroBatchBytes:
-        """What the rank has of one of its micro-batches in the chunk, asked for once."""
-        size, kind = self.micro_batch_size(rank), self.costs.kinds[rank]
+    def micro_batch_bytes(self, rank: int, chunk: int, micro_batch: int) -> MicroBatchBytes:
+        """What the rank has of one of its micro-batches in the chunk, by its number."""
+        size, kind = self.size_of(rank, micro_batch), self.costs.kinds[rank]
         key = chunk, self.part(rank), size, kind, self.recompute_numbers[rank]
         if key not in self._of_micro_batch:
             self._of_micro_batch[key] = self._micro_batch_bytes(rank, chunk, size, kind)

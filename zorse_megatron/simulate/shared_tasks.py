@@ -333,14 +333,18 @@ class HostCopyTasks:
         if (action.chunk, action.micro_batch) not in self.offloaded:
             return
         self.last_sent = position
-        saved_bytes = self.sizes.micro_batch_bytes(self.rank, action.chunk).saved
-        seconds_s = self.costs.copy_s(self.rank, saved_bytes)
+        seconds_s = self.costs.copy_s(self.rank, self._saved_bytes(action))
         owner = self.rank, position
         streams.to_host = self.last_out = self.graph.add(
             owner, Role.COPY, seconds_s, streams.main, streams.to_host
         )
         self.track.copies[position] = streams.to_host
         self.away[action.chunk, action.micro_batch] = streams.to_host
+
+    def _saved_bytes(self, action: Action) -> int:
+        """What the micro-batch's forward keeps."""
+        assert action.chunk is not None and action.micro_batch is not None
+        return self.sizes.micro_batch_bytes(self.rank, action.chunk, action.micro_batch).saved
 
     def bring_back(self, position: int) -> None:
         """As a computation begins: what the next one needs comes back, if that is a backward."""
@@ -352,8 +356,7 @@ class HostCopyTasks:
             return
         assert action.chunk is not None
         streams, out = self.streams, self.away[key]
-        saved_bytes = self.sizes.micro_batch_bytes(self.rank, action.chunk).saved
-        seconds_s = self.costs.copy_s(self.rank, saved_bytes)
+        seconds_s = self.costs.copy_s(self.rank, self._saved_bytes(action))
         streams.from_host = self.coming[key] = self.graph.add(
             (self.rank, at), Role.COPY, seconds_s, streams.main, streams.from_host, out
         )

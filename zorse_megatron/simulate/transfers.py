@@ -144,14 +144,14 @@ class MatchedTransfers:
 
         Of a TP group, every rank its slice.
         """
-        slices = {
-            rank: Fraction(self.sizes.micro_batch_size(rank), len(self.sizes.replica(rank).ranks))
-            for rank in tracks
-        }
         for consumer, (_, position) in self.consumers.items():
             rank = consumer[0]
             action = tracks[rank].actions[position]
-            wanted = 0 if self.sizes.has_own_input(action) else slices[rank]
+            wanted: Samples = 0
+            if not self.sizes.has_own_input(action):
+                assert action.micro_batch is not None
+                size = self.sizes.size_of(rank, action.micro_batch)
+                wanted = Fraction(size, len(self.sizes.replica(rank).ranks))
             if received.get(consumer, 0) != wanted:
                 raise SimulationError(
                     f"rank {rank} receives {received.get(consumer, 0)} samples for {action}; "

@@ -414,8 +414,8 @@ class PassTasks:
         self.tp_tasks = tp_tasks
         self.pace = pace
         self.set = costs.sizes.replica(self.rank).ranks
-        self.times_s: dict[tuple[int, Kind, GatherPart], Sequence[float]] = {}
-        """(chunk, kind, part of it) -> what its phases take, without a perturbation."""
+        self.times_s: dict[tuple[int, Kind, int, GatherPart], Sequence[float]] = {}
+        """(chunk, kind, samples, part of it) -> what its phases take, without a perturbation."""
         actions = self.track.actions
         self.split = {each.chunk for each in actions if each.kind is Kind.WEIGHT_GRADIENT}
         """Chunks whose weight gradients are computed apart."""
@@ -445,16 +445,22 @@ class PassTasks:
 
     def _phases_s(self, action: Action, part: GatherPart) -> Sequence[float]:
         """See `ActionCosts.seconds` and `forward_part_s`."""
-        chunk, kind = action.chunk, action.kind
+        chunk, kind, size = action.chunk, action.kind, self._size(action)
         assert chunk is not None
-        found = self.times_s.get((chunk, kind, part))
+        found = self.times_s.get((chunk, kind, size, part))
         if found is None:
             if part is EVERYTHING:
-                found = self.costs.seconds(self.rank, chunk, kind, splits=chunk in self.split)
+                splits = chunk in self.split
+                found = self.costs.seconds(self.rank, chunk, kind, size, splits=splits)
             else:
-                found = self.costs.forward_part_s(self.rank, chunk, part)
-            self.times_s[chunk, kind, part] = found
+                found = self.costs.forward_part_s(self.rank, chunk, size, part)
+            self.times_s[chunk, kind, size, part] = found
         return found
+
+    def _size(self, action: Action) -> int:
+        """Samples of the micro-batch."""
+        assert action.micro_batch is not None
+        return self.costs.sizes.size_of(self.rank, action.micro_batch)
 
     def _inside_s(self, action: Action) -> float:
         """What the TP group communicates in a computation; gathers for weight gradients overlap."""
@@ -462,5 +468,7 @@ class PassTasks:
             return 0.0
         assert action.chunk is not None
         gathers = not self.costs.sizes.has_own_input(action)
-        inside = self.costs.tp_collectives(self.set, action.chunk, gathers=gathers)
+        inside = self.costs.tp_collectives(
+            self.set, action.chunk, self._size(action), gathers=gathers
+        )
         return float(inside.forward_s if action.kind is Kind.FORWARD else inside.backward_s)

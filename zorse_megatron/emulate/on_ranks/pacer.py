@@ -11,6 +11,7 @@ a rank waits there for the slowest of its TP group.
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -73,8 +74,8 @@ class Pacer:
         self._factor = self._slowed(self._iteration)
         self._splits = False
         """Whether gradients of weights are computed apart from backwards."""
-        self._size = 0
-        """Samples of the last backward of a layer."""
+        self._left: dict[Any, deque[int]] = {}
+        """Layer -> samples of its backwards whose weight gradients are to be computed."""
         self._stepped: Any = None
         self._num_stepped = 0
         """Elements, or chunks, of an update that is made in parts."""
@@ -93,9 +94,10 @@ class Pacer:
                 self._watch_layer_of_tp_group(layer, how)
             else:
                 layer.register_forward_hook(partial(self._layer, how))
-        for weight in chunk.delayed_weights:
+        for layer, weight in zip(chunk.layers, chunk.delayed_weights, strict=False):
             self._splits = True
-            weight.register_hook(self._weight_gradients)
+            self._left[layer] = left = deque[int]()
+            weight.register_hook(partial(self._weight_gradients, left))
         if chunk.embedding is not None:
             self._watch_embedding(chunk.embedding)
         if chunk.output_layer is not None:
@@ -186,24 +188,28 @@ class Pacer:
         if how == "selective":
             backward_s += self.compute.recompute_s(self.kind, size, how)
         # Of a layer that is recomputed, one of its two outputs gets a gradient.
-        on_backward(hidden, lambda: self._backward(backward_s, partial(self._drop, size, how)))
+        on_backward(
+            hidden, lambda: self._backward(backward_s, partial(self._drop, layer, size, how))
+        )
 
     def _apart_s(self, size: int) -> float:
         """What a layer's backward leaves to its weight gradients."""
         return self.compute.weight_gradients_s(self.kind, size) if self._splits else 0.0
 
-    def _drop(self, size: int, how: RecomputeMode) -> None:
+    def _drop(self, layer: Any, size: int, how: RecomputeMode) -> None:
         """A layer's activations go; what its weight gradients are made of stays."""
         self.cap.drop_layer(size, how)
         if self._splits:
-            self._size = size
+            if layer in self._left:
+                self._left[layer].append(size)
             self.cap.keep(self.cap.memory.delayed_bytes(size))
 
-    def _weight_gradients(self, gradient: torch.Tensor | None) -> None:
-        """Those of one layer: they are there all at once."""
+    def _weight_gradients(self, left: deque[int], gradient: torch.Tensor | None) -> None:
+        """Those of one layer: they are there all at once, in the order of its backwards."""
         if gradient is not None:
-            self._take("W", self._apart_s(self._size))
-            self.cap.drop(self.cap.memory.delayed_bytes(self._size))
+            size = left.popleft()
+            self._take("W", self._apart_s(size))
+            self.cap.drop(self.cap.memory.delayed_bytes(size))
 
     def _entering(self, section: ModelSection) -> Callable[..., None]:
         """What notes which section of the model the rank computes."""
@@ -251,7 +257,7 @@ class Pacer:
 
         def begin() -> None:
             enter()
-            self._backward(backward_s, partial(self._drop, size, how))
+            self._backward(backward_s, partial(self._drop, layer, size, how))
 
         on_backward(hidden, begin)
 

@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import Any
 
 from zorse_megatron.plan.memory_settings import settings_in
-from zorse_megatron.plan.plan import Group, Offload, Plan, Recompute, Replica
+from zorse_megatron.plan.plan import Group, Halved, Offload, Plan, Recompute, Replica
 from zorse_megatron.planner.build_plan import with_regions
 from zorse_megatron.planner.closed_form.device_groups import ReplicaClass, ReplicaShare, best_split
 from zorse_megatron.planner.evaluate import Evaluator
@@ -48,6 +48,7 @@ class PlanMoves:
         yield from self._split(plan, members, orders)
         yield from self._moved(plan, members, orders)
         yield from self._all_groups(plan, members, orders)
+        yield from self._halved(plan, members, orders)
         for number, group in enumerate(members):
             for other in (*self._sizes(group), *self._settings(group)):
                 found = self._with(plan, [*members[:number], other, *members[number + 1 :]])
@@ -66,6 +67,39 @@ class PlanMoves:
             changed = frozenset(each.ranks for each in everyone if replace(each, **way) != each)
             groups = [[replace(each, **way) for each in group] for group in members]
             yield Near(plan=self._with(plan, groups), orders=orders, changed=changed)
+
+    def _halved(
+        self, plan: Plan, members: _Members, orders: tuple[GroupOrder, ...]
+    ) -> Iterator[Near]:
+        """The first or the last micro-batches of one group, or of all, run in halves or not."""
+        if plan.schedule.name == "breadth_first":
+            return
+        for numbers in (*((number,) for number in range(len(members))), tuple(range(len(members)))):
+            for step in ((1, 0), (0, 1), (1, 1), (-1, 0), (0, -1)):
+                groups = [
+                    [self._with_halves(each, step) if number in numbers else each for each in group]
+                    for number, group in enumerate(members)
+                ]
+                changed = frozenset(
+                    each.ranks
+                    for before, after in zip(members, groups, strict=True)
+                    for old, each in zip(before, after, strict=True)
+                    if old != each
+                )
+                if changed:
+                    yield Near(plan=self._with(plan, groups), orders=orders, changed=changed)
+
+    def _with_halves(self, replica: Replica, step: tuple[int, int]) -> Replica:
+        halved, size = replica.halved or Halved(), replica.micro_batch_size
+        first, last = halved.first + step[0], halved.last + step[1]
+        cuts_blocks = size % (2 * self.inputs.space.sample_block)
+        if cuts_blocks or min(first, last) < 0 or first + last > replica.num_microbatches:
+            return replica
+        if not first + last:
+            return replace(replica, halved=None)
+        half, whole = (self.layer(self._kind(replica), each).both_s for each in (size // 2, size))
+        part = float(f"{min(1.0, half / whole):.3g}")
+        return replace(replica, halved=Halved(first=first, last=last, time_of_half=part))
 
     # Groups.
 
@@ -220,7 +254,10 @@ class PlanMoves:
             return None
         return tuple(
             replace(
-                each, micro_batch_size=one.micro_batch_size, num_microbatches=one.num_microbatches
+                each,
+                micro_batch_size=one.micro_batch_size,
+                num_microbatches=one.num_microbatches,
+                halved=None,
             )
             for each, one in zip(group, dealt, strict=True)
         )
