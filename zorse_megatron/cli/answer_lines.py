@@ -189,9 +189,7 @@ def _groups(answer: Answer) -> Iterator[str]:
     plan, kinds, rows = answer.outcome.plan, answer.costs.inputs.kinds, []
     for number, group in enumerate(plan.groups):
         counts = Counter(kinds[rank] for rank in group.ranks)
-        work = dict.fromkeys(
-            f"{each.num_microbatches} x {each.micro_batch_size}" for each in group.replicas
-        )
+        work = dict.fromkeys(each.work for each in group.replicas)
         shown = [*work][:_MOST_SIZES]
         rows.append(
             (

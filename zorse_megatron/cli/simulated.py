@@ -285,7 +285,7 @@ def plan_table(plan: Plan) -> Table:
 
 def _look(group: Group, replica: Replica, kinds: Sequence[str] | None) -> tuple[Hashable, ...]:
     """What replicas of one row have in common."""
-    work = (replica.micro_batch_size, replica.num_microbatches, replica.shard_weight)
+    work = (replica.work, replica.shard_weight)
     return *work, settings_in(group, replica), _kinds_of(replica, kinds)
 
 
@@ -321,7 +321,8 @@ def _cells(group: Group, replicas: list[Replica]) -> list[str]:
     ranks = spell(spans_of(rank for replica in replicas for rank in replica.ranks))
     each = " each" if len(replicas) > 1 else ""
     one = replicas[0]
-    work = f"{one.num_microbatches} x {number_of(one.micro_batch_size, 'sample')}{each}"
+    halves = f", {one.halved.num_whole} in halves" if one.halved else ""
+    work = f"{one.num_microbatches} x {number_of(one.micro_batch_size, 'sample')}{each}{halves}"
     tensor_parallel = f" ({len(one.ranks)} per replica)" if len(one.ranks) > 1 else ""
     share = one.shard_weight / sum(other.shard_weight for other in group.replicas)
     return [ranks + tensor_parallel, work, f"{100 * share:.1f} %{each}"]

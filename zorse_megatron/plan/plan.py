@@ -145,6 +145,12 @@ class Replica:
         halved = self.halved or Halved()
         return self.num_microbatches + halved.num_whole * (2 * halved.time_of_half - 1)
 
+    @property
+    def work(self) -> str:
+        """The micro-batches of one iteration for people: number x samples, and halves."""
+        halves = f", {self.halved.num_whole} in halves" if self.halved else ""
+        return f"{self.num_microbatches} x {self.micro_batch_size}{halves}"
+
     def with_count(self, num_microbatches: int) -> "Replica":
         """It with so many micro-batches, of which as many are halved if there are so many."""
         fits = self.halved is None or self.halved.num_whole <= num_microbatches

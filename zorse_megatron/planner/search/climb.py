@@ -76,6 +76,8 @@ _MOST_DOWN = 1.05
 """Such a step may make the plan slower by that."""
 _MISSES = 40
 """So many climbs in a row that find nothing faster are the last."""
+_OF_HALVES = 4
+"""The part of the budget that halves of micro-batches get beside it."""
 _PARTS = (0.4, 0.6, 0.8)
 """Of what is in flight, whether it takes no less: first all of them are tried, then the last."""
 
@@ -92,15 +94,20 @@ def climbed_from(
     be simulated in full. `most`: forwards and backwards that may be ordered, of all plans together;
     a simulation counts as several orders; as many again where weight gradients may be apart.
     """
-    best = found[0]
+    best, ends = found[0], list[Ordered]()
     for splits in (False, True) if evaluator.inputs.space.split_backward else (False,):
         climb = Climb(evaluator, most, on_progress, splits=splits)
-        best = min(_highest(climb, [best, *found]), best, key=lambda each: each.iteration_s)
+        ends += _ends(climb, [best, *found])
+        reached = (each.evaluation for each in ends)
+        best = min([*reached, best], key=lambda each: each.iteration_s)
+    if ends:
+        halved = climb.in_halves(min(ends, key=lambda each: each.iteration_s)).evaluation
+        best = min(halved, best, key=lambda each: each.iteration_s)
     return best if best is found[0] else climb.with_less_in_flight(best)
 
 
-def _highest(climb: "Climb", found: Sequence[Evaluation]) -> Evaluation:
-    """The fastest plan of one climb; the first of these where it finds none."""
+def _ends(climb: "Climb", found: Sequence[Evaluation]) -> list[Ordered]:
+    """Where one climb from these plans ends."""
     starts: dict[object, Ordered] = {}
     best_s = found[0].iteration_s
     climb.is_short = climb.most < _MANY * computations(found[0].plan)
@@ -117,8 +124,7 @@ def _highest(climb: "Climb", found: Sequence[Evaluation]) -> Evaluation:
     ends = [climb.climbed(start) for start in first[: 1 if climb.is_short else _CLIMBED]]
     if ends and climb.goes_on:
         ends.append(climb.again(min(ends, key=lambda each: each.iteration_s)))
-    evaluations = (each.evaluation for each in ends)
-    return min(evaluations, key=lambda each: each.iteration_s, default=found[0])
+    return ends
 
 
 class Climb:
@@ -217,6 +223,22 @@ class Climb:
             end = start if start is best else self.climbed(start)
             misses = 0 if end.iteration_s < best.iteration_s else misses + 1
             best = min(best, end, key=lambda each: each.iteration_s)
+        return best
+
+    def in_halves(self, best: Ordered) -> Ordered:
+        """With the first and last micro-batches in halves, as many as are faster.
+
+        At the end, with a budget of its own: on the way up, halves would hide what is left to gain.
+        """
+        self.left = self.most // _OF_HALVES
+        while self.left > 0:
+            near_plans = self.moves.halved(best.plan, best.orders)
+            better = self._first_faster(best, near_plans, 1.0, _REGROUPED)
+            if better is None:
+                better = self._first_faster(best, self._orders(best), _LEAST_GAIN, _SIMULATED)
+            if better is None:
+                break
+            best = better
         return best
 
     def _random_step(self, here: Ordered, draw: random.Random, limit_s: float) -> Ordered:

@@ -48,7 +48,6 @@ class PlanMoves:
         yield from self._split(plan, members, orders)
         yield from self._moved(plan, members, orders)
         yield from self._all_groups(plan, members, orders)
-        yield from self._halved(plan, members, orders)
         for number, group in enumerate(members):
             for other in (*self._sizes(group), *self._settings(group)):
                 found = self._with(plan, [*members[:number], other, *members[number + 1 :]])
@@ -67,39 +66,6 @@ class PlanMoves:
             changed = frozenset(each.ranks for each in everyone if replace(each, **way) != each)
             groups = [[replace(each, **way) for each in group] for group in members]
             yield Near(plan=self._with(plan, groups), orders=orders, changed=changed)
-
-    def _halved(
-        self, plan: Plan, members: _Members, orders: tuple[GroupOrder, ...]
-    ) -> Iterator[Near]:
-        """The first or the last micro-batches of one group, or of all, run in halves or not."""
-        if plan.schedule.name == "breadth_first":
-            return
-        for numbers in (*((number,) for number in range(len(members))), tuple(range(len(members)))):
-            for step in ((1, 0), (0, 1), (1, 1), (-1, 0), (0, -1)):
-                groups = [
-                    [self._with_halves(each, step) if number in numbers else each for each in group]
-                    for number, group in enumerate(members)
-                ]
-                changed = frozenset(
-                    each.ranks
-                    for before, after in zip(members, groups, strict=True)
-                    for old, each in zip(before, after, strict=True)
-                    if old != each
-                )
-                if changed:
-                    yield Near(plan=self._with(plan, groups), orders=orders, changed=changed)
-
-    def _with_halves(self, replica: Replica, step: tuple[int, int]) -> Replica:
-        halved, size = replica.halved or Halved(), replica.micro_batch_size
-        first, last = halved.first + step[0], halved.last + step[1]
-        cuts_blocks = size % (2 * self.inputs.space.sample_block)
-        if cuts_blocks or min(first, last) < 0 or first + last > replica.num_microbatches:
-            return replica
-        if not first + last:
-            return replace(replica, halved=None)
-        half, whole = (self.layer(self._kind(replica), each).both_s for each in (size // 2, size))
-        part = float(f"{min(1.0, half / whole):.3g}")
-        return replace(replica, halved=Halved(first=first, last=last, time_of_half=part))
 
     # Groups.
 
@@ -243,6 +209,38 @@ class PlanMoves:
     def _modes(self) -> Iterator[Recompute | None]:
         for mode in self.inputs.space.recompute:
             yield None if mode == "none" else Recompute(mode=mode)  # type: ignore[arg-type]
+
+    def halved(self, plan: Plan, orders: tuple[GroupOrder, ...]) -> Iterator[Near]:
+        """The first or the last micro-batches of one group, or of all, run in halves or not."""
+        members = [[_bare(group, replica) for replica in group.replicas] for group in plan.groups]
+        if any(len(each.ranks) > 1 for group in members for each in group):
+            return
+        for numbers in (*((number,) for number in range(len(members))), tuple(range(len(members)))):
+            for step in ((1, 0), (0, 1), (1, 1), (-1, 0), (0, -1)):
+                groups = [
+                    [self._with_halves(each, step) if number in numbers else each for each in group]
+                    for number, group in enumerate(members)
+                ]
+                changed = frozenset(
+                    each.ranks
+                    for before, after in zip(members, groups, strict=True)
+                    for old, each in zip(before, after, strict=True)
+                    if old != each
+                )
+                if changed:
+                    yield Near(plan=self._with(plan, groups), orders=orders, changed=changed)
+
+    def _with_halves(self, replica: Replica, step: tuple[int, int]) -> Replica:
+        halved, size = replica.halved or Halved(), replica.micro_batch_size
+        first, last = halved.first + step[0], halved.last + step[1]
+        cuts_blocks = size % (2 * self.inputs.space.sample_block)
+        if cuts_blocks or min(first, last) < 0 or first + last > replica.num_microbatches:
+            return replica
+        if not first + last:
+            return replace(replica, halved=None)
+        half, whole = (self.layer(self._kind(replica), each).both_s for each in (size // 2, size))
+        part = float(f"{min(1.0, half / whole):.3g}")
+        return replace(replica, halved=Halved(first=first, last=last, time_of_half=part))
 
     def _deal(self, group: Sequence[Replica]) -> tuple[Replica, ...] | None:
         """The same replicas with micro-batches up to their sizes, in as little time as possible."""
