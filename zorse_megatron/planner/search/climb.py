@@ -233,7 +233,7 @@ class Climb:
         self.left = self.most // _OF_HALVES
         while self.left > 0:
             near_plans = self.moves.halved(best.plan, best.orders)
-            better = self._first_faster(best, near_plans, 1.0, _REGROUPED)
+            better = self._first_faster(best, near_plans, _TOLERANCE, _REGROUPED)
             if better is None:
                 better = self._first_faster(best, self._orders(best), _LEAST_GAIN, _SIMULATED)
             if better is None:
