@@ -32,7 +32,7 @@ from zorse_megatron.live.rebalance import (
 )
 from zorse_megatron.live.run_status import IterationTimes, LinkTimes, RunStatus
 from zorse_megatron.log import complain, say
-from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan import Halved, Plan
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment, batches_ahead
 from zorse_megatron.runtime.host_link import HostWorker
@@ -411,9 +411,15 @@ def make_watch(
         first_iteration=0,
         moves=list(run.moves),
     )
+    group, index = at.plan.replica_of_rank(at.rank)
+    halved = at.plan.groups[group].replicas[index].halved or Halved()
     return RunWatch(
         plan=at.plan,
-        times=StepTimes(clock, behind=int(isinstance(clock, CudaClock))),
+        times=StepTimes(
+            clock,
+            behind=int(isinstance(clock, CudaClock)),
+            halved=(halved.first, halved.last),
+        ),
         exchange=Exchange(timeout=at.timeout),
         switching=_switching(at, assignment) if options.rebalances else None,
         links=links,

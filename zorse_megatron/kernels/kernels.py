@@ -134,8 +134,8 @@ def step_torch(
 class NormAndFlag:
     """Both results in one tensor, so that one all-reduce (sum) combines those of all ranks.
 
-    `both`: [2] in fp64 on the shards' device: the sum of squares, the number of elements that are
-    infinite or NaN. Nothing has waited for the device yet.
+    `both`: [2] in fp64 on the shards' device: the sum of squares, and a number that is above 0
+    where elements are infinite or NaN, else 0. Nothing has waited for the device yet.
     """
 
     both: torch.Tensor
@@ -156,21 +156,22 @@ def norm_and_flag(shards: Sequence[torch.Tensor], device: torch.device) -> NormA
     """Read each element of `shards` once.
 
     `shards`: 1-D and contiguous, on `device`, of any sizes (0 too), in fp32, bf16 or fp16; there
-    may be none. Squares are exact in fp64 and added in fp64 in an order that depends on the sizes
-    only, so two runs give the same bits, and a finite element never overflows.
+    may be none. Squares are added in fp64 in an order that depends on the sizes only, so two runs
+    give the same bits, and a finite element never overflows.
     """
     return NormAndFlag(both=pick("norm_and_flag", device, norm_and_flag_torch)(shards, device))
 
 
 def norm_and_flag_torch(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The reference."""
-    both = torch.zeros(2, dtype=torch.float64, device=device)
+    parts = []
     for shard in shards:
-        for chunk in chunks(shard.numel()):
-            wide = shard[chunk].double()
-            both[0] += wide.square().sum()
-            both[1] += wide.isfinite().logical_not_().sum()
-    return both
+        cut = list(chunks(shard.numel()))
+        parts += [shard] if len(cut) == 1 else [shard[chunk] for chunk in cut]
+    if not parts:
+        return torch.zeros(2, dtype=torch.float64, device=device)
+    norms = torch.stack(torch._foreach_norm(parts, 2, torch.float64))
+    return torch.stack([norms.square().sum(), norms.isfinite().logical_not_().sum().double()])
 
 
 # The owner's half of an uneven reduce-scatter: add what the others sent, in fp32.

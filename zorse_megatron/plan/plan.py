@@ -152,11 +152,13 @@ class Replica:
         return f"{self.num_microbatches} x {self.micro_batch_size}{halves}"
 
     def with_count(self, num_microbatches: int) -> "Replica":
-        """It with so many micro-batches, of which as many are halved if there are so many."""
-        fits = self.halved is None or self.halved.num_whole <= num_microbatches
-        return dataclasses.replace(
-            self, num_microbatches=num_microbatches, halved=self.halved if fits else None
-        )
+        """It with so many micro-batches, of which as many are halved as there are."""
+        halved = self.halved
+        if halved is not None:
+            first = min(halved.first, num_microbatches)
+            last = min(halved.last, num_microbatches - first)
+            halved = dataclasses.replace(halved, first=first, last=last)
+        return dataclasses.replace(self, num_microbatches=num_microbatches, halved=halved)
 
     @property
     def uneven_tp_shards(self) -> TpShards | None:

@@ -489,6 +489,7 @@ _SAID = {
     "groups": "as many replicas in each stage",
     "micro_batch_size": "one micro-batch size",
     "num_microbatches": "as many micro-batches on each replica",
+    "halved": "whole micro-batches",
     "shard_weight": "equal shards",
     "ranks": "one tensor-parallel degree",
     "tp_shards": "even TP shards in tensor parallelism",

@@ -7,7 +7,7 @@ so that the GPU has come to them and nobody waits.
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +40,10 @@ class _Iteration:
 class StepTimes:
     """Marks the actions of training iterations."""
 
-    def __init__(self, clock: Clock, *, behind: int = 0) -> None:
-        """`behind`: iterations that the device may be behind the host."""
+    def __init__(self, clock: Clock, *, behind: int = 0, halved: tuple[int, int] = (0, 0)) -> None:
+        """`behind`: iterations that the device may be behind the host; `halved`: how many of the
+        first and of the last micro-batches the rank runs in two halves."""
+        self.halved = halved
         self.clock = clock
         self.behind = behind
         self._now: _Iteration | None = None
@@ -99,23 +101,37 @@ class StepTimes:
 
     def _read(self, iteration: _Iteration) -> IterationTimes:
         waits_s = [self._between(*marks) for marks in iteration.waits]
-        computed: dict[tuple[object, object], list[float]] = defaultdict(list)
+        computed: dict[tuple[object, object], dict[int, float]] = defaultdict(dict)
         update_s = 0.0
         for action, marks, waits in iteration.actions:
             own_s = self._between(*marks) - sum(waits_s[waits])
             if action.kind in ON_LAYERS:
-                computed[action.chunk, action.kind].append(own_s)
+                assert action.micro_batch is not None
+                computed[action.chunk, action.kind][action.micro_batch] = own_s
             else:
                 update_s += own_s
         self.messages = self._messages(iteration, waits_s)
         return IterationTimes(
             number=iteration.number,
-            micro_batch_s=sum(map(statistics.median, computed.values())),
-            compute_s=sum(map(sum, computed.values())),
+            micro_batch_s=sum(map(self._median_s, computed.values())),
+            compute_s=sum(sum(each.values()) for each in computed.values()),
             waited_s=sum(waits_s),
             update_s=update_s,
             iteration_s=self._between(iteration.start, iteration.end),
         )
+
+    def _median_s(self, computed: Mapping[int, float]) -> float:
+        """Of whole micro-batches, two halves as one; `computed`: by number."""
+        (first, last), number = self.halved, len(computed)
+        wholes: dict[int, float] = defaultdict(float)
+        for at, own_s in computed.items():
+            whole, behind = at, number - 1 - at
+            if at < 2 * first:
+                whole = at // 2
+            elif behind < 2 * last:
+                whole = number - behind // 2
+            wholes[whole] += own_s
+        return statistics.median(wholes.values())
 
     def _messages(self, iteration: _Iteration, waits_s: list[float]) -> Messages:
         sent: dict[int, list[tuple[int, int, float]]] = defaultdict(list)

@@ -108,6 +108,7 @@ class RankSizes:
         self._boundary: dict[tuple[int, ComputeDtype | None], int] = {}
         self._crossing: dict[tuple[int, int, int], int] = {}
         self._of_micro_batch: dict[object, MicroBatchBytes] = {}
+        self._sizes: dict[int, tuple[int, ...]] = {}
 
     def memory_of(self, chunk: int) -> MemoryCost:
         """The memory model of the chunk's compute type, of a rank that is a TP group of its own."""
@@ -325,7 +326,11 @@ class RankSizes:
     def size_of(self, rank: int, micro_batch: int) -> int:
         """Samples of one of them, by its number: of halves, less."""
         own = self.replica(rank)
-        return own.micro_batch_size if own.halved is None else own.sizes[micro_batch]
+        if own.halved is None:
+            return own.micro_batch_size
+        if rank not in self._sizes:
+            self._sizes[rank] = own.sizes
+        return self._sizes[rank][micro_batch]
 
     def recompute(self, rank: int, chunk: int) -> tuple[RecomputeMode, int]:
         """How a rank recomputes the chunk's layers, and how many of them.

@@ -40,7 +40,7 @@ class GradientFactors:
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
-        """[2] in fp64: the sum of squares, and how many are inf or nan; before `know`."""
+        """[2] in fp64: the sum of squares, and more than 0 if any is inf or nan; before `know`."""
         return self._sum(self._pieces())
 
     def know(self, found: Part, factor: torch.Tensor) -> None:
@@ -95,9 +95,10 @@ class GradientFactors:
         counted: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         for parameter, piece in pieces:
-            (counted if self.is_counted(parameter) else copies).append(piece.view(-1))
+            (counted if self.is_counted(parameter) else copies).append(piece)
         both = norm_and_flag(counted, self.device).both
-        both[1] += norm_and_flag(copies, self.device).both[1]
+        if copies:
+            both[1] += norm_and_flag(copies, self.device).both[1]
         return both
 
 

@@ -160,6 +160,8 @@ def _unlike(replica: Replica, first: Replica, of_group: Replica) -> Iterator[tup
             f"{replica.max_in_flight}",
             "as much in flight as stock has",
         )
+    if replica.halved is not None:
+        yield "halved", f"{replica.halved.num_whole} in halves", "whole micro-batches"
     if replica.region is not None:
         yield "region", f'"{replica.region}"', "samples to go to any region"
 
