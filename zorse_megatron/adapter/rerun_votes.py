@@ -35,15 +35,16 @@ class RerunVotes:
         compares them with the first one's.
         """
         machine = get_rerun_state_machine()
-        self._noted, asks = noted, torch.zeros((), device=device)
+        self._noted, asks = noted, 0
         if machine.mode != RerunMode.DISABLED:
             if machine.state != RerunState.INITIAL_RUN:
                 self._look()
             elif machine.rerun_requested:
-                asks += 1
+                asks = 1
             elif noted.are_any:
-                asks = noted.bad()
-        self._counted = sums.add(asks)
+                self._counted = sums.add(noted.bad())
+                return
+        self._counted = sums.add(torch.full((), asks, dtype=torch.float64, device=device))
 
     def answering(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Take the place of stock's sum (`_reduce_any`): the first one after `cast`."""

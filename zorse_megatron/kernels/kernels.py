@@ -134,8 +134,8 @@ def step_torch(
 class NormAndFlag:
     """Both results in one tensor, so that one all-reduce (sum) combines those of all ranks.
 
-    `both`: [2] in fp64 on the shards' device: the sum of squares, and a number that is above 0
-    where elements are infinite or NaN, else 0. Nothing has waited for the device yet.
+    `both`: [2] in fp64 on the shards' device: the sum of squares, and 0, or something else where
+    elements are infinite or NaN. Nothing has waited for the device yet.
     """
 
     both: torch.Tensor
@@ -148,7 +148,7 @@ class NormAndFlag:
     @property
     def found_inf(self) -> torch.Tensor:
         """0-d, fp32: 1 where any element is infinite or NaN, else 0 (as Megatron's `found_inf`)."""
-        return (self.both[1] > 0).float()
+        return (self.both[1] != 0).float()
 
 
 @torch.no_grad()
@@ -170,8 +170,9 @@ def norm_and_flag_torch(shards: Sequence[torch.Tensor], device: torch.device) ->
         parts += [shard] if len(cut) == 1 else [shard[chunk] for chunk in cut]
     if not parts:
         return torch.zeros(2, dtype=torch.float64, device=device)
-    norms = torch.stack(torch._foreach_norm(parts, 2, torch.float64))
-    return torch.stack([norms.square().sum(), norms.isfinite().logical_not_().sum().double()])
+    norms = torch._foreach_norm(parts, 2, torch.float64)
+    square = torch.stack(norms).square_().sum()
+    return torch.stack([square, square - square])  # 0, or NaN where the square is not finite
 
 
 # The owner's half of an uneven reduce-scatter: add what the others sent, in fp32.

@@ -198,8 +198,9 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
     def _copy_model_grads_to_main_grads(self) -> None:
         if isinstance(self.factors, StreamedGradients):
             return
-        for chunk, parameter, (start, stop), shard in self.owned_shards:
-            shard.grad = chunk.gradient_piece(parameter, start, stop).float()
+        pieces, self.factors.pieces = self.factors.pieces, []
+        for (_, piece), (*_, shard) in zip(pieces, self.owned_shards, strict=True):
+            shard.grad = piece.float()
         if not self.copies_in_step:
             self.factors.multiply(shard.grad for *_, shard in self.owned_shards)
 

@@ -12,6 +12,7 @@ megatron/core/optimizer/optimizer.py, `get_grad_norm_fp32` and `clip_grad_by_tot
 megatron/core/optimizer/clip_grads.py.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -35,13 +36,19 @@ class GradientFactors:
         self.device = device
         self.multiplier = torch.ones((), device=device)
         """What gradients are multiplied by; fp32, 0-d."""
+        self.pieces: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        """What `read` has read, until it is given to what is stepped."""
         self._found: Part | None = None
-        self._norm: Part | None = None
+        self._multiplied_by: Part | None = None
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
-        """[2] in fp64: the sum of squares, and more than 0 if any is inf or nan; before `know`."""
-        return self._sum(self._pieces())
+        """[2] in fp64: the sum of squares, and 0, or something else if any is inf or nan.
+
+        Before `know`.
+        """
+        self.pieces = list(self._pieces())
+        return self._sum(self.pieces)
 
     def know(self, found: Part, factor: torch.Tensor) -> None:
         """`found`: what `read` returned, summed over all ranks; `factor`: what makes the gradients
@@ -50,20 +57,19 @@ class GradientFactors:
         self.multiplier = factor.float()
         if scaler:
             self.multiplier = self.multiplier * scaler.inv_scale.view(())
-        norm = found.on_device[0].sqrt() * self.multiplier.double()
-        self._found, self._norm = found, found.sums.add(norm)
+        self._found, self._multiplied_by = found, found.sums.add(self.multiplier)
 
     @property
     def has_overflow(self) -> bool:
         """Whether any rank's gradients have inf or nan; the host waits for it, or for `norm`."""
         assert self._found is not None
-        return self._found.in_host[1] > 0
+        return self._found.in_host[1] != 0
 
     @property
     def norm(self) -> float:
         """Of the gradients of all ranks, multiplied, not clipped."""
-        assert self._norm is not None
-        return self._norm.in_host[0]
+        assert self._found is not None and self._multiplied_by is not None
+        return math.sqrt(self._found.in_host[0]) * self._multiplied_by.in_host[0]
 
     def multiply(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Multiply fp32 gradients in place, those that are there."""
@@ -96,10 +102,36 @@ class GradientFactors:
         copies: list[torch.Tensor] = []
         for parameter, piece in pieces:
             (counted if self.is_counted(parameter) else copies).append(piece)
-        both = norm_and_flag(counted, self.device).both
+        both = norm_and_flag(_joined(counted), self.device).both
         if copies:
-            both[1] += norm_and_flag(copies, self.device).both[1]
+            both[1] += norm_and_flag(_joined(copies), self.device).both[1]
         return both
+
+
+def _joined(pieces: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The same elements in fewer tensors: neighbours of one buffer are read at once."""
+    runs: list[tuple[torch.Tensor, int, int]] = []
+    """First piece, elements, where they end."""
+    for piece in pieces:
+        start, count = piece.data_ptr(), piece.numel()
+        if runs and _are_of_one_buffer(runs[-1][0], piece):
+            first, before, end = runs[-1]
+            if end == start:
+                runs[-1] = first, before + count, start + piece.nbytes
+                continue
+            if start + piece.nbytes == first.data_ptr():
+                runs[-1] = piece, before + count, end
+                continue
+        runs.append((piece, count, start + piece.nbytes))
+    return [
+        first if first.numel() == count else first.as_strided((count,), (1,))
+        for first, count, _ in runs
+    ]
+
+
+def _are_of_one_buffer(one: torch.Tensor, other: torch.Tensor) -> bool:
+    storages = (each.untyped_storage().data_ptr() for each in (one, other))
+    return one.dtype == other.dtype and len({*storages}) == 1
 
 
 def refuse_separate_norms(optimizer: Any) -> None:
