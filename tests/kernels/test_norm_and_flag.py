@@ -35,7 +35,7 @@ def test_sum_of_squares_of_unequal_shards(
 
 @cheap
 @given(sizes, dtypes, seeds, st.lists(st.sampled_from([math.inf, -math.inf, math.nan])))
-def test_counts_what_is_not_finite(
+def test_tells_what_is_not_finite(
     implementation: str, numel: int, dtype: torch.dtype, seed: int, special: list[float]
 ) -> None:
     shard = random(numel, seed, dtype)

@@ -1,6 +1,7 @@
 """Orders and placements: what Little's law asks for, near placements, and how close to the best."""
 
 import dataclasses
+import itertools
 import math
 from functools import cache
 from itertools import pairwise, product
@@ -201,7 +202,7 @@ def test_every_step_leads_to_a_plan_of_the_same_model_gpus_and_batch(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "is_faster"), [(0, True), (10, True), (7, False)])
+@pytest.mark.parametrize(("seed", "is_faster"), [(0, True), (3, False), (10, True), (7, False)])
 def test_climbing_again_is_never_slower_and_finds_the_same_each_time(seed, is_faster):
     inputs, start = a_pipeline(seed)
     once = dataclasses.replace(inputs, space=dataclasses.replace(SPACE, effort="normal"))
@@ -212,6 +213,23 @@ def test_climbing_again_is_never_slower_and_finds_the_same_each_time(seed, is_fa
     assert again[0].plan == again[1].plan
     assert again[0].iteration_s <= first.iteration_s
     assert (again[0].iteration_s < first.iteration_s) == is_faster
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 11])
+def test_a_plan_is_never_slower_because_more_is_allowed(seed):
+    """Weight gradients apart, and a second climb; micro-batches may be halved in all of them."""
+    inputs, start = a_pipeline(seed)
+    found = {}
+    for effort, splits in itertools.product(("normal", "high"), (False, True)):
+        space = dataclasses.replace(SPACE, effort=effort, split_backward=splits)
+        more = dataclasses.replace(inputs, space=space)
+        found[effort, splits] = climbed_from(
+            Evaluator(more, Estimator(more)), [start], 200_000
+        ).iteration_s
+    assert found["high", False] <= found["normal", False]
+    assert found["normal", True] <= found["normal", False]
+    assert found["high", True] <= min(found["high", False], found["normal", True])
 
 
 @pytest.mark.slow

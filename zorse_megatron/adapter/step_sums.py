@@ -44,6 +44,7 @@ class StepSums:
         """The same for the host, which waits for the device the first time."""
         if self._in_host is None:
             self._in_host = torch.cat(self._parts).tolist()
+        assert stop <= len(self._in_host), "what is added later would need another wait"
         return self._in_host[first:stop]
 
 

@@ -334,8 +334,9 @@ def build_uneven_optimizer(
             pg_collection=pg_collection,
             dump_param_to_param_group_map=dump_param_to_param_group_map,
         )
-    (one,) = optimizer.chained_optimizers
-    refuse_separate_norms(one)
+    parts = optimizer.chained_optimizers
+    assert len(parts) == 1, f"{len(parts)} optimizers, whose norms would be summed apart"
+    refuse_separate_norms(parts[0])
     if wanted.optimizer == MUON:
         for each in optimizer.chained_optimizers:
             if not each.is_stub_optimizer:

@@ -94,16 +94,23 @@ def climbed_from(
     be simulated in full. `most`: forwards and backwards that may be ordered, of all plans together;
     a simulation counts as several orders; as many again where weight gradients may be apart.
     """
-    best, ends = found[0], list[Ordered]()
+    best, halved = found[0], list[Evaluation]()
     for splits in (False, True) if evaluator.inputs.space.split_backward else (False,):
         climb = Climb(evaluator, most, on_progress, splits=splits)
-        ends += _ends(climb, [best, *found])
+        ends = _ends(climb, [best, *found])
+        if ends and climb.goes_on:
+            halved.append(climb.in_halves(_fastest(ends)).evaluation)
+            ends.append(climb.again(_fastest(ends)))
+        if ends:
+            halved.append(climb.in_halves(_fastest(ends)).evaluation)
         reached = (each.evaluation for each in ends)
         best = min([*reached, best], key=lambda each: each.iteration_s)
-    if ends:
-        halved = climb.in_halves(min(ends, key=lambda each: each.iteration_s)).evaluation
-        best = min(halved, best, key=lambda each: each.iteration_s)
+    best = min([*halved, best], key=lambda each: each.iteration_s)
     return best if best is found[0] else climb.with_less_in_flight(best)
+
+
+def _fastest(plans: Sequence[Ordered]) -> Ordered:
+    return min(plans, key=lambda each: each.iteration_s)
 
 
 def _ends(climb: "Climb", found: Sequence[Evaluation]) -> list[Ordered]:
@@ -121,10 +128,7 @@ def _ends(climb: "Climb", found: Sequence[Evaluation]) -> list[Ordered]:
                 starts[key] = start
             best_s = min(best_s, start.iteration_s)
     first = sorted(starts.values(), key=lambda each: each.iteration_s)
-    ends = [climb.climbed(start) for start in first[: 1 if climb.is_short else _CLIMBED]]
-    if ends and climb.goes_on:
-        ends.append(climb.again(min(ends, key=lambda each: each.iteration_s)))
-    return ends
+    return [climb.climbed(start) for start in first[: 1 if climb.is_short else _CLIMBED]]
 
 
 class Climb:
@@ -228,9 +232,10 @@ class Climb:
     def in_halves(self, best: Ordered) -> Ordered:
         """With the first and last micro-batches in halves, as many as are faster.
 
-        At the end, with a budget of its own: on the way up, halves would hide what is left to gain.
+        Of every climb's end, with a budget of its own: on the way up, halves would hide what is
+        left to gain, and of the last end alone a plan could be slower because more was tried.
         """
-        self.left = self.most // _OF_HALVES
+        of_climb, self.left = self.left, self.most // _OF_HALVES
         while self.left > 0:
             near_plans = self.moves.halved(best.plan, best.orders)
             better = self._first_faster(best, near_plans, _TOLERANCE, _REGROUPED)
@@ -239,6 +244,7 @@ class Climb:
             if better is None:
                 break
             best = better
+        self.left = of_climb
         return best
 
     def _random_step(self, here: Ordered, draw: random.Random, limit_s: float) -> Ordered:
