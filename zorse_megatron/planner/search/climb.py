@@ -94,10 +94,10 @@ def climbed_from(
     be simulated in full. `most`: forwards and backwards that may be ordered, of all plans together;
     a simulation counts as several orders; as many again where weight gradients may be apart.
     """
-    best, halved = found[0], list[Evaluation]()
+    best, ends, halved = found[0], list[Ordered](), list[Evaluation]()
     for splits in (False, True) if evaluator.inputs.space.split_backward else (False,):
         climb = Climb(evaluator, most, on_progress, splits=splits)
-        ends = _ends(climb, [best, *found])
+        ends += _ends(climb, [best, *found])
         if ends and climb.goes_on:
             halved.append(climb.in_halves(_fastest(ends)).evaluation)
             ends.append(climb.again(_fastest(ends)))
@@ -232,8 +232,9 @@ class Climb:
     def in_halves(self, best: Ordered) -> Ordered:
         """With the first and last micro-batches in halves, as many as are faster.
 
-        Of every climb's end, with a budget of its own: on the way up, halves would hide what is
-        left to gain, and of the last end alone a plan could be slower because more was tried.
+        Of the best end after every climb, with a budget of its own. On the way up, halves would
+        hide what is left to gain; of the last end alone, a plan could be slower because more was
+        tried.
         """
         of_climb, self.left = self.left, self.most // _OF_HALVES
         while self.left > 0:
