@@ -262,7 +262,10 @@ def test_other_counts_run_where_the_plan_fits(data: st.DataObject, plan: Plan) -
         assert micro_batches(after)[-1].stop == plan.global_batch_size
         for old, new in zip(before.replicas, after.replicas, strict=True):
             assert bool(old.num_microbatches) == bool(new.num_microbatches)
-            assert replace(new, num_microbatches=old.num_microbatches) == old
+            count, halved = old.num_microbatches, old.halved
+            assert replace(new, num_microbatches=count, halved=halved) == old
+            if halved is None or halved.num_whole <= new.num_microbatches:
+                assert new.halved == halved
 
 
 def _ran(prepared: Prepared) -> tuple[Plan, ActionLists]:

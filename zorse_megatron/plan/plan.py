@@ -154,10 +154,11 @@ class Replica:
     def with_count(self, num_microbatches: int) -> "Replica":
         """It with so many micro-batches, of which as many are halved as there are."""
         halved = self.halved
-        if halved is not None:
+        if halved is not None and halved.num_whole > num_microbatches:
             first = min(halved.first, num_microbatches)
             last = min(halved.last, num_microbatches - first)
-            halved = dataclasses.replace(halved, first=first, last=last)
+            fewer = dataclasses.replace(halved, first=first, last=last)
+            halved = fewer if fewer.num_whole else None
         return dataclasses.replace(self, num_microbatches=num_microbatches, halved=halved)
 
     @property
