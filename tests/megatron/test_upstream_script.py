@@ -161,8 +161,12 @@ def test_fine_tunes_on_conversations(tmp_path: Path) -> None:
     whole = with_value(flags, "--micro-batch-size", GLOBAL_BATCH_SIZE)
     reference = stock_run(whole, **PACKED)
     expected = evaluations(reference)
-    for plan in (IN_THE_MIDDLE, WITH_TP_GROUPS):
-        run = plan_run(plan, flags, **PACKED)
+    for plan, more in (
+        (IN_THE_MIDDLE, ()),
+        (WITH_TP_GROUPS, ()),
+        (WITH_TP_GROUPS, ("--sequence-parallel",)),
+    ):
+        run = plan_run(plan, (*flags, *more), **PACKED)
         assert_follows(run, reference)
         assert evaluations(run) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
 

@@ -233,7 +233,6 @@ EXAMPLES = {
     "plan_has_tp_groups": [
         (TP_GROUPS, "", "--attention-dropout"),
         (TP_GROUPS, f"{QUIET} --optimizer muon", "--optimizer"),
-        (TP_GROUPS, f"{QUIET} --sft --sequence-parallel", "--sft"),
         (TP_GROUPS, f"{QUIET} {EXPERTS}", "--num-experts"),
     ],
     "vocabulary_is_uneven": [

@@ -177,15 +177,38 @@ def _lengths(packing: Any) -> list[int]:
     return known
 
 
-def one_sequence(activation: torch.Tensor) -> torch.Tensor:
-    """[sequence, samples, hidden] as the layers of packed samples have it: [tokens, 1, hidden].
+@dataclass(frozen=True, kw_only=True)
+class PackedLayout:
+    """How packed samples lie in layers, and how between chunks, where they can be cut apart."""
 
-    Samples follow one another, as in `flatten_batch_for_packed_sequences`.
-    """
-    return activation.transpose(0, 1).reshape(-1, 1, activation.shape[2])
+    tp_group: torch.distributed.ProcessGroup | None = None
+    """Whose ranks have the same part each of a sequence, with sequence parallelism."""
+
+    def one_sequence(self, activation: torch.Tensor) -> torch.Tensor:
+        """[sequence, samples, hidden] as layers have it: [tokens, 1, hidden].
+
+        Samples follow one another, as in `flatten_batch_for_packed_sequences`.
+        """
+        return self._changed(activation, _joined, activation.shape[1])
+
+    def by_samples(self, activation: torch.Tensor, num_samples: int) -> torch.Tensor:
+        """The inverse of `one_sequence`; contiguous."""
+        return self._changed(activation, partial(_apart, num_samples=num_samples), num_samples)
+
+    def _changed(
+        self, own: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], num_samples: int
+    ) -> torch.Tensor:
+        """Of several samples a rank has other tokens in the one layout than in the other."""
+        if self.tp_group is None or num_samples == 1:
+            return change(own)
+        whole = own.new_empty(self.tp_group.size() * own.shape[0], *own.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, own.contiguous(), group=self.tp_group)
+        return change(whole).chunk(self.tp_group.size())[self.tp_group.rank()].contiguous()
 
 
-def by_samples(activation: torch.Tensor, num_samples: int) -> torch.Tensor:
-    """The inverse of `one_sequence`; contiguous."""
-    shape = (num_samples, -1, activation.shape[2])
-    return activation.reshape(shape).transpose(0, 1).contiguous()
+def _joined(samples: torch.Tensor) -> torch.Tensor:
+    return samples.transpose(0, 1).reshape(-1, 1, samples.shape[2])
+
+
+def _apart(tokens: torch.Tensor, num_samples: int) -> torch.Tensor:
+    return tokens.reshape(num_samples, -1, tokens.shape[2]).transpose(0, 1).contiguous()

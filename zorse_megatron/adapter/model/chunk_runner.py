@@ -27,7 +27,7 @@ from zorse_megatron.adapter.memory import SavedActivations
 from zorse_megatron.adapter.model.experts import ExpertLoads, scale_router_losses
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.rerun_votes import RerunVotes
-from zorse_megatron.adapter.samples import by_samples, one_sequence
+from zorse_megatron.adapter.samples import PackedLayout
 from zorse_megatron.adapter.step_sums import StepSums
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.mailbox import TpRank
@@ -112,6 +112,12 @@ class MegatronChunkRunner:
         """Chunks whose gradients are on their way, in list order."""
         self.leaving: GradientsInHost | None = None
         """Gradients that are on their way to the host."""
+        is_cut = self.inputs.config.sequence_parallel and self.collection.tp.size() > 1
+        self.packed = (
+            PackedLayout(tp_group=self.collection.tp if is_cut else None)
+            if self.inputs.are_packed
+            else None
+        )
         self.num_computed = 0
         self.leaving_activations = leaving_activations(self.computations)
         """Forwards, if activations are offloaded."""
@@ -200,13 +206,13 @@ class MegatronChunkRunner:
 
     def _as_layers_take(self, sent: torch.Tensor | None) -> torch.Tensor | None:
         """Packed samples are one sequence to a layer."""
-        return one_sequence(sent) if sent is not None and self.inputs.are_packed else sent
+        return sent if sent is None or self.packed is None else self.packed.one_sequence(sent)
 
     def _as_sent(self, own: torch.Tensor | None, micro_batch: MicroBatch) -> torch.Tensor | None:
         """Packed samples are sent like others, so that they can be cut apart."""
-        if own is None or not self.inputs.are_packed:
+        if own is None or self.packed is None:
             return own
-        return by_samples(own, micro_batch.size)
+        return self.packed.by_samples(own, micro_batch.size)
 
     def weight_gradient(self, chunk: int, micro_batch: MicroBatch) -> None:
         """See `runtime.executor.ChunkRunner`."""
