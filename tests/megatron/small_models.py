@@ -52,10 +52,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def made_models() -> Path:
     """Return a folder with each model, and its logits of some tokens."""
-    return directory_of("hugging-face-models", _make_models)
+    return directory_of("hugging-face-models", make_models)
 
 
-def _make_models(folder: Path) -> None:
+def make_models(folder: Path) -> None:
+    """Fill a folder."""
     import transformers
 
     for name, (config_class, more) in MODELS.items():

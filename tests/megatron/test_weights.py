@@ -257,6 +257,49 @@ def test_an_index_that_has_elements_twice_is_refused(models: Path, tmp_path: Pat
         export_model(tmp_path / "checkpoint", tmp_path / "out", source=models / "llama")
 
 
+NORM_KEY = "decoder.final_layernorm.weight"
+STATE = "decoder.final_layernorm._extra_state/shard_0_1"
+MISPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "another tensor's bytes": (lambda norm: norm, f"some of which are those of {STATE}"),
+    "one byte of them": (
+        lambda norm: replace(norm, offset=norm.offset + norm.length - 1),
+        f"some of which are those of {NORM_KEY}",
+    ),
+    "bytes past the end": (
+        lambda norm: replace(norm, length=10**7), "of __0_0.distcp, which ends at "
+    ),
+    "bytes before the start": (
+        lambda norm: replace(norm, offset=-1), "bytes -1 to "
+    ),
+    "no bytes": (
+        lambda norm: None, "AttributeError"
+    ),
+    "a file that is not there": (
+        lambda norm: replace(norm, relative_path="__1_0.distcp"),
+        "of __1_0.distcp, which is not there",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISPLACED)
+def test_bytes_that_are_not_a_tensors_own_are_refused(
+    case: str, models: Path, tmp_path: Path
+) -> None:
+    """Of a tensor that is not exported, too: one of the two has lost its own."""
+    import_model(models / "llama", tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint/release/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    places = {index.fqn: index for index in metadata.storage_data}
+    change, said = MISPLACED[case]
+    metadata.storage_data[places[STATE]] = change(metadata.storage_data[places[NORM_KEY]])
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError) as caught:
+        export_model(tmp_path / "checkpoint", tmp_path / "out", source=models / "llama")
+    problem = caught.value.problems[0]
+    assert said in problem.found and problem.where.startswith(str(path.parent))
+    assert not (tmp_path / "out").exists()
+
+
 def copied(source: Path, folder: Path) -> Path:
     """A copy of a model with all tensors in one file."""
     folder.mkdir()
@@ -334,7 +377,6 @@ def _tokenized(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(value))
 
 
-NORM_KEY = "decoder.final_layernorm.weight"
 NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 BAD: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "a missing tensor and an unknown one": (

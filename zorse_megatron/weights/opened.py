@@ -5,6 +5,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from zorse_megatron.weights.names import WholeTensor
 from zorse_megatron.weights.torch_dist import CheckpointTensors
 
 CANNOT = "The checkpoint cannot be read"
+_DAMAGED = "See which is damaged: zorse checkpoint verify."
+_MOST_SAID = 8
+"""Of what has other bytes than its own: in a file that is cut off, there may be thousands."""
 _SOURCE = "Give the folder of the model that was trained (--source)."
 
 
@@ -74,7 +78,7 @@ def reading(folder: Path, key: str) -> Iterator[None]:
             where=f"{folder}: {key}",
             found=f"{type(error).__name__}: {str(error)[:200]}",
             expected="files as they were saved",
-            remedy="See which is damaged: zorse checkpoint verify.",
+            remedy=_DAMAGED,
         )
         raise CheckpointError(CANNOT, [problem]) from error
 
@@ -88,11 +92,23 @@ def read(found: CheckpointTensors, tensor: WholeTensor) -> torch.Tensor:
 def misfits(
     found: CheckpointTensors, tensors: Sequence[WholeTensor], *, by: str
 ) -> Iterator[Problem]:
-    """Yield once what a checkpoint has not of these tensors, or beside them. `by`: who says so."""
+    """Yield once what a checkpoint has not of these tensors, or beside them, and what is damaged.
+
+    `by`: who says so.
+    """
     there = {each.key for each in tensors if found.found(each) is not None}
     seen = [_misfit(found, tensor, by, in_others=tensor.key in there) for tensor in tensors]
     seen += [_surplus(found, name, by) for name in found.others(tensors)]
     yield from {str(each): each for each in seen if each is not None}.values()
+    with reading(found.folder, ".metadata"):
+        misplaced = list(islice(found.misplaced(), _MOST_SAID))
+    for key, span in misplaced:
+        yield Problem(
+            where=f"{found.folder / '.metadata'}: {key}",
+            found=span,
+            expected="bytes of its own, all of them in the file",
+            remedy=_DAMAGED,
+        )
 
 
 def _misfit(

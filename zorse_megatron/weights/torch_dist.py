@@ -9,7 +9,7 @@ import json
 import struct
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -216,6 +216,27 @@ class CheckpointTensors:
             for key, entry in self._entries.items()
             if key.startswith(_OF_A_MODEL) and isinstance(entry, TensorStorageMetadata)
         }
+
+    def misplaced(self) -> Iterator[tuple[str, str]]:
+        """Yield what has bytes outside its file, or of another: its key, and which bytes."""
+        places = defaultdict(list)
+        for index, place in self._places.items():
+            stop = place.offset + place.length
+            places[place.relative_path].append((place.offset, stop, index.fqn))
+        for name, found in places.items():
+            path = self.folder / name
+            size = path.stat().st_size if path.is_file() else -1
+            there = f"ends at {size:,}" if size >= 0 else "is not there"
+            end, other = 0, ""
+            for start, stop, key in sorted(found):
+                span = f"bytes {start:,} to {stop:,} of {name}"
+                if not 0 <= start <= stop <= size:
+                    yield key, f"{span}, which {there}"
+                    continue
+                if start < end:
+                    yield key, f"{span}, some of which are those of {other}"
+                if stop > end:
+                    end, other = stop, key
 
     def common(self) -> Any:
         """Return what Megatron saved beside tensors; all but plain values is a `StandIn`.
