@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from typer import testing
 from tests.shared import share_in
 
 TESTS = Path(__file__).parent
+# There is a process for each processor: more threads would spin while they wait for one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Typer makes every command anew each time one is run: most of what a short one takes.
 testing._get_command = functools.cache(testing._get_command)

@@ -88,51 +88,43 @@ def assert_product(found, a, b, added=None):
     out_width=widths,
     dtype=st.sampled_from(PRODUCT_DTYPES),
     seed=seeds,
+    first=st.sampled_from([None, 0, 1]),
 )
 def test_all_three_products_of_ragged_experts(
-    implementation: str, *, counts: list[int], in_width: int, out_width: int, dtype, seed: int
+    implementation: str, *, counts, in_width, out_width, dtype, seed, first: int | None
 ) -> None:
+    """And weights' gradients are added in place to main_grads, unless `first` is None.
+
+    With 1 none of these starts at a multiple of 16 bytes.
+    """
     case = Case(counts, in_width, out_width, dtype, seed=seed)
-    y = case.run()
-    dx, *gradients = torch.autograd.grad(y, [case.x, *case.weights], case.dy)
-    rows = (y.detach().split(counts), dx.split(counts), gradients)
-    for (x, dy, weight), out, of_x, of_weight in zip(case.by_expert(), *rows, strict=True):
+    source, size = torch.Generator().manual_seed(seed + 1), in_width * out_width
+    kept = [guarded(torch.randn(size + (first or 0), generator=source)) for _ in counts]
+    main_grads = [one.inner[first or 0 :].view(out_width, in_width) for one in kept]
+    before = [main_grad.double() for main_grad in main_grads]
+    y = case.run(main_grads=None if first is None else main_grads)
+    y.backward(case.dy)
+    dx = case.x.grad
+    assert y.dtype is dx.dtype is dtype
+    rows = (y.detach().split(counts), dx.split(counts), case.weights, main_grads, before)
+    for (x, dy, weight), out, of_x, mine, main_grad, old in zip(
+        case.by_expert(), *rows, strict=True
+    ):
         assert_product(out, x, weight.t())
         assert_product(of_x, dy, weight)
-        assert_product(of_weight, dy.t(), x)
-    assert y.dtype is dx.dtype is gradients[0].dtype is dtype
-
-
-@cheap
-@given(
-    counts=counts_of_experts,
-    in_width=widths,
-    out_width=widths,
-    dtype=st.sampled_from(PRODUCT_DTYPES),
-    seed=seeds,
-    first=st.integers(0, 1),
-)
-def test_main_grads_are_added_to_in_place(
-    implementation: str, *, counts, in_width, out_width, dtype, seed, first: int
-) -> None:
-    case = Case(counts, in_width, out_width, dtype, seed=seed)
-    source = torch.Generator().manual_seed(seed + 1)
-    # `first`: with 1 none starts at a multiple of 16 bytes.
-    size = in_width * out_width
-    kept = [guarded(torch.randn(size + first, generator=source)) for _ in counts]
-    main_grads = [one.inner[first:].view(out_width, in_width) for one in kept]
-    before = [main_grad.double() for main_grad in main_grads]
-    y = case.run(main_grads=main_grads)
-    y.backward(case.dy)
-    for (x, dy, _), main_grad, old in zip(case.by_expert(), main_grads, before, strict=True):
+        if first is None:
+            assert mine.grad.dtype is dtype
+            assert_product(mine.grad, dy.t(), x)
+            continue
+        assert mine.grad is None
         assert_product(main_grad, dy.t(), x, added=old)
         if not len(x):
             assert main_grad.double().equal(old)
     for one in kept:
         one.assert_guards_untouched()
-    assert all(weight.grad is None for weight in case.weights)
 
 
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter runs one program after another")
 def test_twice_the_same_bits(implementation: str) -> None:
     case = Case([40, 0, 100, 3], 48, 80, torch.float16)
 
@@ -210,20 +202,20 @@ def test_triton_where_it_has_tensor_cores(
 
 @pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("capability", sorted(SHARED_KIB))
-def test_compiles_without_spills(implementation: str, capability: int) -> None:
+def test_compiles_without_spills(implementation: str) -> None:
     if implementation != "torch":
         pytest.skip("once is enough")
-    command = [sys.executable, "-m", "tests.kernels.compile_grouped_main", str(capability)]
+    command = [sys.executable, "-m", "tests.kernels.compile_grouped_main", *map(str, SHARED_KIB)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     launches = json.loads(done.stdout)
     products = [launch for launch in launches if launch["kernel"] != "grouped_tiles_kernel"]
-    rows = ["grouped_rows_kernel"] * 2
-    assert [launch["kernel"] for launch in products] == [*rows, "grouped_weights_kernel"] * 3
+    kernels = [*["grouped_rows_kernel"] * 2, "grouped_weights_kernel"] * 3
+    assert [launch["kernel"] for launch in products] == kernels * len(SHARED_KIB)
+    assert {launch["capability"] for launch in launches} == set(SHARED_KIB)
     for launch in launches:
         assert not launch["spilled_bytes"]
-        assert launch["shared_bytes"] <= SHARED_KIB[capability] * 1024
+        assert launch["shared_bytes"] <= SHARED_KIB[launch["capability"]] * 1024
     for launch in products:
         ptx = launch["instructions"]
         has_cores = any(word.startswith(("mma.sync", "wgmma.mma", "tcgen05")) for word in ptx)
