@@ -9,12 +9,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from torch.distributed.checkpoint import FileSystemReader
 
 from tests.megatron.comparison import (
     DEGREE,
@@ -140,10 +137,19 @@ def _job(base: Imported, *more: str) -> list[str]:
     ]
 
 
+def _peft_and_transformers() -> tuple[Any, Any]:
+    """Imported in the process that needs them, which takes seconds."""
+    import peft
+    import transformers
+
+    return peft, transformers
+
+
 def _of_peft(
     source: Path, initial: dict[str, torch.Tensor], batches: list[Any]
 ) -> tuple[list[float], Any]:
     """Losses of its steps, from the initial values of adapters that are given, and its model."""
+    peft, transformers = _peft_and_transformers()
     base = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     names = [name.split(".")[1] for name in TARGETS.values()]
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM")
@@ -192,6 +198,7 @@ def test_follows_peft(models: Path, tmp_path: Path) -> None:
     command = ["export-hf", str(saved), "OUT", "--source", str(source)]
     for name, more in (("adapter", ["--adapter"]), ("merged", ["--merge", str(base.folder)])):
         run_zorse(["zorse", *command[:2], str(tmp_path / name), *command[3:], *more])
+    peft, transformers = _peft_and_transformers()
     fresh = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     adapted = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
     merged = transformers.AutoModelForCausalLM.from_pretrained(
@@ -229,6 +236,7 @@ def test_the_commands_of_the_page(
     megatron_server.run_ranks(shlex.split(job), 2, timeout_s=120, directory=tmp_path).check()
     for words in (adapter, merge):
         run_zorse(words)
+    peft, transformers = _peft_and_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained("merged")
     bare = transformers.AutoModelForCausalLM.from_pretrained("Llama-3.1-8B")
     adapted = peft.PeftModel.from_pretrained(bare, "adapter")
@@ -250,6 +258,8 @@ def _saving(base: Imported, folder: Path, *more: str, steps: int = 4) -> list[st
 
 
 def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    from torch.distributed.checkpoint import FileSystemReader
+
     metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key: tuple(each.size) for key, each in metadata.items() if hasattr(each, "size")}
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 COMMON = "common_state/shard_0_1"
 # Outputs and inputs of the matrices of `tests.megatron.small_models.SHAPE`.
@@ -78,12 +76,14 @@ def in_each_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any] | None) -> None:
     """Write a checkpoint of DCP; what is no tensor as Megatron writes it."""
+    import torch.distributed.checkpoint as dcp
+
     objects = {} if common is None else {COMMON: [common]}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             {**tensors, **objects},
             storage_writer=dcp.FileSystemWriter(folder),
-            planner=DefaultSavePlanner(flatten_state_dict=False),
+            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
             no_dist=True,
         )

@@ -10,7 +10,6 @@ import io
 import json
 import re
 
-import matplotlib.image
 import pytest
 
 from tests.unit.cli_samples import FLAGS, WORKLOAD, cells, lab_plan
@@ -157,8 +156,10 @@ def test_the_page_has_everything_in_it(run, search, tmp_path):
     page = (tmp_path / "page.html").read_text()
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert len(pictures) == 2
+    from matplotlib import image
+
     for picture in pictures:
-        pixels = matplotlib.image.imread(io.BytesIO(base64.b64decode(picture)))
+        pixels = image.imread(io.BytesIO(base64.b64decode(picture)))
         assert min(pixels.shape[:2]) > 300
         assert len({tuple(pixel) for pixel in pixels[::9, ::9].reshape(-1, 4).tolist()}) > 5
     bare = re.sub(r'src="data:[^"]+"', "", page)

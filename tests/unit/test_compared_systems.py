@@ -5,7 +5,6 @@ import json
 import re
 from functools import cache
 
-import matplotlib.image
 import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeCompute
@@ -210,7 +209,9 @@ def test_files(tmp_path):
     for text in ("a &lt; b", "&lt;so&gt;", "out of memory", "does not fit", "n &amp; m"):
         assert text in page
     assert "stock, best even layout: CUDA out of memory" in page
-    pixels = matplotlib.image.imread(tmp_path / "made" / "timeline.png")[..., :3]
+    from matplotlib import image
+
+    pixels = image.imread(tmp_path / "made" / "timeline.png")[..., :3]
     colours = {tuple(map(int, each)) for each in (pixels * 255).round().reshape(-1, 3)[::7]}
     for colour in ((0x56, 0xB4, 0xE9), (0xE6, 0x9F, 0x00), (0x8C, 0x2D, 0x04)):
         assert colour in colours  # the work of both

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from scripts.long_run.killing import Killing
 from scripts.long_run.parts import Part, all_losses, spans
-from scripts.long_run.picture import draw
 
 
 def part(first: int, times: tuple[float, ...], pause_s: float) -> Part:
@@ -34,6 +33,8 @@ def test_iterations_that_are_trained_twice_are_compared_twice() -> None:
 
 
 def test_it_is_drawn(tmp_path: Path) -> None:
+    from scripts.long_run.picture import draw
+
     assert draw(tmp_path / "run.png", PARTS, tokens=8).read_bytes().startswith(b"\x89PNG")
 
 

@@ -5,11 +5,9 @@ import json
 from collections import defaultdict
 from itertools import pairwise
 
-import matplotlib.image
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from matplotlib.path import Path as MatplotlibPath
 
 from tests.examples import examples
 from tests.unit.fake_costs import FakeComm, FakeMemory
@@ -35,7 +33,9 @@ def curve(losses):
 
 def colours_of(path):
     """The colours of the figure's pixels, each as (red, green, blue) from 0 to 255."""
-    pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int)
+    from matplotlib import image
+
+    pixels = (image.imread(path)[..., :3] * 255).round().astype(int)
     # As one number each: to sort rows of three takes seconds.
     packed = np.unique(pixels @ (1 << 16, 1 << 8, 1))
     return {(each >> 16, each >> 8 & 255, each & 255) for each in packed.tolist()}
@@ -53,6 +53,8 @@ def test_the_timeline_shows_work_and_waiting(tmp_path):
 
 def test_the_timeline_draws_the_bars_of_a_row_at_once(tmp_path, monkeypatch):
     """An artist for each bar takes minutes where there are thousands; every bar is drawn still."""
+    from matplotlib.path import Path as MatplotlibPath
+
     figures = []
     monkeypatch.setattr(gantt, "save_figure", lambda figure, path: figures.append(figure) or path)
     result = run(PLAN)
