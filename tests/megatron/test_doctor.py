@@ -120,6 +120,7 @@ def assert_speed_is_measured(run: DoctorRun, monkeypatch: pytest.MonkeyPatch) ->
     """Stock and plan train the same from the same flags; how long they take here says nothing."""
     small = timed.TimedSize(hidden=128, micro_batch=1)
     monkeypatch.setattr(timed, "size_for", lambda machine: small)
+    monkeypatch.setattr(timed, "_SEQUENCE", 128)
     monkeypatch.setattr(timed, "_TURN_ITERATIONS", 3)
     finding = timed.speed(run)
     assert finding.said.startswith("stock "), finding.said

@@ -160,8 +160,9 @@ def test_bad_input_ends_the_job_for_good(
     launch(training, TWO_NODES)
     script = tmp_path / "job.sh"
     script.write_text(script.read_text().replace("--lr-warmup-iters 2", "--lr-warmup-itres 2"))
-    job = slurm.submit(script, **THIS_MACHINE)
-    about = slurm.wait(job, timeout_s=TIMEOUT_S)
+    with forking_server() as forks:
+        job = slurm.submit(script, **THIS_MACHINE, **forks)
+        about = slurm.wait(job, timeout_s=TIMEOUT_S)
     log = (tmp_path / f"zorse-{job}.txt").read_text()
     assert "Restarts=0" in about and "ExitCode=2:0" in about, log
     assert "bad input, which the last start has said" in log
