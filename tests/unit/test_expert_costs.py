@@ -247,17 +247,18 @@ def inputs_of(model=MODEL, *, batch=24, profile=None, space=None, **computing):
     )
 
 
+@pytest.mark.usefixtures("little_effort")
 def test_a_plan_names_the_experts_and_has_no_tp_groups():
     inputs = inputs_of()
     assert inputs.space.max_tensor_parallel == 1
-    outcome = find_plan(inputs)
+    outcome = find_plan(inputs, stock=())
     model = outcome.plan.model
     assert (model.num_experts, model.moe_router_topk) == (NUMBER, CHOSEN)
     assert model.moe_ffn_hidden_size == WIDTH
     assert all(len(each.ranks) == 1 for group in outcome.plan.groups for each in group.replicas)
     assert simulate(outcome.plan, inputs).iteration_s == pytest.approx(outcome.iteration_s)
     # Nothing is said of them where there are none.
-    dense = find_plan(inputs_of(DENSE)).plan
+    dense = find_plan(inputs_of(DENSE), stock=()).plan
     assert "moe" not in dump_plan(dense) and "experts" not in dump_plan(dense)
 
 
@@ -323,7 +324,7 @@ def test_experts_have_no_adapters():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("little_effort")
+@pytest.mark.usefixtures("little_effort", "few_layouts")
 @pytest.mark.parametrize(
     ("name", "where"), [("olmoe-1b-7b", "mini-b.yaml"), ("qwen3-30b-a3b", "mini-a.yaml")]
 )
