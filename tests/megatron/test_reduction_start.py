@@ -154,7 +154,9 @@ def _reduce_two_chunks(low_precision: bool) -> list[str]:
 
     tiny_gpt.start()
     done: list[str] = []
-    config: Any = SimpleNamespace(barrier_with_L1_time=True, moe_router_enable_expert_bias=False)
+    config: Any = SimpleNamespace(
+        barrier_with_L1_time=True, moe_router_enable_expert_bias=False, sequence_parallel=False
+    )
 
     def finalize(models: Any, *_: Any, pg_collection: Any, **__: Any) -> None:
         assert pg_collection.tp == "itself alone", "stock would sum over the set once more"
