@@ -78,13 +78,13 @@ def test_plan_for_another_world_size(tmp_path: Path) -> None:
 
 
 def test_flags_that_do_not_fit(tmp_path: Path) -> None:
-    """Each flag alone is in `tests/unit/test_flag_rows.py`."""
+    """Each flag alone is in `tests/unit/test_flag_rows.py` and `tests/unit/test_removed.py`."""
     flags = ("--num-layers", "6", "--context-parallel-size", "2", "--dataloader-type", "external")
     result = run_plan(json.dumps(good_plan()), tmp_path, *flags)
     assert_refused(result, "--num-layers", "--context-parallel-size", "--dataloader-type")
     flags = ("--zorse-plam", "x", "--zorse-mirror", "1")
     result = run_plan(json.dumps(good_plan()), tmp_path, *flags)
-    assert_refused(result, "--zorse-plam: found an unknown flag", "--zorse-mirror: found")
+    assert_refused(result, "--zorse-plan", "--zorse-mirror: found", "--save-interval")
 
 
 SCRIPT = """

@@ -6,7 +6,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from zorse_megatron.cli.console import print_json
+from zorse_megatron.cli.console import CommandError, print_json, reported_errors
+from zorse_megatron.errors import Problem
 from zorse_megatron.files.read_write import one_line_if_not_printed
 
 _WANTS_JSON = "zorse_megatron.wants_json"
@@ -14,6 +15,52 @@ USAGE = 2
 """Exit status for options that cannot be read."""
 # The base of typer's errors is click's UsageError, of click itself or of the copy that typer has.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_FROM_STATUS = (
+    "Run zorse plan --from-status DIR: it plans at the speeds of the run's GPUs, says what a move "
+    "would gain, and prints the zorse move command."
+)
+_USE_ALL = "Leave it out: GPUs that slow the others are left out, unless there is --use-all."
+_NO_PRICES = "Plan for a cluster file of the GPUs that you pay for: prices are no longer counted."
+_RENAMED = {
+    "--wire": "--grad-reduce-dtype",
+    "--sets-across-nodes": "--tp-across-nodes",
+    "--equal-parts": "--even-tp",
+    "--host-activations": "--activation-offload",
+}
+_SLOW = "Give --slow NAME=FACTOR, for ranks, kinds and links alike."
+REMOVED = {
+    "compare-plans": "Run zorse compare --simulated: the same in the simulator.",
+    "plan --may-leave-out": _USE_ALL,
+    **{f"plan {old}": f"It is now {new}." for old, new in _RENAMED.items()},
+    "plan --used-cluster": f"{_USE_ALL} The cluster file of the others is written beside --out.",
+    "plan --split-backward": "Leave it out: weight gradients are computed apart where that is "
+    "faster. --no-split-backward plans without.",
+    **dict.fromkeys(("plan --objective", "plan --budget", "plan --frontier"), _NO_PRICES),
+    "actions": "Run zorse check PLAN --actions.",
+    "follow": _FROM_STATUS,
+    "supervise": "Write the batch script again with zorse launch --slurm FILE --elastic: it starts "
+    "torchrun on each node.",
+    "launch --grow": "Leave it out: a node takes part again as soon as torchrun is started on it, "
+    "and under Slurm when the job is.",
+    "launch --follow": _FROM_STATUS,
+    "simulate": "Run zorse explain: it shows the same, and why. zorse plan --html PAGE has figures "
+    "of memory.",
+    "schema": "The schema is in the package: zorse_megatron/plan/plan.schema.json.",
+    "replan": "Run zorse plan --without NODE --out PLAN: the cluster file of the other nodes is "
+    "written beside the plan.",
+    "emulate --dilation": "Leave it out: emulated times do not depend on this machine's clock.",
+    "explain --no-replan": "Leave it out: zorse explain searches with --search only.",
+    **{
+        f"{command} --slow-{what}": _SLOW
+        for command in ("explain", "emulate", "compare")
+        for what in ("rank", "kind", "link")
+    },
+    "profile show": "Run zorse check PROFILE: it shows the same.",
+    "profile import": "Measure with zorse profile measure. For published tables in CSV: "
+    "python -m scripts.import_profile, in a checkout of zorse-megatron.",
+}
+"""Command or option that was removed -> what to do now."""
+
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 """Settings of every command."""
 
@@ -27,11 +74,17 @@ class AnswersInJson(TyperGroup):
         ctx.meta[_WANTS_JSON] = "--json" in ours
         return super().parse_args(ctx, args)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that is named first."""
+        _refuse_removed(ctx, args[0])
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
             return super().invoke(ctx)
         except _UsageError as error:
+            _refuse_removed(getattr(error, "ctx", None), getattr(error, "option_name", ""))
             if not ctx.meta.get(_WANTS_JSON):
                 raise
             print_json({"ok": False, "problems": [_problem(error)]})
@@ -50,13 +103,33 @@ class Commands(typer.Typer):
             return super().__call__(*args, **kwargs)
 
 
-def not_understood(command: Any, name: str, words: Sequence[str]) -> str | None:
-    """What a command cannot read in its words; None: it reads all of them."""
+def _refuse_removed(ctx: Any, word: str) -> None:
+    """End with what to do in place of a command or an option that there was once."""
+    words, each = [word], ctx
+    while each is not None and each.parent is not None:
+        words.insert(0, each.info_name)
+        each = each.parent
+    name = " ".join(words)
+    if name not in REMOVED:
+        return
+    problem = Problem(
+        where=f"zorse {name}",
+        found=f"{'an option' if word.startswith('-') else 'a command'} that was removed",
+        expected="one that is there",
+        remedy=REMOVED[name],
+    )
+    with reported_errors(as_json=ctx.meta.get(_WANTS_JSON, False), status=USAGE):
+        raise CommandError("the command cannot be run", [problem])
+
+
+def not_understood(command: Any, name: str, words: Sequence[str]) -> tuple[str, str] | None:
+    """What a command cannot read in its words, and what to do; None: it reads all of them."""
     try:
         command.make_context(name, list(words))
     except _UsageError as error:
         said: str = error.format_message()  # type: ignore[attr-defined]
-        return said
+        option = getattr(error, "option_name", "")
+        return said, REMOVED.get(f"{name} {option}", f"Run: zorse {name} --help.")
     return None
 
 

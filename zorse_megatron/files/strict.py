@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,8 @@ class FileKind:
     """What is raised for a file that cannot be used."""
     root: Any
     """The class of its top level."""
+    removed: Mapping[str, str] = field(default_factory=dict)
+    """Key that files may still have -> what to do now."""
     has_long_texts: bool = False
     """Whether texts may have several lines, as messages have."""
 
@@ -251,7 +253,7 @@ def _unknown_key(location: Location, kind: FileKind) -> Problem:
         where=path_of(location[:-1]),
         found=f'unknown key "{key}"',
         expected=f"only the keys {', '.join(known)}",
-        remedy=remedy,
+        remedy=kind.removed.get(key, remedy),
     )
 
 

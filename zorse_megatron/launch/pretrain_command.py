@@ -34,6 +34,8 @@ _SKIPPED = (
 _REBALANCED = "on: replicas that are slower than planned get fewer micro-batches."
 _Choice = TypeVar("_Choice", bound=str)
 _BATCH_SCHEDULE = "--step-batch-size-schedule"
+_NO_MIRROR = "Save more often instead: a smaller --save-interval, on GPUs with --async-save."
+_REMOVED = {"--zorse-mirror": _NO_MIRROR, "--zorse-mirror-overlap": _NO_MIRROR}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,9 @@ def _ours(
     ours: dict[str, str | None] = dict.fromkeys(_OURS)
     for flag, values in ((each.flag, each.values) for each in found):
         if flag not in ours:
-            wrong = ("an unknown flag", f"one of {', '.join(_OURS)}", "Check the spelling.")
+            found_it = "a flag that was removed" if flag in _REMOVED else "an unknown flag"
+            remedy = _REMOVED.get(flag, "Check the spelling.")
+            wrong = (found_it, f"one of {', '.join(_OURS)}", remedy)
         elif not values:
             wrong = ("no value", "one", f"Write {flag} VALUE.")
         elif ours[flag] is not None:

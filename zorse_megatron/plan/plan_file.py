@@ -15,12 +15,21 @@ from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
 
 SCHEMA_VERSION = 2
+_REMOVED = {
+    "rank_settings": "It was removed: say recompute and offload in the replica, for all of its "
+    "ranks, or in the group.",
+    **dict.fromkeys(
+        ("hop", "extra_in_flight", "delayed_samples"),
+        "It was removed, as orders follow compute_s and transfer now: plan again with zorse plan.",
+    ),
+}
 PLAN_FILE = FileKind(
     name="plan",
     syntax="JSON",
     document="docs/plan-file.md",
     error=PlanError,
     root=Plan,
+    removed=_REMOVED,
 )
 _FINGERPRINT_CHARACTERS = 16
 

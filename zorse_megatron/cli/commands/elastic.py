@@ -141,10 +141,10 @@ def _not_of_plan(where: str, words: Sequence[str]) -> Iterator[Problem]:
     from zorse_megatron.cli.main import app  # it imports this module
 
     plan = typer.main.get_command(app).commands["plan"]  # type: ignore[attr-defined]
-    said = not_understood(plan, "plan", [*words, "--cluster", "cluster.yaml"])
-    if said is not None:
-        todo = "Run: zorse plan --help."
-        yield Problem(where=where, found=said, expected="options of zorse plan", remedy=todo)
+    found = not_understood(plan, "plan", [*words, "--cluster", "cluster.yaml"])
+    if found is not None:
+        said, remedy = found
+        yield Problem(where=where, found=said, expected="options of zorse plan", remedy=remedy)
 
 
 @with_bundles
