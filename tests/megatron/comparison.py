@@ -284,6 +284,12 @@ def expected_part(
     By hand, from how Megatron's layers are documented to divide their weights.
     """
     tp_shards = replica.tp_shards or TpShards()
+    if tp_shards.experts is not None and ".local_experts." in name:
+        expert = int(name.split(".local_experts.")[1].split(".")[0])
+        owners = [rank for rank, number in enumerate(tp_shards.experts) for _ in range(number)]
+        if owners[expert] == index:
+            return whole
+        return whole[:0] if "linear_fc1." in name else whole[:, :0]
     kind = tp_shards.mlp_columns if "mlp." in name else tp_shards.vocabulary_rows
     counts = (tp_shards.kv_groups if "self_attention." in name else kind) or (1,) * len(
         replica.ranks

@@ -25,12 +25,13 @@ from tests.megatron.plans import (
     plan_of,
     replica,
     split,
+    tp_replica,
     with_settings,
 )
 from tests.megatron.test_checkpoints import RUNS, Saved, assert_same_rest
 from tests.megatron.test_mixed_precision import FP16_ROUNDING
 from tests.megatron.test_moving import STEPS, assert_runs, both_runs
-from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan import Plan, TpShards
 
 EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"),
@@ -45,6 +46,18 @@ MODEL = (*LLAMA, *EXPERTS)
 BREADTH_FIRST = chunked_plan(
     [(replica(0, 1, 6, 3.0), replica(1, 1, 2, 1.0)), (replica(2, 4, 2),)],
     [(0, 1), (1, 2), (0, 1)],
+)
+# In tensor-parallel groups ranks have some of the experts, or none of them.
+IN_TP_GROUPS = plan_of(
+    ((tp_replica((0, 1), 2, 4, 1.0, TpShards(experts=(1, 3))),), 2),
+    (
+        (
+            tp_replica((2, 3), 1, 4, 1.0, TpShards(kv_groups=(2, 0), experts=(4, 0))),
+            replica(4, 2, 2, 2.0),
+        ),
+        1,
+    ),
+    ((tp_replica((5, 6), 4, 2, 1.0, TpShards(kv_groups=(0, 2), experts=(2, 2))),), 1),
 )
 ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "aux_loss": (LAYOUTS["3|2"], (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
@@ -67,6 +80,9 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
             *("--moe-token-dispatcher-type", "alltoall"),
         ),
     ),
+    "in TP groups": (IN_TP_GROUPS, (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
+    "in TP groups, sequence parallel": (IN_TP_GROUPS, (*MODEL, *BIASED, "--sequence-parallel")),
+    "in TP groups, weight gradients apart": (split(IN_TP_GROUPS), (*MODEL, *BIASED, *UNTIED)),
     "GELU": (LAYOUTS["2|1"], (*EXPERTS, *BALANCED, "--disable-bias-linear")),
     "one group, overlapping": (
         LAYOUTS["5, one idle"],
@@ -137,16 +153,23 @@ def test_logs_what_one_process_logs(corpus: Path) -> None:
 
 SPREAD = ("--expert-model-parallel-size", "2")
 RUNS["stock EP=2"] = (SPREAD, 2)
+RUNS["in TP groups"] = IN_TP_GROUPS
 
 
-@pytest.mark.parametrize(("by", "then"), [("1|3|1", "stock"), ("stock", "2x2 in the host")])
+@pytest.mark.parametrize(
+    ("by", "then"),
+    [
+        *(("1|3|1", "stock"), ("stock", "2x2 in the host")),
+        *(("in TP groups", "stock"), ("1|3|1", "in TP groups")),
+    ],
+)
 def test_resumes(by: str, then: str, corpus: Path) -> None:
     saved = Saved(corpus)
     directory, uninterrupted = saved.by(by, *MODEL, *BIASED)
     assert_same_rest(saved.resume(then, directory, *MODEL, *BIASED), uninterrupted)
 
 
-@pytest.mark.parametrize(("by", "then"), [("1|3|1", "stock EP=2"), ("stock EP=2", "1|2")])
+@pytest.mark.parametrize(("by", "then"), [("1|3|1", "stock EP=2"), ("stock EP=2", "in TP groups")])
 def test_weights_cross_to_experts_on_several_ranks(by: str, then: str, corpus: Path) -> None:
     """Of the optimizer stock has two there, and reads of no other number."""
     saved, flags = Saved(corpus), (*MODEL, *BIASED, "--no-load-optim")
@@ -157,5 +180,8 @@ def test_weights_cross_to_experts_on_several_ranks(by: str, then: str, corpus: P
 
 def test_moves(corpus: Path, tmp_path: Path) -> None:
     flags = [*Saved(corpus).flags(*MODEL, *BIASED), "--train-iters", str(STEPS)]
-    runs = both_runs(in_the_host(TWO_BY_TWO), LAYOUTS["1|2"], tmp_path, flags)
+    a_pair = ((tp_replica((0, 2), 2, 4, 1.0, TpShards(experts=(1, 3))),), 2)
+    runs = both_runs(
+        in_the_host(TWO_BY_TWO), plan_of(a_pair, ((replica(1, 8, 1),), 2)), tmp_path, flags
+    )
     assert_runs(runs, TWO_BY_TWO.world_size)

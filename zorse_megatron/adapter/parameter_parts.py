@@ -3,9 +3,11 @@
 Megatron's layers mark the axis along which a parameter is cut. How they cut it is theirs to know:
 `ColumnParallelLinear` and `VocabParallelEmbedding` give each rank consecutive rows, which for the
 fused QKV projection are whole KV groups; the fused gate and up projection of a gated MLP has a part
-of each (`MLP.__init__`, stride 2); `RowParallelLinear` gives consecutive columns.
+of each (`MLP.__init__`, stride 2); `RowParallelLinear` gives consecutive columns. An expert is cut
+into all and nothing (`adapter.model.expert_layers`).
 """
 
+import re
 from typing import Any
 
 import torch
@@ -28,7 +30,11 @@ def held_part(
     """What rank `index` of a TP group with these parts holds as `parameter`; `name`: in the
     model."""
     shape, axis = list(parameter.shape), cut_axis(parameter)
-    if axis is not None:
+    expert = expert_of(name)
+    if axis is not None and expert is not None:
+        if tp_shards.degree > 1 and expert not in tp_shards.experts_of(index):
+            shape[axis] = unit_of(parameter)
+    elif axis is not None:
         kind, blocks = kind_of(name), _blocks(name, is_gated)
         if tp_shards.has_any(kind, index):
             shape[axis] = tp_shards.whole_length(kind, index, shape[axis])
@@ -52,7 +58,8 @@ def held_parts(
 
 
 def mark_unit(module: torch.nn.Module, length: int) -> None:
-    """Note of cut parameters without elements how long a KV group's part of the axis would be.
+    """Note of cut parameters without elements how long a KV group's part of the axis would be, or
+    an expert's.
 
     A unit of all others is one row or column.
     """
@@ -67,6 +74,11 @@ def part_of_whole(
     """The same, from the shape of the whole parameter."""
     if axis is None:
         return TensorPart(shape=tuple(shape), axis=None)
+    expert = expert_of(name)
+    if expert is not None and tp_shards.degree > 1:
+        is_held = expert in tp_shards.experts_of(index)
+        pieces = ((0, shape[axis]),) if is_held else ()
+        return TensorPart(shape=tuple(shape), axis=axis, pieces=pieces)
     blocks = _blocks(name, is_gated)
     return cut_part(shape, axis, tp_shards, kind_of(name), index=index, blocks=blocks)
 
@@ -80,6 +92,18 @@ def kind_of(name: str) -> UnitKind:
     if "self_attention." in name:
         return "kv_groups"
     return "mlp_columns" if "mlp." in name else "vocabulary_rows"
+
+
+def expert_of(name: str) -> int | None:
+    """Which expert a parameter of this name is of."""
+    found = re.search(r"\.local_experts\.(\d+)\.", name)
+    return None if found is None else int(found[1])
+
+
+def unit_of(parameter: torch.Tensor) -> int:
+    """What `mark_unit` has noted."""
+    length: int = getattr(parameter, _UNIT)
+    return length
 
 
 def cut_axis(parameter: torch.Tensor) -> int | None:

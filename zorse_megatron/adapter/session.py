@@ -258,7 +258,8 @@ class PlanSession:
             limit_bytes=options.memory_limit_bytes,
         )
         if inputs.config.num_moe_experts is not None:
-            self.loads = ExpertLoads(models, inputs.config)
+            is_counted = at.place is None or at.place.index == 0
+            self.loads = ExpertLoads(models, inputs.config, is_counted=is_counted)
         with before_first_step(at.rank, self.link):
             self._settle(models, watches_memory=watches_memory)
         if at.dtypes[at.plan.group_of_rank(at.rank)] == "fp16":

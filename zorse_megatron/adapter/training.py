@@ -263,7 +263,7 @@ def _hooks(
     if session.weight_gradients is not None:
         hooks["linear_backward"] = partial(delaying_weights, session.weight_gradients)
     if get_args().num_experts is not None:
-        hooks["experts_spec"] = partial(with_plan_layers, get_args().micro_batch_size)
+        hooks["experts_spec"] = partial(with_plan_layers, get_args().micro_batch_size, at.place)
         hooks["router_losses"] = session.logging_router_losses
     if at.samples.are_packed:
         hooks["count_sequences"] = partial(

@@ -68,11 +68,13 @@ def grouped_linear(
     *,
     main_grads: Sequence[torch.Tensor] | None = None,
     later: Callable[[GroupedProduct], None] | None = None,
+    has_rest: bool = False,
 ) -> torch.Tensor:
     """Return y [T, n], where y[t] = weights[e] x[t] for the expert e that token t is of.
 
     `x`: [T, h], contiguous, sorted by expert, in fp32, bf16 or fp16. `counts`: [E] int64, tokens of
-    each expert; they add up to T. In Triton nothing waits for them (`placed_counts`).
+    each expert; they add up to T, or with `has_rest` to less: rows that follow have no expert, and
+    y, and the gradient of x, are zero there. In Triton nothing waits for them (`placed_counts`).
     `weights`: E tensors [n, h], contiguous, of x's dtype and device, each below 2^31 elements; all
     of them need a gradient or none. 16-bit products are added in fp32, fp32 ones without TF32.
 
@@ -86,7 +88,7 @@ def grouped_linear(
     `later`: gets what the backward would have computed weights' gradients from, and calls its
     `accumulate`, at once or later.
     """
-    result: torch.Tensor = _GroupedLinear.apply(main_grads, later, x, counts, *weights)
+    result: torch.Tensor = _GroupedLinear.apply(main_grads, later, has_rest, x, counts, *weights)
     return result
 
 
@@ -103,19 +105,20 @@ def placed_counts(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917  (torch's way)
         ctx: Any,
         main_grads: Sequence[torch.Tensor] | None,
         later: Callable[[GroupedProduct], None] | None,
+        has_rest: bool,
         x: torch.Tensor,
         counts: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         compute = _pick("grouped_rows", x.device, grouped_rows_torch)
         counts = placed_counts(counts, x.device)
-        ctx.main_grads, ctx.later = main_grads, later
-        ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, counts, *weights)
-        y: torch.Tensor = compute(x, counts, weights, transposed=True)
+        ctx.main_grads, ctx.later, ctx.has_rest = main_grads, later, has_rest
+        ctx.save_for_backward(x if ctx.needs_input_grad[5] else None, counts, *weights)
+        y: torch.Tensor = compute(x, counts, weights, transposed=True, has_rest=has_rest)
         return y
 
     @staticmethod
@@ -123,9 +126,9 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, counts, *weights = ctx.saved_tensors
         dy, dx = dy.contiguous(), None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[3]:
             compute = _pick("grouped_rows", dy.device, grouped_rows_torch)
-            dx = compute(dy, counts, weights, transposed=False)
+            dx = compute(dy, counts, weights, transposed=False, has_rest=ctx.has_rest)
         gradients = None
         if x is not None:
             product = GroupedProduct(
@@ -136,7 +139,7 @@ class _GroupedLinear(torch.autograd.Function):
                 main_grads=ctx.main_grads,
             )
             gradients = product.gradients() if ctx.later is None else ctx.later(product)
-        return (None, None, dx, None, *(gradients or [None] * len(weights)))
+        return (None, None, None, dx, None, *(gradients or [None] * len(weights)))
 
 
 def _pick(name: str, device: torch.device, in_torch: Kernel) -> Kernel:
@@ -150,15 +153,30 @@ def _pick(name: str, device: torch.device, in_torch: Kernel) -> Kernel:
 
 
 def grouped_rows_torch(
-    x: torch.Tensor, counts: torch.Tensor, weights: Sequence[torch.Tensor], *, transposed: bool
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *,
+    transposed: bool,
+    has_rest: bool = False,
 ) -> torch.Tensor:
     """The reference of x[t] W_e^T (`transposed`: y [T, n] of x [T, h]), and of x[t] W_e."""
     matrices = [weight.t() for weight in weights] if transposed else weights
-    sizes = counts.tolist()
-    y = x.new_empty(x.shape[0], matrices[0].shape[1])
-    for rows, matrix, out in zip(x.split(sizes), matrices, y.split(sizes), strict=True):
-        torch.mm(rows, matrix, out=out)
+    y = output_rows(x, matrices[0].shape[1], has_rest=has_rest)
+    for start, stop, matrix in zip(*_bounds(counts), matrices, strict=True):
+        torch.mm(x[start:stop], matrix, out=y[start:stop])
     return y
+
+
+def output_rows(x: torch.Tensor, width: int, *, has_rest: bool) -> torch.Tensor:
+    """What a product of x's rows is written to."""
+    return (x.new_zeros if has_rest else x.new_empty)(x.shape[0], width)
+
+
+def _bounds(counts: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Where each expert's rows start, and where they stop."""
+    stops = counts.cumsum(0).tolist()
+    return [0, *stops[:-1]], stops
 
 
 def grouped_weights_torch(
@@ -170,8 +188,8 @@ def grouped_weights_torch(
     add: bool,
 ) -> None:
     """The reference of dy_e^T x_e: written into `out`, or added to it."""
-    sizes = counts.tolist()
-    for inputs, gradients, total in zip(x.split(sizes), dy.split(sizes), out, strict=True):
+    for start, stop, total in zip(*_bounds(counts), out, strict=True):
+        inputs, gradients = x[start:stop], dy[start:stop]
         if not add:
             torch.mm(gradients.t(), inputs, out=total)
         elif len(inputs):

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from zorse_megatron.kernels.grouped_gemm import output_rows
+
 ALIGNED_BYTES = 16
 """What one instruction loads at most, from a multiple of itself."""
 GROUP = tl.constexpr(8)
@@ -222,12 +224,13 @@ def grouped_rows(
     weights: Sequence[torch.Tensor],
     *,
     transposed: bool,
+    has_rest: bool = False,
     blocks: Blocks | None = None,
 ) -> torch.Tensor:
     """As `grouped_rows_torch`."""
     (height, width), num_experts = weights[0].shape, len(weights)
     depth, out_width = (width, height) if transposed else (height, width)
-    y = x.new_empty(x.shape[0], out_width)
+    y = output_rows(x, out_width, has_rest=has_rest)
     if not y.numel():
         return y
     with torch.cuda.device_of(x):

@@ -46,10 +46,16 @@ class TpShards:
     """Columns of the MLP."""
     vocabulary_rows: tuple[Count, ...] | None = None
     """Rows of the embedding table and of the output layer, padding included."""
+    experts: tuple[Count, ...] | None = None
+    """Whole experts of each layer of experts, in their order; never absent in such a model."""
 
     def unequal(self) -> "TpShards | None":
         """What is not cut as it would be if nothing were said; None: all of it is."""
-        said = {name: counts for name, counts in vars(self).items() if len(set(counts or ())) > 1}
+        said = {
+            name: counts
+            for name, counts in vars(self).items()
+            if len(set(counts or ())) > 1 or (name == "experts" and counts)
+        }
         return TpShards(**said) if said else None
 
 

@@ -15,6 +15,7 @@ from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.plan.plan import (
     Group,
+    ModelFingerprint,
     Plan,
     Replica,
     data_parallel_ranks,
@@ -426,6 +427,7 @@ _TITLES = {
     "kv_groups": "KV groups",
     "mlp_columns": "columns of the MLP",
     "vocabulary_rows": "rows of the vocabulary",
+    "experts": "experts",
 }
 
 
@@ -496,6 +498,7 @@ def tp_shards_problems(plan: Plan) -> Iterator[Problem]:
         "kv_groups": model.num_query_groups or model.num_attention_heads,
         "mlp_columns": model.ffn_hidden_size,
         "vocabulary_rows": model.vocab_size,
+        "experts": model.num_experts,
     }
     for index, group in enumerate(plan.groups):
         for number, replica in enumerate(group.replicas):
@@ -504,6 +507,10 @@ def tp_shards_problems(plan: Plan) -> Iterator[Problem]:
                 where = f"groups[{index}].replicas[{number}].tp_shards.{name}"
                 if counts is not None:
                     yield from _counts_problems(where, replica, counts, whole)
+            if len(replica.ranks) > 1:
+                yield from _experts_problems(
+                    f"groups[{index}].replicas[{number}].tp_shards", replica, model
+                )
 
 
 def _counts_problems(
@@ -524,6 +531,21 @@ def _counts_problems(
             expected=f"{whole or 'more than 0'} in all, as the model has",
             remedy="Parts neither overlap nor leave anything out: correct the numbers.",
         )
+
+
+def _experts_problems(
+    where: str, replica: Replica, model: ModelFingerprint
+) -> Iterator[Problem]:
+    """Who has which expert is always said: nothing is cut in a layer of them."""
+    named = replica.tp_shards is not None and replica.tp_shards.experts is not None
+    if named == (model.num_experts is not None) or model.ffn_hidden_size is None:
+        return  # what the plan does not say of its model is not compared
+    yield Problem(
+        where=where,
+        found="experts, of a model without them" if named else "no experts",
+        expected="no such entry" if named else f"how many of {model.num_experts} each rank has",
+        remedy="Remove it." if named else 'Give one number for each rank, as in "experts": [5, 3].',
+    )
 
 
 def _divided(sizes: DividedSizes) -> Iterator[tuple[str, int | None, str]]:

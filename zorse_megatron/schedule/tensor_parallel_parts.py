@@ -27,11 +27,12 @@ from zorse_megatron.schedule.shards import Interval, intersection, shard_bounds
 
 # How many units of each layer the ranks of a tensor-parallel group hold.
 #
-# Units are what cannot be cut: KV groups of attention, columns of the MLP, rows of the vocabulary.
+# Units are what cannot be cut: KV groups of attention, columns of the MLP, rows of the vocabulary,
+# experts.
 # A plan gives a number for each rank, or nothing, where all hold as much.
 
 
-UnitKind = Literal["kv_groups", "mlp_columns", "vocabulary_rows"]
+UnitKind = Literal["kv_groups", "mlp_columns", "vocabulary_rows", "experts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,11 @@ class TpPartition:
         ends = (0, *accumulate(self.proportions(kind)))
         total = ends[-1]
         return length * ends[index] // total, length * ends[index + 1] // total
+
+    def experts_of(self, index: int) -> range:
+        """The experts that rank `index` holds, which are whole; of a group that names them."""
+        counts = self.proportions("experts")
+        return range(sum(counts[:index]), sum(counts[: index + 1]))
 
     def whole_length(self, kind: UnitKind, index: int, length: int) -> int:
         """Elements of an axis of which rank `index` holds `length`, which are not none."""

@@ -1,4 +1,4 @@
-"""Layers of experts that are whole on a rank: no loop over experts, and no wait of the host.
+"""Layers of experts: no loop over experts, and no wait of the host.
 
 Stock's layer without Transformer Engine runs one expert after the other, after the host has waited
 for how many tokens each one gets. Here tokens are sorted by expert on the device
@@ -6,30 +6,50 @@ for how many tokens each one gets. Here tokens are sorted by expert on the devic
 stay stock's, with their names and in checkpoints; sums are in an order that does not depend on the
 run.
 
+Each rank has all experts, or in a tensor-parallel group some of them, any number. There all ranks
+route all tokens alike; each computes what its own experts return, and what these returned is added
+up as the parts of a dense layer are: one sum, or with sequence parallelism a gather and a
+reduce-scatter, of as much as a token has, however many experts it goes to. Of experts that others
+have a rank has parameters without elements.
+
 Source: `MoELayer`, `MoETokenDispatcher` and `SequentialMLP` in megatron/core/transformer/moe.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from zorse_megatron.adapter.model.experts import PlanRouter
+from zorse_megatron.adapter.model.uneven_tp_shards import without_columns, without_rows
+from zorse_megatron.adapter.parameter_parts import expert_of, unit_of
 from zorse_megatron.kernels.grouped_gemm import GroupedProduct, grouped_linear, placed_counts
+from zorse_megatron.runtime.mailbox import TpRank
 
 
-def with_plan_layers(block_samples: int, stock: Callable[..., Any]) -> Callable[..., Any]:
+def with_plan_layers(
+    block_samples: int, place: TpRank | None, stock: Callable[..., Any]
+) -> Callable[..., Any]:
     """Wrap `get_moe_module_spec_for_backend`: its layers are those below.
 
-    `block_samples`: see `PlanRouter`.
+    `block_samples`: see `PlanRouter`. `place`: of a rank in a tensor-parallel group.
     """
 
     def get_moe_module_spec_for_backend(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +58,8 @@ def with_plan_layers(block_samples: int, stock: Callable[..., Any]) -> Callable[
         # gives parameters other names.
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         return partial(
-            WholeExpertsLayer,
+            PlanMoELayer,
+            place=place,
             submodules=replace(
                 submodules,
                 router=partial(PlanRouter, block_samples=block_samples),
@@ -49,12 +70,46 @@ def with_plan_layers(block_samples: int, stock: Callable[..., Any]) -> Callable[
     return get_moe_module_spec_for_backend
 
 
-class WholeExpertsLayer(MoELayer):
-    """Stock's, with all experts on the rank."""
+class PlanMoELayer(MoELayer):
+    """Stock's, with all experts on the rank, or in a tensor-parallel group those of its place."""
 
-    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
-        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
-        self.token_dispatcher = TokensByExpert(config, pg_collection)
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        submodules: Any,
+        place: TpRank | None,
+        pg_collection: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if pg_collection.tp.size() == 1:  # also where the whole model is built
+            place = None
+        alone = copy.copy(pg_collection)
+        alone.tp = alone.tp_cp = alone.tp_ep = alone.expt_tp = pg_collection.cp
+        experts = range(config.num_moe_experts)
+        if place is not None:
+            experts = place.tp_shards.experts_of(place.index)
+            submodules = replace(submodules, experts=partial(submodules.experts, held=experts))
+        super().__init__(config, *args, submodules=submodules, pg_collection=alone, **kwargs)
+        self.gathers = place is not None and config.sequence_parallel
+        tp_group = None if place is None else place.group
+        self.token_dispatcher = TokensByExpert(config, alone, experts=experts, tp_group=tp_group)
+        # Whose copies are one to checkpoints, and whose gradients are complete.
+        self.router.tp_group = pg_collection.tp
+        for parameter in self.router.parameters():
+            parameter.sequence_parallel = False
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See `MoELayer`; routers see whole sequences."""
+        dispatcher = self.token_dispatcher
+        if not self.gathers:
+            return super().forward(hidden_states, *args, **kwargs)
+        dispatcher.own = hidden_states
+        # Of the router each rank has the whole gradient, so each takes its own part of it.
+        whole = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False, group=dispatcher.tp_group
+        )
+        return super().forward(whole, *args, **kwargs)
 
 
 class TokensByExpert(MoETokenDispatcher):
@@ -62,6 +117,21 @@ class TokensByExpert(MoETokenDispatcher):
 
     Nothing of a micro-batch stays here once its forward is over.
     """
+
+    own: torch.Tensor | None = None
+    """This rank's part of what is dispatched, with sequence parallelism."""
+
+    def __init__(
+        self,
+        config: Any,
+        pg_collection: Any,
+        *,
+        experts: range,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`experts`: this rank's. `tp_group`: whose ranks have the others."""
+        super().__init__(config, pg_collection)
+        self.experts, self.tp_group = experts, tp_group
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -71,12 +141,23 @@ class TokensByExpert(MoETokenDispatcher):
         Returns tokens [tokens, width], and the weights of each one's experts [tokens, k].
         """
         self.shape, self.copies = tokens.shape, int(self.config.moe_router_topk)
-        self.counts = routing_map.sum(dim=0)
+        self.counts = routing_map.sum(dim=0)[self.experts.start : self.experts.stop]
         # Each row has k of them.
         chosen = routing_map.byte().topk(self.copies, dim=1).indices.sort(dim=1).values
-        self.order = torch.argsort(chosen.view(-1), stable=True)
+        # This rank's experts come first.
+        sorted_by = (chosen - self.experts.start) % routing_map.shape[1]
+        self.order = torch.argsort(sorted_by.view(-1), stable=True)
         self.places = torch.argsort(self.order)
-        return tokens.view(-1, self.shape[-1]), probs.gather(1, chosen)
+        weights = probs.gather(1, chosen)
+        if self.tp_group is None:
+            return tokens.view(-1, self.shape[-1]), weights
+        # Each rank's experts give a part of the gradients.
+        weights = copy_to_tensor_model_parallel_region(weights, group=self.tp_group)
+        if self.own is None:
+            tokens = copy_to_tensor_model_parallel_region(tokens, group=self.tp_group)
+        else:
+            tokens = _Gathered.apply(self.own, tokens.detach(), self.tp_group)
+        return tokens.view(-1, self.shape[-1]), weights
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -104,7 +185,30 @@ class TokensByExpert(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the layer was given them."""
         del self.counts, self.order, self.places  # the graph has what a backward needs
-        return hidden_states.view(self.shape)
+        is_cut, self.own = self.own is not None, None
+        total = hidden_states.view(self.shape)
+        if is_cut:
+            return reduce_scatter_to_sequence_parallel_region(total, group=self.tp_group)
+        if self.tp_group is not None:
+            return reduce_from_tensor_model_parallel_region(total, group=self.tp_group)
+        return total
+
+
+class _Gathered(torch.autograd.Function):
+    """`whole`, which has been gathered of what each rank of the group has as `own`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.group, ctx.shape = group, own.shape
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        own = gradient.new_empty(ctx.shape)
+        dist.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.group)
+        return own, None, None
 
 
 # Row i of copies goes to row `places[i]`, and comes from there by `order`. Each of the two
@@ -161,10 +265,21 @@ class _Summed(torch.autograd.Function):
 class GroupedExperts(SequentialMLP):
     """Stock's experts, computed together."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, *args: Any, submodules: Any, held: range | None = None, **kwargs: Any
+    ) -> None:
+        """`held`: the experts that the rank has; None: all of them."""
+        if held is not None:
+            submodules = replace(
+                submodules,
+                linear_fc1=_EachExpert(submodules.linear_fc1, without_rows, held),
+                linear_fc2=_EachExpert(submodules.linear_fc2, without_columns, held),
+            )
+        super().__init__(*args, submodules=submodules, **kwargs)
         experts = list(self.local_experts)
-        both = [_AllExperts([getattr(each, name) for each in experts]) for name in _LINEARS]
+        held = range(len(experts)) if held is None else held
+        self.held = held
+        both = [_AllExperts([getattr(each, name) for each in experts], held) for name in _LINEARS]
         # Not a submodule: parameters are those of the experts alone.
         self.__dict__["together"] = SimpleNamespace(
             config=self.config,
@@ -191,6 +306,15 @@ class GroupedExperts(SequentialMLP):
             del getattr(self.together, name).counts
         return output, None
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `SequentialMLP`: of experts that others have, nothing here is saved."""
+        found = super().sharded_state_dict(*args, **kwargs)
+        for name, entry in found.items():
+            if expert_of(name) not in self.held:
+                pipeline, _, data = entry.replica_id
+                entry.replica_id = (pipeline, 1, data)
+        return found
+
     def delay_weights(self, leave: Callable[[GroupedProduct], None]) -> None:
         """Let `leave` have what weight gradients are made of, in place of their computation."""
         for name in _LINEARS:
@@ -200,26 +324,55 @@ class GroupedExperts(SequentialMLP):
 _LINEARS = ("linear_fc1", "linear_fc2")
 
 
+class _EachExpert:
+    """Builds a linear layer of one expert after the other."""
+
+    def __init__(
+        self, build: Callable[..., Any], build_empty: Callable[..., Any], held: Container[int]
+    ) -> None:
+        self.build, self.build_empty, self.held = build, build_empty, held
+        self.numbers = count()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if next(self.numbers) in self.held:
+            return self.build(*args, **kwargs)
+        return self.build_empty(self.build, *args, **kwargs)
+
+
 class _AllExperts(torch.nn.Module):
-    """The same linear layer of all experts."""
+    """The same linear layer of all experts, of which the rank has some."""
 
     counts: torch.Tensor
-    """Tokens of each, of the micro-batch that is computed."""
+    """Tokens of each that the rank has, of the micro-batch that is computed."""
 
-    def __init__(self, linears: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, linears: Sequence[Any], held: range) -> None:
         super().__init__()
         self.linears = tuple(linears)  # not as submodules
+        self.held = held
+        self.has_all = len(held) == len(linears)
+        self.outputs = linears[0].weight.shape[0] or unit_of(linears[0].weight)
         self.leave: Callable[[GroupedProduct], None] | None = None
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[tokens x k, inputs] to [tokens x k, outputs], and no bias."""
+        """[tokens x k, inputs] to [tokens x k, outputs], and no bias.
+
+        Zeros for tokens of experts that the rank lacks, which come last.
+        """
         for linear in self.linears:
             # It is not called itself: its hooks wait for parameters that are being gathered.
             for hook in linear._forward_pre_hooks.values():
                 hook(linear, (tokens,))
-        weights: list[Any] = [linear.weight for linear in self.linears]
+        if not self.held:
+            # Depends on tokens, so that backwards take part in what the group sums.
+            return tokens[:, :0] @ tokens.new_empty(0, self.outputs), None
+        weights: list[Any] = [self.linears[number].weight for number in self.held]
         main_grads = [weight.main_grad for weight in weights if hasattr(weight, "main_grad")]
         output = grouped_linear(
-            tokens, self.counts, weights, main_grads=main_grads or None, later=self.leave
+            tokens,
+            self.counts,
+            weights,
+            main_grads=main_grads or None,
+            later=self.leave,
+            has_rest=not self.has_all,
         )
         return output, None

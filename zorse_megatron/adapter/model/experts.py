@@ -125,8 +125,10 @@ class ExpertLoads:
     One vector, in fp64: sums of whole numbers are exact.
     """
 
-    def __init__(self, models: Iterable[Any], config: Any) -> None:
-        """`models`: the rank's wrapped chunks; `config`: of the transformer."""
+    def __init__(self, models: Iterable[Any], config: Any, *, is_counted: bool) -> None:
+        """`models`: the rank's wrapped chunks; `config`: of the transformer. `is_counted`: of a
+        tensor-parallel group, whose ranks route the same tokens, the first rank alone."""
+        self.is_counted = is_counted
         self.routers = _routers(models)
         for router in self.routers:
             router._maintain_float32_expert_bias()  # a rank may run no forward before a step
@@ -144,7 +146,8 @@ class ExpertLoads:
             values = tracker.metrics[name].values
             losses[number].copy_(values)
             values.zero_()
-        return torch.cat([losses.double().view(-1), self._loads().double().view(-1)])
+        own = torch.cat([losses.double().view(-1), self._loads().double().view(-1)])
+        return own if self.is_counted else torch.zeros_like(own)
 
     def _loads(self) -> torch.Tensor:
         """[layers, experts]; nothing where no bias follows them."""

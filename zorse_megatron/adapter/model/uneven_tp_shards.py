@@ -90,7 +90,8 @@ def size_hooks(place: TpRank | None) -> Replacements:
     if not place.tp_shards.has_any("vocabulary_rows", place.index):
         hooks["look_up"] = looking_up_nothing
         hooks["loss"] = without_a_logit
-    if not place.tp_shards.has_any("mlp_columns", place.index):
+    has_columns = place.tp_shards.has_any("mlp_columns", place.index)
+    if not has_columns or place.tp_shards.units("experts") is not None:
         hooks["split_gate"] = saved_as_nothing
     if not place.tp_shards.are_equal:
         hooks["frozen_backward"] = of_any_width
@@ -157,8 +158,8 @@ class SelfAttentionWithoutHeads(SelfAttention):
             config,
             replace(
                 submodules,
-                linear_qkv=partial(_without_rows, submodules.linear_qkv),
-                linear_proj=partial(_without_columns, submodules.linear_proj),
+                linear_qkv=partial(without_rows, submodules.linear_qkv),
+                linear_proj=partial(without_columns, submodules.linear_proj),
             ),
             *args,
             **kwargs,
@@ -170,17 +171,19 @@ class SelfAttentionWithoutHeads(SelfAttention):
         return self.linear_proj(nothing)
 
 
-def _without_rows(
+def without_rows(
     build: Callable[..., Any], input_size: int, output_size: int, **kwargs: Any
 ) -> Any:
+    """A `ColumnParallelLinear` with no output."""
     linear = build(input_size, 0, **kwargs)
     mark_unit(linear, output_size // kwargs["tp_group"].size())
     return linear
 
 
-def _without_columns(
+def without_columns(
     build: Callable[..., Any], input_size: int, output_size: int, **kwargs: Any
 ) -> Any:
+    """A `RowParallelLinear` with no input."""
     linear = build(0, output_size, **kwargs)
     mark_unit(linear, input_size // kwargs["tp_group"].size())
     return linear
