@@ -285,7 +285,7 @@ def expected_part(
     """
     tp_shards = replica.tp_shards or TpShards()
     if tp_shards.experts is not None and ".local_experts." in name:
-        expert = int(name.split(".local_experts.")[1].split(".")[0])
+        expert = int(name.split(".local_experts.")[1].split(".", maxsplit=1)[0])
         owners = [rank for rank, number in enumerate(tp_shards.experts) for _ in range(number)]
         if owners[expert] == index:
             return whole

@@ -7,7 +7,7 @@ the most that there were while an action ran: with the layer that is computed ag
 """
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ from zorse_megatron.costs.interface import JobCosts, TpRankCosts, TpShard
 from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
 from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.inputs.model import USUAL, Experts, ModelShape
-from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule
+from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule, TpShards
 from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.planner.inputs.cost_models import told_local_sizes
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.memory_ledger import Category, changes_of
@@ -149,46 +150,70 @@ def test_peaks_are_those_of_the_simulator(
         assert 0.95 * total <= peaks["total"] <= 1.05 * (total + late)
 
 
-UNLIKE = Plan(
-    schema_version=2,
-    model=LAYOUTS["2|1"].model,
-    global_batch_size=LAYOUTS["2|1"].global_batch_size,
-    groups=(Group(replicas=(tp_replica((0,), 2, 2), tp_replica((1, 2), 2, 2, 3.0))),),
-    chunks=tuple(Chunk(group=0, layers=(first, first + 1)) for first in range(4)),
-    schedule=Schedule(name="breadth_first"),
-)
+def unlike(tp_shards: TpShards | None) -> Plan:
+    """A rank and a TP group of two in one group."""
+    pair = tp_replica((1, 2), 2, 2, 3.0, tp_shards)
+    return Plan(
+        schema_version=2,
+        model=LAYOUTS["2|1"].model,
+        global_batch_size=LAYOUTS["2|1"].global_batch_size,
+        groups=(Group(replicas=(tp_replica((0,), 2, 2), pair)),),
+        chunks=tuple(Chunk(group=0, layers=(first, first + 1)) for first in range(4)),
+        schedule=Schedule(name="breadth_first"),
+    )
 
 
+@dataclass(frozen=True, kw_only=True)
 class FakeTpCosts:
-    sequence_parallel = False
+    memory: TransformerMemory
+    sequence_parallel: bool
     learns_positions = False
     adapter_shares = ((), ())
 
-    @staticmethod
-    def of_rank(part: TpShard, dtype: str | None) -> TpRankCosts:
-        memory = replace(MEMORY, tensor_parallel=part.degree)
+    def of_rank(self, part: TpShard, dtype: str | None) -> TpRankCosts:
+        memory = replace(
+            self.memory,
+            model=told_local_sizes(self.memory.model, part),
+            tensor_parallel=part.degree,
+            sequence_parallel=self.sequence_parallel,
+        )
         return TpRankCosts(compute=SplitCompute(), memory=memory)
 
-    @staticmethod
-    def cut_parameters(part: str) -> dict[str, int]:
+    def cut_parameters(self, part: str) -> dict[str, int]:
+        model = self.memory.model
         if part != "layer":
-            return {"vocabulary_rows": MODEL.table_parameters()}
-        return {"kv_groups": MODEL.attention_parameters, "mlp_columns": MODEL.mlp_parameters}
+            return {"vocabulary_rows": model.table_parameters()}
+        mlp = "mlp_columns" if model.experts is None else "experts"
+        return {"kv_groups": model.attention_parameters, mlp: model.mlp_parameters}
 
 
-def test_peaks_of_a_tp_group_beside_a_rank(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("memory", "tp_shards", "more"),
+    [
+        (MEMORY, None, ()),
+        (EXPERTS, TpShards(experts=(3, 1)), ()),
+        (EXPERTS, TpShards(kv_groups=(0, 4), experts=(4, 0)), ("--sequence-parallel",)),
+    ],
+)
+def test_peaks_of_a_tp_group_beside_a_rank(
+    memory: TransformerMemory,
+    tp_shards: TpShards | None,
+    more: tuple[str, ...],
+    corpus: Path,
+    tmp_path: Path,
+) -> None:
     """Gradients of one chunk have gone when those of the next one are made."""
-    plan = UNLIKE
-    run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path)).check()
+    plan, more = unlike(tp_shards), (*more, *(OF_EXPERTS if memory is EXPERTS else ()))
+    run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path), *more).check()
     predicted = simulate(
         plan,
         JobCosts(
             compute=SplitCompute(),
-            memory=MEMORY,
+            memory=memory,
             comm=FakeComm(),
             kinds=["kind"] * 3,
             sequence_length=SEQUENCE,
-            tp_costs=FakeTpCosts(),
+            tp_costs=FakeTpCosts(memory=memory, sequence_parallel="--sequence-parallel" in more),
         ),
     )
     for rank, degree in enumerate((1, 2, 2)):

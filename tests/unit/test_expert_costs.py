@@ -57,6 +57,7 @@ DENSE = ModelShape(
     linear_bias=False,
 )
 MODEL = replace(DENSE, experts=EXPERTS)
+SHARED = replace(MODEL, experts=replace(EXPERTS, shared_ffn_hidden_size=WIDTH))
 EXPERT = 3 * HIDDEN * WIDTH
 ATTENTION = 4 * HIDDEN * HIDDEN
 
@@ -248,14 +249,12 @@ def inputs_of(model=MODEL, *, batch=24, profile=None, space=None, **computing):
 
 
 @pytest.mark.usefixtures("little_effort")
-def test_a_plan_names_the_experts_and_has_no_tp_groups():
+def test_a_plan_names_the_experts():
     inputs = inputs_of()
-    assert inputs.space.max_tensor_parallel == 1
     outcome = find_plan(inputs, stock=())
     model = outcome.plan.model
     assert (model.num_experts, model.moe_router_topk) == (NUMBER, CHOSEN)
     assert model.moe_ffn_hidden_size == WIDTH
-    assert all(len(each.ranks) == 1 for group in outcome.plan.groups for each in group.replicas)
     assert simulate(outcome.plan, inputs).iteration_s == pytest.approx(outcome.iteration_s)
     # Nothing is said of them where there are none.
     dense = find_plan(inputs_of(DENSE), stock=()).plan
@@ -277,6 +276,7 @@ def test_micro_batches_are_multiples_of_the_block(strategy):
 def test_what_cannot_be_planned_is_told_at_once():
     with pytest.raises(PlannerInputError) as refused:
         inputs_of(
+            SHARED,
             batch=25,
             profile=profile_with(),
             space=SearchSpace(requested_tensor_parallel=2),
@@ -311,8 +311,9 @@ def test_plans_of_other_models_are_refused():
     assert not told(plan_of((replica(0),), layers=4), MODEL)
 
 
-def test_a_hand_written_plan_has_no_tp_groups():
-    assert told(plan_of((replica(0, 1),), layers=4), MODEL) == [
+def test_shared_experts_are_whole_on_every_rank():
+    assert not told(plan_of((replica(0, 1),), layers=4), MODEL)
+    assert told(plan_of((replica(0, 1),), layers=4), SHARED) == [
         ("plan: ranks of a replica", "2 ranks of a tensor-parallel group")
     ]
 

@@ -233,7 +233,11 @@ EXAMPLES = {
     "plan_has_tp_groups": [
         (TP_GROUPS, "", "--attention-dropout"),
         (TP_GROUPS, f"{QUIET} --optimizer muon", "--optimizer"),
-        (TP_GROUPS, f"{QUIET} {EXPERTS}", "--num-experts"),
+        (
+            TP_GROUPS,
+            f"{QUIET} {EXPERTS} --moe-shared-expert-intermediate-size 8",
+            "--moe-shared-expert-intermediate-size",
+        ),
     ],
     "vocabulary_is_uneven": [
         (

@@ -362,7 +362,7 @@ class AnalyticCompute:
         return _Added(
             forward_bytes=forward,
             backward_bytes=forward + self._expert_gradient_bytes,
-            number=1 if are_together else experts.num_experts,
+            number=1 if are_together else experts.num_held,
         )
 
     @property
@@ -474,6 +474,8 @@ def elementwise_bytes(shape: ModelShape, element_bytes: int, tensor_parallel: in
     whole = (2 * 2 + 2 * 3) * shape.hidden_size
     rotary = 2 * (shape.query_width + shape.key_value_width // 2)
     activation = shape.ffn_input_width + shape.ffn_width
+    if shape.experts is not None:  # rows of all of them are on every rank
+        activation *= tensor_parallel
     per_token = whole + (rotary + activation) / tensor_parallel
     return float(shape.seq_length * per_token * element_bytes)
 

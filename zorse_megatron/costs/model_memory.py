@@ -82,6 +82,8 @@ class Saved:
     is_split: bool
     """Whether tensor-parallel ranks hold a part each; the others are whole on every rank, or split
     by sequence parallelism."""
+    is_whole: bool = False
+    """Whether it is whole on every rank all the same."""
     module: Module | None = None
     """What to recompute so that it need not be kept; None: a part that is kept but by full
     recomputation."""
@@ -114,42 +116,59 @@ class LayerActivations:
         if has_dropout:
             yield self._tensor("dropout mask after attention", hidden, _MASK_BYTES)
         yield self._tensor("input of the norm before the feed-forward block", hidden)
-        if self._trains("gate", "up"):
-            yield self._tensor("input of the first matrix", hidden, module="layernorm")
         if model.experts is not None:
             yield from self._routed(model.experts)
-        in_mlp: Module | None = None if model.experts else "mlp"  # Megatron's is a dense layer's
-        if model.activation != "relu":  # its gradient follows from its output
-            yield self._split("input of the activation", model.ffn_input_width, in_mlp)
-        if self._trains("down") or model.activation == "relu":
-            yield self._split("input of the second matrix", model.ffn_width, in_mlp)
+        else:
+            yield from self._dense()
         if has_dropout:
             yield self._tensor("dropout mask after the feed-forward block", hidden, _MASK_BYTES)
         if lora is not None:
             for target in lora.sizes(model):
                 yield self._tensor(f"inside the adapter of {target}", lora.rank)
 
+    def _dense(self) -> Iterator[Saved]:
+        model = self.model
+        if self._trains("gate", "up"):
+            yield self._tensor("input of the first matrix", model.hidden_size, module="layernorm")
+        if model.activation != "relu":  # its gradient follows from its output
+            yield self._split("input of the activation", model.ffn_input_width, "mlp")
+        if self._trains("down") or model.activation == "relu":
+            yield self._split("input of the second matrix", model.ffn_width, "mlp")
+
     def _routed(self, experts: Experts) -> Iterator[Saved]:
         """What routers keep, and the rows of experts, in a plan's layers
-        (`tests/megatron/test_measure_layers.py`)."""
+        (`tests/megatron/test_measure_layers.py`).
+
+        In a TP group each rank has rows of all of them, whatever experts it has: how many rows are
+        for which is not known before.
+        """
         hidden, chosen, all_of_them = self.model.hidden_size, experts.per_token, experts.num_experts
         scored = all_of_them if experts.scores_all else chosen
         balanced = all_of_them if self.computing.has_auxiliary_loss else 0
         score_bytes = self.computing.router_bytes or self.element_bytes
-        yield self._tensor("rows of the experts", chosen * hidden)
+        model, rows = self.model, chosen * (experts.num_held > 0)
+        is_gated, has_input = model.is_gated, model.activation != "relu"
+        yield self._tensor("input of the router", hidden, module="layernorm", is_whole=True)
         for name, width, element_bytes in (
+            ("rows of the experts", rows * hidden, None),
             ("scores", scored, _FLOAT32_BYTES),
             ("chosen experts", chosen, _INDEX_BYTES),
             ("chosen experts in order, and places of their rows", 3 * chosen, _INDEX_BYTES),
             ("scores of the rows", chosen, score_bytes),
             ("scores of all experts", all_of_them, score_bytes),
             ("scores in the auxiliary loss", balanced, _FLOAT32_BYTES),
+            # Where there is a gate, it is fused with the scores.
+            ("activation of the rows", chosen * experts.ffn_hidden_size * (not is_gated), None),
         ):
-            yield self._tensor(name, width, element_bytes)
-        if self.model.activation not in ("swiglu", "geglu"):  # fused with the scores
-            yield self._tensor("activation of the rows", chosen * experts.ffn_hidden_size)
+            yield self._tensor(name, width, element_bytes, is_whole=True)
         if experts.has_shared_gate:
             yield self._tensor("output of the shared expert, and its gate", hidden + 1)
+        yield self._tensor(
+            "input of the activation", model.ffn_input_width * has_input, is_whole=True
+        )
+        yield self._tensor(
+            "input of the second matrix", model.ffn_width * bool(rows), is_whole=True
+        )
 
     def _trains(self, *targets: Target) -> bool:
         """Whether gradients of weights need the input that these matrices share."""
@@ -175,9 +194,11 @@ class LayerActivations:
         for tensor in self.saved():
             if mode == "full" and tensor.name != "input of the norm before attention":
                 continue
-            if mode == "selective" and tensor.module in self.computing.modules:
+            # A sequence that has been gathered is kept, whatever it was gathered from.
+            is_again = not (tensor.is_whole and whole > 1)
+            if mode == "selective" and is_again and tensor.module in self.computing.modules:
                 continue
-            ranks = tensor_parallel if tensor.is_split else whole
+            ranks = tensor_parallel if tensor.is_split else 1 if tensor.is_whole else whole
             found.append(-(-tensor.elements // ranks) * tensor.element_bytes)
         return tuple(found)
 
@@ -208,6 +229,7 @@ class LayerActivations:
         element_bytes: int | None = None,
         *,
         is_split: bool = False,
+        is_whole: bool = False,
         module: Module | None = None,
     ) -> Saved:
         """So many elements for each token; `element_bytes`: None: as all activations."""
@@ -216,6 +238,7 @@ class LayerActivations:
             elements=self.model.seq_length * width,
             element_bytes=self.element_bytes if element_bytes is None else element_bytes,
             is_split=is_split,
+            is_whole=is_whole,
             module=module,
         )
 
@@ -229,14 +252,17 @@ def delayed_elements(
     that a token passes, while a router's own are not computed apart. `splits_inputs`: with
     sequence parallelism Megatron's own layers keep their part of the sequence of the inputs of the
     first matrix of each block; Transformer Engine's keep what they have gathered. The gradients of
-    the outputs of the second are whole on every rank.
+    the outputs of the second are whole on every rank, and so is all of experts, if it has any.
     """
-    hidden = model.hidden_size
     ranks = tensor_parallel if splits_inputs else 1
-    split = model.query_width + model.ffn_width  # inputs of the second matrices
-    split += model.query_width + model.key_value_width + model.ffn_input_width
-    blocks = (1 + model.ffn_blocks) * hidden  # attention is one, too
-    per_token = blocks + -(-blocks // ranks) + -(-split // tensor_parallel)
+    split = 2 * model.query_width + model.key_value_width
+    feed_forward = model.ffn_width + model.ffn_input_width
+    blocks, whole = model.hidden_size, 0  # of attention
+    if model.experts is None:
+        blocks, split = 2 * blocks, split + feed_forward
+    elif model.experts.num_held:
+        whole = 2 * model.ffn_blocks * model.hidden_size + feed_forward
+    per_token = blocks + -(-blocks // ranks) + -(-split // tensor_parallel) + whole
     return model.seq_length * per_token
 
 
@@ -410,12 +436,17 @@ class TransformerMemory(BytesByPrecision):
         return micro_batch_size * elements * bytes_of_element(self.dtype)
 
     def arriving_bytes(self, micro_batch_size: int) -> int:
-        """Gradients of what a layer's last matrices return."""
-        return self.model.ffn_blocks * self.boundary_bytes(micro_batch_size)
+        """Gradients of what a layer's last matrices return, of experts for a whole sequence."""
+        if self.model.experts is None:
+            return self.boundary_bytes(micro_batch_size)
+        return self.model.ffn_blocks * self._activation_bytes(micro_batch_size, 1)
 
     def boundary_bytes(self, micro_batch_size: int) -> int:
         """One activation between two layers, as it is sent."""
         ranks = self.tensor_parallel if self.sequence_parallel else 1
+        return self._activation_bytes(micro_batch_size, ranks)
+
+    def _activation_bytes(self, micro_batch_size: int, ranks: int) -> int:
         elements = micro_batch_size * self.model.seq_length * self.model.hidden_size
         return -(-elements // ranks) * bytes_of_element(self.dtype)
 

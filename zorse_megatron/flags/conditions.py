@@ -473,6 +473,7 @@ def tp_groups_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
         else case.integer(name if grouped else "num_attention_heads"),
         ffn_hidden_size=None if known.ffn_hidden_size else case.integer("ffn_hidden_size"),
         vocab_size=None if known.vocab_size else case.integer("padded_vocab_size"),
+        num_experts=None if known.ffn_hidden_size else case.integer("num_experts") or 0,
         sequence_length=case.integer("seq_length") if case.value("sequence_parallel") else None,
     )
     for each in tp_problems(plan, sizes):

@@ -23,7 +23,7 @@ from zorse_megatron.inputs.model import (
     Module,
     PositionEmbedding,
     default_ffn_hidden_size,
-    no_tp_with_experts,
+    no_tp_with_shared_experts,
     padded_vocab_size,
     problems_of,
 )
@@ -85,9 +85,10 @@ def shape_from_flags(arguments: Sequence[str], *, tensor_parallel: int = 1) -> M
         if name in flags.given:
             remedy = "Only GPT models of equal layers can be planned; remove the flag."
             flags.add(name, "the flag", "a model without it", remedy)
-    if shape.experts is not None and tensor_parallel > 1:
+    has_shared = shape.experts is not None and shape.experts.shared_ffn_hidden_size
+    if has_shared and tensor_parallel > 1:
         flags.problems.append(
-            no_tp_with_experts("--tensor-model-parallel-size", str(tensor_parallel))
+            no_tp_with_shared_experts("--tensor-model-parallel-size", str(tensor_parallel))
         )
     if not flags.problems:
         flags.problems += problems_of(shape, has_kv_channels="kv_channels" in flags.given)

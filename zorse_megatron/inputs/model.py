@@ -6,7 +6,7 @@ and the biases that follow their columns; norms and the other biases are on ever
 
 Layers with experts (Shazeer et al. 2017, arXiv 1701.06538) have these in place of the feed-forward
 block: a router gives each token to some of them, and sums up their results by its scores. All
-layers of a model have the same experts, and each rank holds all of them.
+layers of a model have the same experts, and each rank holds all of them, or in a TP group some.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ PositionEmbedding = Literal["learned", "rope", "none"]
 _POSITION_FLAGS = {"learned": "learned_absolute"}  # where Megatron's word is another
 USUAL_DIVISOR = 128
 """Megatron's, of the rows of the embedding table."""
-NUM_EXPERTS_FLAG = "--num-experts"
+SHARED_EXPERT_FLAG = "--moe-shared-expert-intermediate-size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,14 @@ class Experts:
     (`--moe-router-pre-softmax`)."""
 
     @property
+    def num_held(self) -> int:
+        """Those that a rank has."""
+        return self.num_experts
+
+    @property
     def held_width(self) -> int:
-        """Columns of all experts together, the shared one included."""
-        return self.num_experts * self.ffn_hidden_size + self.shared_ffn_hidden_size
+        """Columns of all experts that a rank has together, the shared one included."""
+        return self.num_held * self.ffn_hidden_size + self.shared_ffn_hidden_size
 
     @property
     def active_width(self) -> int:
@@ -70,15 +75,27 @@ class Experts:
     def flags(self) -> tuple[dict[str, int | str], tuple[str, ...]]:
         """Return Megatron's flags of them: with values, and switches."""
         valued: dict[str, int | str] = {
-            NUM_EXPERTS_FLAG: self.num_experts,
+            "--num-experts": self.num_experts,
             "--moe-router-topk": self.per_token,
             "--moe-ffn-hidden-size": self.ffn_hidden_size,
             "--moe-token-dispatcher-type": "alltoall",
         }
         if self.shared_ffn_hidden_size:
-            valued["--moe-shared-expert-intermediate-size"] = self.shared_ffn_hidden_size
+            valued[SHARED_EXPERT_FLAG] = self.shared_ffn_hidden_size
         gate = ("--moe-shared-expert-gate",) if self.has_shared_gate else ()
         return valued, (*gate, *(("--moe-router-pre-softmax",) if self.scores_all else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsOfRank(Experts):
+    """The experts of a layer, of which a rank of a TP group has some. Routing is even."""
+
+    held: int
+
+    @property
+    def num_held(self) -> int:
+        """See `Experts`."""
+        return self.held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +172,11 @@ class ModelShape:
         """Parameters of the matrices of one layer on each rank that a token passes: what costs time
         per token."""
         feed_forward = self.hidden_size * (self.ffn_input_width + self.ffn_width)
-        return (self._attention_matrices + feed_forward) // tensor_parallel + self._router
+        if self.experts is None:
+            return (self._attention_matrices + feed_forward) // tensor_parallel
+        # As many experts of each token as there are of all.
+        feed_forward = feed_forward * self.experts.num_held // self.experts.num_experts
+        return self._attention_matrices // tensor_parallel + feed_forward + self._router
 
     def layer_parameters(self, tensor_parallel: int = 1) -> int:
         """Parameters of one transformer layer on each rank, those of all its experts included."""
@@ -172,19 +193,19 @@ class ModelShape:
             biases += self.ffn_input_width * self.linear_bias
             whole += self.hidden_size * self.linear_bias  # after the feed-forward block
         else:
-            whole += self._router + self.experts.num_experts * self.linear_bias
+            whole += self._router + self.experts.num_experts * self.linear_bias  # of the router
             whole += self.expert_parameters
         return matrices // tensor_parallel + biases // tensor_parallel + whole
 
     @property
     def expert_parameters(self) -> int:
-        """Those of all experts of a layer, the shared one included; 0 without any."""
+        """Those of all experts of a layer that a rank has, the shared one included; 0 without."""
         if self.experts is None:
             return 0
         first_matrices = 2 if self.is_gated else 1
         matrices = self.hidden_size * self.experts.held_width * (first_matrices + 1)
         biases = first_matrices * self.experts.ffn_hidden_size + self.hidden_size
-        return matrices + self.experts.num_experts * biases * self.linear_bias
+        return matrices + self.experts.num_held * biases * self.linear_bias
 
     @property
     def _attention_matrices(self) -> int:
@@ -205,7 +226,9 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Those of one layer that TP groups cut by columns of the MLP."""
+        """Those of one layer that TP groups cut by columns of the MLP, or into experts."""
+        if self.experts is not None:
+            return self.expert_parameters
         matrices = self.hidden_size * (self.ffn_input_width + self.ffn_hidden_size)
         return matrices + (self.ffn_input_width if self.linear_bias else 0)
 
@@ -394,19 +417,19 @@ def _experts_problems(experts: Experts, *, linear_bias: bool) -> Iterator[Proble
         )
     if experts.shared_ffn_hidden_size and linear_bias:
         yield Problem(
-            where="--moe-shared-expert-intermediate-size",
+            where=SHARED_EXPERT_FLAG,
             found="a shared expert in a model with biases",
             expected="one without, as Megatron's shared experts have none",
             remedy="Add --disable-bias-linear.",
         )
 
 
-def no_tp_with_experts(where: str, found: str) -> Problem:
+def no_tp_with_shared_experts(where: str, found: str) -> Problem:
     """Why a TP group is refused."""
     return Problem(
         where=where,
-        found=f"{found} ranks of a tensor-parallel group, for a model with experts",
-        expected="1: each rank holds whole experts",
+        found=f"{found} ranks of a tensor-parallel group, for a model with shared experts",
+        expected="1: each rank holds them whole",
         remedy="Leave it out; parameters, gradients and state are sharded in groups all the same.",
     )
 

@@ -15,7 +15,6 @@ from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.plan.plan import (
     Group,
-    ModelFingerprint,
     Plan,
     Replica,
     data_parallel_ranks,
@@ -440,6 +439,8 @@ class DividedSizes:
     ffn_hidden_size: int | None = None
     vocab_size: int | None = None
     """Padding included."""
+    num_experts: int | None = None
+    """Of each layer; 0: the model has none."""
     sequence_length: int | None = None
     """None without sequence parallelism, which divides it."""
 
@@ -447,11 +448,13 @@ class DividedSizes:
 def sizes_of(plan: Plan) -> DividedSizes:
     """What the plan itself says of its model."""
     model = plan.model
+    says_experts = model.num_experts is not None or model.ffn_hidden_size is not None
     return DividedSizes(
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
         ffn_hidden_size=model.ffn_hidden_size,
         vocab_size=model.vocab_size,
+        num_experts=(model.num_experts or 0) if says_experts else None,
     )
 
 
@@ -481,6 +484,13 @@ def tp_problems(plan: Plan, sizes: DividedSizes) -> Iterator[Problem]:
                     expected=f"{size}, as the model has",
                     remedy="Parts neither overlap nor leave anything out: correct the numbers.",
                 )
+            elif counts is None and size and name == "experts":
+                yield Problem(
+                    where=where.replace(".ranks", ".tp_shards"),
+                    found=f"no experts, of a model with {size} in each layer",
+                    expected=f"how many of them each of the {degree} ranks has",
+                    remedy=remedy,
+                )
             elif counts is None and size is not None and size % degree:
                 larger = name == "KV groups" and size < degree
                 yield Problem(
@@ -507,10 +517,6 @@ def tp_shards_problems(plan: Plan) -> Iterator[Problem]:
                 where = f"groups[{index}].replicas[{number}].tp_shards.{name}"
                 if counts is not None:
                     yield from _counts_problems(where, replica, counts, whole)
-            if len(replica.ranks) > 1:
-                yield from _experts_problems(
-                    f"groups[{index}].replicas[{number}].tp_shards", replica, model
-                )
 
 
 def _counts_problems(
@@ -533,21 +539,6 @@ def _counts_problems(
         )
 
 
-def _experts_problems(
-    where: str, replica: Replica, model: ModelFingerprint
-) -> Iterator[Problem]:
-    """Who has which expert is always said: nothing is cut in a layer of them."""
-    named = replica.tp_shards is not None and replica.tp_shards.experts is not None
-    if named == (model.num_experts is not None) or model.ffn_hidden_size is None:
-        return  # what the plan does not say of its model is not compared
-    yield Problem(
-        where=where,
-        found="experts, of a model without them" if named else "no experts",
-        expected="no such entry" if named else f"how many of {model.num_experts} each rank has",
-        remedy="Remove it." if named else 'Give one number for each rank, as in "experts": [5, 3].',
-    )
-
-
 def _divided(sizes: DividedSizes) -> Iterator[tuple[str, int | None, str]]:
     whole = "Each rank holds whole KV groups: use a TP group of fewer ranks, or give its tp_shards."
     yield "KV groups", sizes.num_query_groups, whole
@@ -563,6 +554,7 @@ def _divided(sizes: DividedSizes) -> Iterator[tuple[str, int | None, str]]:
         sizes.vocab_size,
         "Pad the vocabulary to a multiple (--make-vocab-size-divisible-by), or give its tp_shards.",
     )
+    yield "experts", sizes.num_experts, 'Give one number per rank, as in "experts": [5, 3].'
     yield (
         "positions of a sequence",
         sizes.sequence_length,

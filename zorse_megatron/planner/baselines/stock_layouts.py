@@ -181,8 +181,10 @@ def may_run(inputs: Inputs, grid: Grid) -> bool:
 
 def tensor_degrees(inputs: Inputs) -> list[int]:
     """Degrees of which stock can make all GPUs TP groups: 1, and powers of 2 that divide
-    everything."""
+    everything; of a model with experts 1, as what it makes of them there is not costed."""
     found, degree = [1], 2
+    if inputs.model.num_experts is not None:
+        return found
     while degree <= inputs.world_size and inputs.tp_costs is not None and inputs.tp_members is None:
         divides = inputs.world_size % degree == 0 and tp_shards_are_even(inputs, degree)
         if divides and allows_tp_degree(inputs, degree):

@@ -33,7 +33,7 @@ from zorse_megatron.gpus.gpu import (
     common_dtype,
 )
 from zorse_megatron.inputs.cluster import Cluster
-from zorse_megatron.inputs.model import Computing, ModelShape
+from zorse_megatron.inputs.model import Computing, ExpertsOfRank, ModelShape
 from zorse_megatron.inputs.profile import Profile
 from zorse_megatron.plan.plan import GradReduceDtype
 from zorse_megatron.schedule.tensor_parallel_parts import TpPartition, UnitKind
@@ -135,7 +135,8 @@ class CostModels:
             return cut
         if section != "layer":
             return {"vocabulary_rows": model.table_parameters()}
-        return {"kv_groups": model.attention_parameters, "mlp_columns": model.mlp_parameters}
+        mlp: UnitKind = "mlp_columns" if model.experts is None else "experts"
+        return {"kv_groups": model.attention_parameters, mlp: model.mlp_parameters}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -177,12 +178,17 @@ def told_local_sizes(model: ModelShape, part: TpShard) -> ModelShape:
         proportions = tp_groups.proportions(kind)
         return length * proportions[part.index] * part.degree // sum(proportions)
 
+    experts = model.experts
+    if experts is not None:
+        held = len(tp_groups.experts_of(part.index))
+        experts = ExpertsOfRank(**vars(experts), held=held)
     return replace(
         model,
         num_attention_heads=told("kv_groups", model.num_attention_heads),
         num_query_groups=told("kv_groups", model.num_query_groups),
         ffn_hidden_size=told("mlp_columns", model.ffn_hidden_size),
         vocab_size=told("vocabulary_rows", model.vocab_size),
+        experts=experts,
     )
 
 

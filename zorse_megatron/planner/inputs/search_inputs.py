@@ -17,12 +17,12 @@ from zorse_megatron.files.wording import memory as spelled
 from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.model import (
-    NUM_EXPERTS_FLAG,
+    SHARED_EXPERT_FLAG,
     USUAL,
     Computing,
     ModelShape,
     fingerprint_of,
-    no_tp_with_experts,
+    no_tp_with_shared_experts,
 )
 from zorse_megatron.inputs.profile import Profile, Source
 from zorse_megatron.plan.plan import ClusterFingerprint, GradReduceDtype, ModelFingerprint, Plan
@@ -106,8 +106,8 @@ def request_problems(space: SearchSpace, cluster: Cluster, model: ModelShape) ->
     if requested == 1:
         return
     where, found = "--tensor-model-parallel-size", f"{requested}"
-    if model.experts is not None:
-        yield no_tp_with_experts(where, found)
+    if model.experts is not None and model.experts.shared_ffn_hidden_size:
+        yield no_tp_with_shared_experts(where, found)
         return
     largest = max(len(node.gpu_kinds) for node in cluster.nodes)
     if requested > largest and not space.tp_across_nodes:
@@ -294,8 +294,10 @@ def _space_for(model: ModelShape, computing: Computing, space: SearchSpace) -> S
     """Of plans that train a model with experts as the command does."""
     if model.experts is None:
         return space
-    barring, block = (NUM_EXPERTS_FLAG,), computing.sample_block
-    return replace(space, max_tensor_parallel=1, barring_tp=barring, sample_block=block)
+    space = replace(space, sample_block=computing.sample_block)
+    if not model.experts.shared_ffn_hidden_size:
+        return space
+    return replace(space, max_tensor_parallel=1, barring_tp=(SHARED_EXPERT_FLAG,))
 
 
 def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchSpace) -> Inputs:
@@ -435,7 +437,9 @@ def allows_tp_degree(inputs: Inputs, degree: int) -> bool:
 def tp_shards_are_even(inputs: Inputs, degree: int) -> bool:
     """Whether so many ranks can hold even TP shards of everything."""
     model = inputs.model
-    sizes = (model.num_query_groups, model.ffn_hidden_size, model.vocab_size)
+    sizes = [model.num_query_groups, model.vocab_size]
+    # Of experts a plan always says who has which.
+    sizes.append(model.ffn_hidden_size if model.num_experts is None else model.num_experts)
     return all(size is not None and size % degree == 0 for size in sizes)
 
 

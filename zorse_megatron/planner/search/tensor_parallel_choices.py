@@ -162,8 +162,9 @@ _EVERY_COMPOSITION_UP_TO = 12
 def tp_shards_to_try(inputs: Inputs, ranks: Sequence[int]) -> list[TpShards | None]:
     """Parts worth trying for a TP group, None for equal ones; nothing where none are possible."""
     kinds = {inputs.kinds[rank] for rank in ranks}
-    divides = tp_shards_are_even(inputs, len(ranks))
-    found: dict[TpShards | None, None] = {None: None} if divides else {}
+    divides, experts = tp_shards_are_even(inputs, len(ranks)), inputs.model.num_experts
+    even = None if experts is None else TpShards(experts=apportioned(experts, [1.0] * len(ranks)))
+    found: dict[TpShards | None, None] = {even: None} if divides else {}
     if inputs.space.uneven_tp_shards and (len(kinds) > 1 or not divides):
         found.update(dict.fromkeys(_unequal(inputs, ranks)))
     return list(found)
@@ -176,18 +177,25 @@ def _unequal(inputs: Inputs, ranks: Sequence[int]) -> Iterator[TpShards]:
         return
     attention, mlp, head = _speeds(inputs, ranks)
     room = _normed([float(inputs.tensor_capacities_bytes[rank]) for rank in ranks])
+
+    def with_mlp(weights: Sequence[float], **others: tuple[int, ...]) -> TpShards:
+        if inputs.model.num_experts is not None:
+            experts = apportioned(inputs.model.num_experts, weights)
+            return TpShards(experts=experts, **others)
+        return TpShards(mlp_columns=_in_grains(columns, weights), **others)
+
     for part in _BLENDS:
-        yield TpShards(
+        yield with_mlp(
+            _blend(mlp, room, part),
             kv_groups=apportioned(groups, _blend(attention, room, part)),
-            mlp_columns=_in_grains(columns, _blend(mlp, room, part)),
             vocabulary_rows=_in_grains(rows, _blend(head, room, part)),
         )
     for counts in _compositions(groups, len(ranks)):
         share = _normed([float(count) for count in counts])
         for of_mlp in (mlp, share):
-            yield TpShards(
+            yield with_mlp(
+                of_mlp,
                 kv_groups=counts,
-                mlp_columns=_in_grains(columns, of_mlp),
                 vocabulary_rows=_in_grains(rows, _blend(head, room, 0.5)),
             )
 
