@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.cli_samples import runner_in
 from tests.unit.made_plans import plan_of, replica
@@ -19,6 +21,7 @@ from zorse_megatron.costs.analytic_compute import (
     shares_of,
     traffic_of,
 )
+from zorse_megatron.costs.interface import TpShard
 from zorse_megatron.costs.model_memory import (
     LayerActivations,
     TransformerMemory,
@@ -32,11 +35,14 @@ from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.lora import misfits, parse_lora
 from zorse_megatron.inputs.model import USUAL, Computing, Experts, ModelShape
-from zorse_megatron.inputs.profile import parse_profile
+from zorse_megatron.inputs.profile import Profile, Source, parse_profile
+from zorse_megatron.plan.plan import TpShards
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.outcome import PlannerInputError
+from zorse_megatron.planner.search.tensor_parallel_choices import dealt, tp_shards_to_try
 from zorse_megatron.simulate.iteration import simulate
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -316,6 +322,74 @@ def test_shared_experts_are_whole_on_every_rank():
     assert told(plan_of((replica(0, 1),), layers=4), SHARED) == [
         ("plan: ranks of a replica", "2 ranks of a tensor-parallel group")
     ]
+
+
+# In tensor-parallel groups.
+
+
+def compositions(total, parts):
+    if parts == 1:
+        return [(total,)]
+    return [
+        (first, *rest)
+        for first in range(total + 1)
+        for rest in compositions(total - first, parts - 1)
+    ]
+
+
+@given(total=st.integers(1, 9), speeds=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4))
+def test_experts_are_dealt_as_brute_force_does(total, speeds):
+    def longest(counts):
+        return max(count / speed for count, speed in zip(counts, speeds, strict=True))
+
+    counts = dealt(total, speeds)
+    best = min(map(longest, compositions(total, len(speeds))))
+    assert sum(counts) == total and longest(counts) == pytest.approx(best)
+
+
+def test_ranks_have_their_experts_and_all_have_the_router():
+    models = CostModels(
+        cluster=cluster(),
+        model=MODEL,
+        profile=Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),)),
+        dtype="float16",
+        computing=Computing(attention="flash"),
+    )
+    shards = TpShards(kv_groups=(12, 4, 0), experts=(5, 0, 11))
+    ranks = [
+        models.of_rank(TpShard(degree=3, tp_shards=shards, index=index), None) for index in range(3)
+    ]
+    whole = NUMBER * HIDDEN + 2 * HIDDEN  # router and norms
+    head = 4 * 64 * HIDDEN  # of query, key, value and projection
+    for rank, (heads, held) in zip(ranks, ((12, 5), (4, 0), (0, 11)), strict=True):
+        assert rank.memory.layer_parameters() == heads * head + held * EXPERT + whole
+    # Every micro-batch reads an expert's weights, and adds to their gradients, on one rank.
+    small = [rank.compute.layer(KIND, 1) for rank in ranks]
+    assert small[2].backward_s > small[0].backward_s > small[1].backward_s
+    cut = models.cut_parameters("layer")
+    assert cut == {"kv_groups": MODEL.attention_parameters, "experts": NUMBER * EXPERT}
+
+
+def test_placements_of_experts_are_near_the_best_of_all():
+    """8 experts on three unlike GPUs, in one tensor-parallel group."""
+    text = b"nodes:\n  - {name: a, gpus: [A100-40, V100-32, T4], link: PCIe 20 GB/s}\n"
+    model = replace(MODEL, experts=replace(EXPERTS, num_experts=8), vocab_size=1024)
+    inputs = make_inputs(parse_cluster(text), model, None, global_batch_size=16, dtype="float16")
+
+    def seconds(tp_shards):
+        one = replace(replica(0, 1, 2), tp_shards=tp_shards, micro_batch_size=4, num_microbatches=4)
+        plan = replace(plan_of((one,), layers=4), model=model.fingerprint(), global_batch_size=16)
+        return simulate(plan, inputs).iteration_s
+
+    tried = tp_shards_to_try(inputs, (0, 1, 2))
+    best = min(map(seconds, tried))
+    others = {(each.kv_groups, each.vocabulary_rows) for each in tried}
+    every = min(
+        seconds(TpShards(kv_groups=groups, vocabulary_rows=rows, experts=counts))
+        for groups, rows in others
+        for counts in compositions(8, 3)
+    )
+    assert every <= best < 1.02 * every
 
 
 def test_experts_have_no_adapters():

@@ -8,6 +8,7 @@ GPUs too: Triton has no instructions of tensor cores for them, cuBLAS has.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ def output_rows(x: torch.Tensor, width: int, *, has_rest: bool) -> torch.Tensor:
 
 def _bounds(counts: torch.Tensor) -> tuple[list[int], list[int]]:
     """Where each expert's rows start, and where they stop."""
-    stops = counts.cumsum(0).tolist()
+    stops = list(accumulate(counts.tolist()))
     return [0, *stops[:-1]], stops
 
 

@@ -9,6 +9,7 @@ from zorse_megatron.costs.process_memory import deadlock_risk
 from zorse_megatron.errors import Problem
 from zorse_megatron.plan.memory_settings import offloads_anything, said_settings
 from zorse_megatron.plan.plan import Plan, Predictions
+from zorse_megatron.plan.rules import tp_groups_of
 from zorse_megatron.planner.baselines.lower_bounds import link_bound, lower_bound_s
 from zorse_megatron.planner.baselines.published_planners import (
     cephalo_inputs,
@@ -211,8 +212,8 @@ def _finished(
 ) -> Evaluation:
     """The fastest plan with what makes it faster still.
 
-    What may keep activations in the host is never slower than what may not: of both kinds of plans
-    the fastest one is finished.
+    What may keep activations in the host, or have TP groups, is never slower than what may not: of
+    all kinds of plans the fastest one is finished.
     """
     evaluator, found = search.evaluator, search.evaluations
     if strategy == "stock":  # unmodified Megatron has nothing of this
@@ -220,6 +221,8 @@ def _finished(
     ways, space = [found], evaluator.inputs.space
     if space.offload_activations:
         ways.append([each for each in found if not _keeps_in_host(each.plan)])
+    if any(tp_groups_of(found[0].plan)):
+        ways.append([each for each in found if not any(tp_groups_of(each.plan))])
     finished = []
     for some in filter(None, ways):
         best = some[0]

@@ -163,7 +163,7 @@ def tp_shards_to_try(inputs: Inputs, ranks: Sequence[int]) -> list[TpShards | No
     """Parts worth trying for a TP group, None for equal ones; nothing where none are possible."""
     kinds = {inputs.kinds[rank] for rank in ranks}
     divides, experts = tp_shards_are_even(inputs, len(ranks)), inputs.model.num_experts
-    even = None if experts is None else TpShards(experts=apportioned(experts, [1.0] * len(ranks)))
+    even = None if experts is None else TpShards(experts=dealt(experts, [1.0] * len(ranks)))
     found: dict[TpShards | None, None] = {even: None} if divides else {}
     if inputs.space.uneven_tp_shards and (len(kinds) > 1 or not divides):
         found.update(dict.fromkeys(_unequal(inputs, ranks)))
@@ -180,8 +180,7 @@ def _unequal(inputs: Inputs, ranks: Sequence[int]) -> Iterator[TpShards]:
 
     def with_mlp(weights: Sequence[float], **others: tuple[int, ...]) -> TpShards:
         if inputs.model.num_experts is not None:
-            experts = apportioned(inputs.model.num_experts, weights)
-            return TpShards(experts=experts, **others)
+            return TpShards(experts=dealt(inputs.model.num_experts, weights), **others)
         return TpShards(mlp_columns=_in_grains(columns, weights), **others)
 
     for part in _BLENDS:
@@ -247,6 +246,19 @@ def grain_of(total: int, degree: int) -> int:
     while grain > 1 and (total % grain or total // grain < _LEAST_GRAINS * degree):
         grain //= 2
     return grain
+
+
+def dealt(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers of which the one that takes longest takes least, one after the other.
+
+    >>> dealt(8, [0.6, 0.3, 0.1])
+    (5, 2, 1)
+    """
+    counts = [0] * len(speeds)
+    for _ in range(total):
+        ends = [(count + 1) / speed for count, speed in zip(counts, speeds, strict=True)]
+        counts[ends.index(min(ends))] += 1
+    return tuple(counts)
 
 
 def apportioned(total: int, weights: Sequence[float]) -> tuple[int, ...]:
