@@ -15,6 +15,7 @@ from zorse_megatron.inputs.model import Computing, ModelShape
 from zorse_megatron.inputs.profile import Profile, Source, Times
 from zorse_megatron.plan.plan import Chunk, TpShards
 from zorse_megatron.plan.plan_file import dump_plan
+from zorse_megatron.planner import find_plan as find_plan_module
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.explanation import tp_sentences
 from zorse_megatron.planner.find_plan import find_plan
@@ -178,6 +179,20 @@ def test_a_comparison_runs_the_planned_set_and_says_so():
 def test_equal_inputs_give_equal_plans_with_tp_groups():
     inputs = inputs_of("1 x V100-16, 1 x T4", batch=2)
     assert dump_plan(find_plan(inputs).plan) == dump_plan(find_plan(inputs).plan)
+
+
+def test_plans_without_tp_groups_are_climbed_from_too(monkeypatch):
+    """Or one that ends faster would be missed because TP groups are faster at first."""
+    climbed = []
+
+    def climb(_evaluator, found, *_args):
+        climbed.append([max(degrees(each.plan)) for each in found])
+        return found[0]
+
+    monkeypatch.setattr(find_plan_module, "climbed_from", climb)
+    find_plan(inputs_of("1 x V100-16, 1 x T4", batch=2))
+    (both, alone) = climbed
+    assert both[0] == 2 and alone == [each for each in both if each == 1] != []
 
 
 def test_a_plan_that_no_tp_group_betters_is_the_one_without_tp_groups():
