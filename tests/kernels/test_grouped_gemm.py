@@ -124,6 +124,19 @@ def test_all_three_products_of_ragged_experts(
         one.assert_guards_untouched()
 
 
+def test_rows_without_an_expert_are_zero(implementation: str) -> None:
+    """They come last, and there are no gradients of them."""
+    case, whole = (Case([5, 0, 20, 9], 33, 40) for _ in range(2))
+    case.counts, case.weights = case.counts[:3], case.weights[:3]
+    y, expected = case.run(has_rest=True), whole.run()
+    y.backward(case.dy)
+    expected.backward(whole.dy)
+    assert y[:25].equal(expected[:25]) and case.x.grad[:25].equal(whole.x.grad[:25])
+    assert not y[25:].any() and not case.x.grad[25:].any()
+    for one, other in zip(case.weights, whole.weights[:3], strict=True):
+        assert one.grad.equal(other.grad)
+
+
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter runs one program after another")
 def test_twice_the_same_bits(implementation: str) -> None:
     case = Case([40, 0, 100, 3], 48, 80, torch.float16)

@@ -42,9 +42,23 @@ def plant_large_output(number: int) -> None:
     TransformerLayer.forward = forward
 
 
+def plant_routers() -> None:
+    """Let routers of all but a TP group's first rank find other scores, as another GPU may."""
+    from zorse_megatron.adapter.model.experts import PlanRouter
+
+    stock = PlanRouter.gating
+
+    def gating(self: Any, hidden: Any) -> Any:
+        scores = stock(self, hidden)
+        return scores + self.tp_group.rank() * scores.detach().flip(-1)
+
+    PlanRouter.gating = gating
+
+
 PLANTS: dict[str, Callable[[], None]] = {
     "norm": plant_norm,
     "sum": plant_sum,
+    "routers": plant_routers,
     "large 0": partial(plant_large_output, 0),
     "large 3": partial(plant_large_output, 3),
 }

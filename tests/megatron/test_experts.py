@@ -49,15 +49,15 @@ BREADTH_FIRST = chunked_plan(
 )
 # In tensor-parallel groups ranks have some of the experts, or none of them.
 IN_TP_GROUPS = plan_of(
-    ((tp_replica((0, 1), 2, 4, 1.0, TpShards(experts=(1, 3))),), 2),
+    ((tp_replica((0, 1), 2, 4, 1.0, TpShards(experts=(1, 3))),), 1),
     (
         (
-            tp_replica((2, 3), 1, 4, 1.0, TpShards(kv_groups=(2, 0), experts=(4, 0))),
+            tp_replica((2, 3), 1, 4, 1.0, TpShards(kv_groups=(2, 0), experts=(1, 3))),
             replica(4, 2, 2, 2.0),
         ),
-        1,
+        2,
     ),
-    ((tp_replica((5, 6), 4, 2, 1.0, TpShards(kv_groups=(0, 2), experts=(2, 2))),), 1),
+    ((tp_replica((5, 6), 4, 2, 1.0, TpShards(kv_groups=(0, 2), experts=(4, 0))),), 1),
 )
 ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "aux_loss": (LAYOUTS["3|2"], (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
@@ -102,6 +102,18 @@ def test_follows_one_process(name: str, corpus: Path) -> None:
     alone = stock_run(for_one_process(flags))
     assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
     assert_follows(plan_run(plan, flags), alone)
+
+
+def test_the_first_rank_of_a_tp_group_chooses_experts(corpus: Path) -> None:
+    """Here others compute other scores, as another kind of GPU does where it rounds otherwise."""
+    flags = flags_for(corpus, *MODEL, *BIASED, "--sequence-parallel")
+    run = plan_run(
+        IN_TP_GROUPS,
+        flags,
+        entry="tests.megatron.planted_entry",
+        env={"ZORSE_TEST_PLANT": "routers"},
+    )
+    assert_follows(run, stock_run(for_one_process(flags)))
 
 
 def test_loss_scales_reach_the_losses_of_routers(corpus: Path) -> None:

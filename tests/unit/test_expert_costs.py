@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from zorse_megatron.flags.model_in_flags import computing_from_flags
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.lora import misfits, parse_lora
-from zorse_megatron.inputs.model import USUAL, Computing, Experts, ModelShape
+from zorse_megatron.inputs.model import USUAL, Computing, Experts, ExpertsOfRank, ModelShape
 from zorse_megatron.inputs.profile import Profile, Source, parse_profile
 from zorse_megatron.plan.plan import TpShards
 from zorse_megatron.plan.plan_file import dump_plan
@@ -368,6 +369,32 @@ def test_ranks_have_their_experts_and_all_have_the_router():
     assert small[2].backward_s > small[0].backward_s > small[1].backward_s
     cut = models.cut_parameters("layer")
     assert cut == {"kv_groups": MODEL.attention_parameters, "experts": NUMBER * EXPERT}
+
+
+def test_what_a_rank_of_a_tp_group_does_however_few_experts_it_has():
+    some = replace(MODEL, experts=ExpertsOfRank(**vars(EXPERTS), held=3))
+    one = replace(some, seq_length=1)
+    # Below compute capability 8.0 experts are a loop of kernels.
+    costs = AnalyticCompute(one, dtype="float16", tensor_parallel=2)
+    slow = AnalyticCompute(replace(MODEL, seq_length=1), dtype="float16", tensor_parallel=2)
+    assert costs.layer("V100-32", 1).forward_s < slow.layer("V100-32", 1).forward_s
+    fast = {"V100-32": replace(GPU_KINDS["V100-32"], memory_bytes_per_s=1e18)}
+    costs = AnalyticCompute(one, dtype="float16", kinds=fast, tensor_parallel=2)
+    assert costs.layer("V100-32", 1).forward_s == pytest.approx(100e-6 + 3 * 15e-6)
+    # Rows of all experts are sorted and go through the activation.
+    rotary = 2 * (HIDDEN + HIDDEN) // 2
+    per_token = 10 * HIDDEN + rotary + 3 * CHOSEN * WIDTH
+    assert elementwise_bytes(some, 2, 2) == 2 * TOKENS * per_token
+    # With sequence parallelism it keeps the router's whole input, recomputed norms or not.
+    kept = LayerActivations(
+        model=some, element_bytes=2, computing=Computing(modules=("layernorm",))
+    )
+    whole, again = (
+        Counter(kept.tensor_bytes(mode, tensor_parallel=2, sequence_parallel=True))
+        for mode in ("none", "selective")
+    )
+    # What attention's norm has given it is there for a half of the sequence.
+    assert whole - again == Counter([TOKENS * HIDDEN])
 
 
 def test_placements_of_experts_are_near_the_best_of_all():

@@ -342,6 +342,18 @@ def test_flags_that_tp_groups_cannot_keep_are_refused() -> None:
     assert "16 rows of the vocabulary in all" in rows
 
 
+def test_layers_of_experts_have_no_columns_to_divide() -> None:
+    plan = plan_of_tp_shards(TpShards(experts=(3, 1)))
+    command = {"num_experts": 4, "ffn_hidden_size": 33}
+    assert flag_problems(plan, **command) == []
+    (dense,) = flag_problems(plan, **command, moe_layer_freq=2)
+    assert "33 columns of the MLP" in dense
+    (more,) = flag_problems(plan, **command | {"num_experts": 5})
+    assert "4 experts in all" in more
+    (none,) = flag_problems(plan_of_tp_shards(TpShards(mlp_columns=(32, 1))), **command)
+    assert "no experts, of a model with 4 in each layer" in none
+
+
 def chain(*tp_groups: tuple[int, ...]) -> Plan:
     """One group and one layer for each TP group."""
     groups = tuple(plan_with(ranks).groups[0] for ranks in tp_groups)

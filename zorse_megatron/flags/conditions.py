@@ -463,6 +463,11 @@ def replicas_differ_in_tp_shards(case: Case, plan: Plan, name: str) -> Filled:
         yield {"group": unlike[0]}
 
 
+def _all_have_experts(case: Case) -> bool:
+    """Whether no layer is dense, so that nothing is cut by columns."""
+    return bool(case.integer("num_experts")) and case.value("moe_layer_freq") in (None, 1, "1")
+
+
 def tp_groups_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
     """Sizes of the command; a plan that knows its model has been checked by itself."""
     known, grouped = plan.model, case.value("group_query_attention")
@@ -471,7 +476,9 @@ def tp_groups_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
         num_query_groups=None
         if has_heads
         else case.integer(name if grouped else "num_attention_heads"),
-        ffn_hidden_size=None if known.ffn_hidden_size else case.integer("ffn_hidden_size"),
+        ffn_hidden_size=None
+        if known.ffn_hidden_size or _all_have_experts(case)
+        else case.integer("ffn_hidden_size"),
         vocab_size=None if known.vocab_size else case.integer("padded_vocab_size"),
         num_experts=None if known.ffn_hidden_size else case.integer("num_experts") or 0,
         sequence_length=case.integer("seq_length") if case.value("sequence_parallel") else None,

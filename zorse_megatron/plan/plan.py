@@ -170,7 +170,9 @@ class Replica:
     @property
     def uneven_tp_shards(self) -> TpShards | None:
         """The parts, as far as they are not those of a plan that says none."""
-        return None if self.tp_shards is None else self.tp_shards.unequal()
+        if self.tp_shards is None or len(self.ranks) == 1:
+            return None
+        return self.tp_shards.unequal()
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

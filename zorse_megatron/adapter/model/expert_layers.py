@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -94,6 +95,7 @@ class PlanMoELayer(MoELayer):
         self.gathers = place is not None and config.sequence_parallel
         tp_group = None if place is None else place.group
         self.token_dispatcher = TokensByExpert(config, alone, experts=experts, tp_group=tp_group)
+        self.experts.tp_index = 0 if place is None else place.index
         # Whose copies are one to checkpoints, and whose gradients are complete.
         self.router.tp_group = pg_collection.tp
         for parameter in self.router.parameters():
@@ -265,6 +267,9 @@ class _Summed(torch.autograd.Function):
 class GroupedExperts(SequentialMLP):
     """Stock's experts, computed together."""
 
+    tp_index = 0
+    """Of the rank in its tensor-parallel group."""
+
     def __init__(
         self, *args: Any, submodules: Any, held: range | None = None, **kwargs: Any
     ) -> None:
@@ -310,8 +315,12 @@ class GroupedExperts(SequentialMLP):
         """See `SequentialMLP`: of experts that others have, nothing here is saved."""
         found = super().sharded_state_dict(*args, **kwargs)
         for name, entry in found.items():
-            if expert_of(name) not in self.held:
-                pipeline, _, data = entry.replica_id
+            pipeline, _, data = entry.replica_id
+            if isinstance(entry, ShardedObject):
+                # They are empty, so it matters not whose are saved. Where replicas cut layers
+                # differently, who holds an expert need not be the first with its part.
+                entry.replica_id = (pipeline, self.tp_index, data)
+            elif expert_of(name) not in self.held:
                 entry.replica_id = (pipeline, 1, data)
         return found
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
@@ -46,8 +47,14 @@ class PlanRouter(TopKRouter):
             self.local_tokens_per_expert = self.local_tokens_per_expert.float()
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
-        """As stock's; logits [tokens of a sample, samples, experts]."""
+        """As stock's; logits [tokens of a sample, samples, experts].
+
+        In a tensor-parallel group those of the first rank decide: rounding may be another one on
+        another kind of GPU, and a token would go to experts of the one rank's choice or of none.
+        """
         self.num_samples = logits.shape[1]
+        if self.tp_group.size() > 1:
+            logits = _OfFirstRank.apply(logits, self.tp_group)
         return super().routing(logits, padding_mask)
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: Any = None) -> torch.Tensor:
@@ -107,6 +114,20 @@ class PlanRouter(TopKRouter):
         )
         attached: torch.Tensor = MoEAuxLossAutoScaler.apply(activation, loss * len(activation))
         return attached
+
+
+class _OfFirstRank(torch.autograd.Function):
+    """The first rank's values; gradients are each rank's own, which are the same."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        values = own.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(values, group=group, group_src=0)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient, None
 
 
 def scale_router_losses(loss_divisor: float) -> None:

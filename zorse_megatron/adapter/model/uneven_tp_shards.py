@@ -210,6 +210,8 @@ def layer_spec_without_heads(given: Any) -> Callable[..., Any]:
 
 def _leave_out_heads(layer: Any) -> None:
     attention = layer.submodules.self_attention
+    if attention.module is SelfAttentionWithoutHeads:  # layers of experts share one spec
+        return
     if attention.module is not SelfAttention:
         raise PlanError(
             "The plan has a rank without KV groups",
