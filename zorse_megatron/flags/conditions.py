@@ -465,7 +465,8 @@ def replicas_differ_in_tp_shards(case: Case, plan: Plan, name: str) -> Filled:
 
 def _all_have_experts(case: Case) -> bool:
     """Whether no layer is dense, so that nothing is cut by columns."""
-    return bool(case.integer("num_experts")) and case.value("moe_layer_freq") in (None, 1, "1")
+    layers = case.value("moe_layer_freq") or 1
+    return bool(case.integer("num_experts")) and layer_kinds(str(layers)) == {"1"}
 
 
 def tp_groups_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
