@@ -433,7 +433,8 @@ def test_experts_have_no_adapters():
 def test_known_models_on_example_clusters(name, where, tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
     given = ("--cluster", str(EXAMPLES / where), "--model", name)
-    made = run("plan", *given, "--global-batch-size", "32", "--use-all", "--out", "p.json")
+    words = ("--global-batch-size", "32", "--use-all", "--max-tp", "1", "--out", "p.json")
+    made = run("plan", *given, *words)
     assert made.exit_code == 0, made.output
     assert "--num-experts" in made.stdout and "--moe-ffn-hidden-size" in made.stdout
     assert run("explain", "p.json", *given).exit_code == 0
