@@ -28,8 +28,7 @@ from zorse_megatron.schedule.shards import Interval, intersection, shard_bounds
 # How many units of each layer the ranks of a tensor-parallel group hold.
 #
 # Units are what cannot be cut: KV groups of attention, columns of the MLP, rows of the vocabulary,
-# experts.
-# A plan gives a number for each rank, or nothing, where all hold as much.
+# experts. A plan gives a number for each rank, or nothing, where all hold as much.
 
 
 UnitKind = Literal["kv_groups", "mlp_columns", "vocabulary_rows", "experts"]

@@ -90,12 +90,11 @@ class PlanMoELayer(MoELayer):
         experts = range(config.num_moe_experts)
         if place is not None:
             experts = place.tp_shards.experts_of(place.index)
-            submodules = replace(submodules, experts=partial(submodules.experts, held=experts))
+            submodules = replace(submodules, experts=partial(submodules.experts, place=place))
         super().__init__(config, *args, submodules=submodules, pg_collection=alone, **kwargs)
         self.gathers = place is not None and config.sequence_parallel
         tp_group = None if place is None else place.group
         self.token_dispatcher = TokensByExpert(config, alone, experts=experts, tp_group=tp_group)
-        self.experts.tp_index = 0 if place is None else place.index
         # Whose copies are one to checkpoints, and whose gradients are complete.
         self.router.tp_group = pg_collection.tp
         for parameter in self.router.parameters():
@@ -267,14 +266,12 @@ class _Summed(torch.autograd.Function):
 class GroupedExperts(SequentialMLP):
     """Stock's experts, computed together."""
 
-    tp_index = 0
-    """Of the rank in its tensor-parallel group."""
-
     def __init__(
-        self, *args: Any, submodules: Any, held: range | None = None, **kwargs: Any
+        self, *args: Any, submodules: Any, place: TpRank | None = None, **kwargs: Any
     ) -> None:
-        """`held`: the experts that the rank has; None: all of them."""
-        if held is not None:
+        """`place`: of a rank in a tensor-parallel group, which has a part of the experts."""
+        if place is not None:
+            held = place.tp_shards.experts_of(place.index)
             submodules = replace(
                 submodules,
                 linear_fc1=_EachExpert(submodules.linear_fc1, without_rows, held),
@@ -282,8 +279,8 @@ class GroupedExperts(SequentialMLP):
             )
         super().__init__(*args, submodules=submodules, **kwargs)
         experts = list(self.local_experts)
-        held = range(len(experts)) if held is None else held
-        self.held = held
+        self.held = held = range(len(experts)) if place is None else held
+        self.tp_index = 0 if place is None else place.index
         both = [_AllExperts([getattr(each, name) for each in experts], held) for name in _LINEARS]
         # Not a submodule: parameters are those of the experts alone.
         self.__dict__["together"] = SimpleNamespace(
