@@ -238,6 +238,21 @@ def test_a_plan_is_never_slower_because_more_is_allowed(seed):
 
 
 @pytest.mark.slow
+def test_pipelines_far_behind_a_faster_plan_of_another_kind_are_climbed_from():
+    inputs, start = a_pipeline(13)
+    alone = climbed(13, "normal", False)
+    assert start.iteration_s > 1.2 * alone.iteration_s
+    in_breadth = dataclasses.replace(start.plan.schedule, name="breadth_first")
+    faster = dataclasses.replace(
+        start,
+        plan=dataclasses.replace(start.plan, schedule=in_breadth),
+        iteration_s=1.01 * alone.iteration_s,
+    )
+    found = climbed_from(Evaluator(inputs, Estimator(inputs)), [faster, start], 200_000)
+    assert found.iteration_s == alone.iteration_s
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_climbing_ends_near_the_best_placement_of_all(seed):
     """From the fastest pipeline of the search, against every placement of as many chunks."""

@@ -97,7 +97,8 @@ def climbed_from(
     best, ends, halved = found[0], list[Ordered](), list[Evaluation]()
     for splits in (False, True) if evaluator.inputs.space.split_backward else (False,):
         climb = Climb(evaluator, most, on_progress, splits=splits)
-        ends += _ends(climb, [best, *found])
+        so_far = [best, _fastest(ends).evaluation] if ends else []
+        ends += _ends(climb, [*so_far, *found])
         if ends and climb.goes_on:
             halved.append(climb.in_halves(_fastest(ends)).evaluation)
             ends.append(climb.again(_fastest(ends)))
@@ -116,7 +117,7 @@ def _fastest(plans: Sequence[Ordered]) -> Ordered:
 def _ends(climb: "Climb", found: Sequence[Evaluation]) -> list[Ordered]:
     """Where one climb from these plans ends."""
     starts: dict[object, Ordered] = {}
-    best_s = found[0].iteration_s
+    best_s = climb.to_beat_s(found)
     climb.is_short = climb.most < _MANY * computations(found[0].plan)
     for one in climb.unlike(found, _MOST_BEHIND * best_s):
         for plan in climb.placed(one.plan):
@@ -129,6 +130,12 @@ def _ends(climb: "Climb", found: Sequence[Evaluation]) -> list[Ordered]:
             best_s = min(best_s, start.iteration_s)
     first = sorted(starts.values(), key=lambda each: each.iteration_s)
     return [climb.climbed(start) for start in first[: 1 if climb.is_short else _CLIMBED]]
+
+
+def _is_pipeline(one: Evaluation) -> bool:
+    """Whether it can be climbed from."""
+    is_pipeline = one.plan.schedule.name != "breadth_first" and len(one.plan.groups) > 1
+    return is_pipeline and not one.is_extrapolated
 
 
 class Climb:
@@ -169,10 +176,19 @@ class Climb:
         """The fastest pipeline of each grouping and order of groups, of the first few of these."""
         by_kinds: dict[object, Evaluation] = {}
         for one in found:
-            is_pipeline = one.plan.schedule.name != "breadth_first" and len(one.plan.groups) > 1
-            if is_pipeline and one.iteration_s <= limit_s and not one.is_extrapolated:
+            if _is_pipeline(one) and one.iteration_s <= limit_s:
                 by_kinds.setdefault(self.kinds(one.plan), one)
         return list(by_kinds.values())[: 2 if self.is_short else _FINALISTS]
+
+    def to_beat_s(self, found: Sequence[Evaluation]) -> float:
+        """The time that starts are measured by: of the fastest pipeline.
+
+        The fastest plan of all may be another, which is as fast as it gets: pipelines are still
+        climbed from where no replica computes for that long.
+        """
+        pipeline = next(filter(_is_pipeline, found), found[0])
+        busy_s = busiest_s(with_times(self.inputs, pipeline.plan))
+        return pipeline.iteration_s if busy_s < found[0].iteration_s else found[0].iteration_s
 
     def kinds(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
         """Which GPUs each group has, but for exchanges of equal ones."""
