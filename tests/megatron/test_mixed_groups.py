@@ -84,12 +84,19 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def resaved(plan: Plan, source: Path, target: Path, corpus: Path, *more: str) -> dict:
+def resaved(
+    plan: Plan,
+    source: Path,
+    target: Path,
+    corpus: Path,
+    *more: str,
+    precision: tuple[str, ...] = LOW_SCALE,
+) -> dict:
     """What the plan saves when it has loaded a checkpoint and trained no step."""
     where = ("--load", str(source), "--ckpt-step", str(SAVED), "--save", str(target))
     command = flags(
         corpus,
-        LOW_SCALE,
+        precision,
         1,
         SAVED,
         *where,
@@ -127,6 +134,25 @@ def test_checkpoints_cross_between_types(corpus: Path, tmp_path: Path) -> None:
     # Stock reads it as one of its own.
     stock = run_recorded(command, 1)
     assert stock.losses[0] == pytest.approx(uninterrupted.losses[SAVED], abs=5e-3)
+
+
+@pytest.mark.parametrize("dtypes", [("fp32", "bf16"), ("fp32", "fp32")])
+def test_a_run_in_fp32_goes_on_in_any_types(
+    dtypes: tuple[str, str], corpus: Path, tmp_path: Path
+) -> None:
+    """Its checkpoint has no main parameters: they are the weights, to the bit."""
+    there = tmp_path / "there"
+    save = ("--save", str(there), "--save-interval", str(SAVED))
+    run_recorded(flags(corpus, (), 1, SAVED, *save), 1)
+    saved = tensors_in(there)
+    weights = [name for name in saved if not name.startswith("optimizer.")]
+    states = [name for name in saved if name.startswith("optimizer.state.exp_avg")]
+    assert len(states) == 2 * len(weights) > 20 and not any(MAIN in name for name in saved)
+    plan = computing_in(LAYOUTS["1|2"], *dtypes)
+    back = resaved(plan, there, tmp_path / "back", corpus, precision=())
+    main = "" if set(dtypes) == {"fp32"} else MAIN
+    for mine, its in [(f"{main}{name}", name) for name in weights] + [(s, s) for s in states]:
+        assert torch.equal(back[mine], saved[its]), mine
 
 
 CLUSTER = b"""

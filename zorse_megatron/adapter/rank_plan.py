@@ -145,7 +145,7 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
         place=_tp_rank(plan, args.rank, groups),
         offload=settings_of_rank(plan, args.rank).offload,
         dtypes=dtypes,
-        is_mixed=is_mixed(plan),
+        is_mixed=is_mixed(plan) and {args.zorse_job_dtype, *dtypes} != {"fp32"},
         samples=sample_kind(args),
         tied_embeddings=tied,
         sequence_length=args.seq_length,

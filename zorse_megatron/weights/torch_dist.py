@@ -217,6 +217,10 @@ class CheckpointTensors:
             if key.startswith(_OF_A_MODEL) and isinstance(entry, TensorStorageMetadata)
         }
 
+    def has(self, start: str) -> bool:
+        """Return whether the name of anything there begins so."""
+        return any(key.startswith(start) for key in self._entries)
+
     def misplaced(self) -> Iterator[tuple[str, str]]:
         """Yield what has bytes outside its file, or of another: its key, and which bytes."""
         places = defaultdict(list)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron.adapter.checkpoint.before_load import (
-    LOAD_HOOKS,
     brings_all_weights,
     check_before_load,
+    load_hooks,
     load_of,
     refuse_untied,
     same_on_all,
@@ -111,7 +111,7 @@ class AdapterRun:
         return {"load_checkpoint": partial(self._loading, args)}
 
     def _loading(self, args: Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
-        load = LOAD_HOOKS["load_checkpoint"](stock)
+        load = load_hooks()["load_checkpoint"](stock)
 
         def load_checkpoint(*given: Any, **named: Any) -> Any:
             result = 0, 0

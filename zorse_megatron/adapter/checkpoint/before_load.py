@@ -100,6 +100,16 @@ def refuse_untied(folder: Path, args: Namespace) -> None:
         raise CheckpointError(TITLE, [problem])
 
 
+def has_main_parameters(folder: Path) -> bool:
+    """Whether there are fp32 main parameters; on rank 0. A job in fp32 saves none: its weights are
+    the same."""
+    try:
+        found = opened(folder)
+    except CheckpointError:  # of another kind, or unreadable: loading it says so
+        return True
+    return found.has("optimizer.state.fp32_param.") or found.has("optimizer.state.param.")
+
+
 def brings_all_weights(chosen: Checkpoint | None, args: Namespace) -> bool:
     """Whether no parameter keeps its initial value: there is a checkpoint, and it must have all."""
     may_lack = ("log_", "return_", "ignore_")  # values of --dist-ckpt-strictness
@@ -151,11 +161,18 @@ def _say_checked(look: Look, wall_s: float) -> None:
     )
 
 
-def _make_load(stock_load: Callable[..., Any]) -> Callable[..., Any]:
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+def load_hooks(*, has_main: bool = True) -> Replacements:
+    """What loads a checkpoint; `has_main`: see `has_main_parameters`."""
+    return {"load_checkpoint": partial(_make_load, has_main)}
+
+
+def _make_load(has_main: bool, stock_load: Callable[..., Any]) -> Callable[..., Any]:
+    def load_checkpoint(models: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in getattr(optimizer, "chained_optimizers", ()):
+            each.finds_main = has_main
         try:
             with same_schedule():
-                return stock_load(*args, **kwargs)
+                return stock_load(models, optimizer, *args, **kwargs)
         except SystemExit as request:
             raise CheckpointError(TITLE, [_gave_up(request)]) from request
         except (Exception, CheckpointException) as error:
@@ -203,8 +220,6 @@ def _not_the_folder_of_save(args: Namespace) -> Problem:
         remedy="Leave the flag out, and name the checkpoint to load with --ckpt-step.",
     )
 
-
-LOAD_HOOKS: Replacements = {"load_checkpoint": _make_load}
 
 # All ranks load the checkpoint that rank 0 has chosen, whatever the tracker file says to each.
 #

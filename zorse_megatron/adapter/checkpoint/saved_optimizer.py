@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from enum import Enum
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -60,7 +59,7 @@ def sharded_state_dict(
     state = {} if is_loading else common_state(optimizer, layout)
     shardings = model_shardings(model_sharded_state_dict)
     shards = {
-        str(index): _parameter_state(optimizer, parameter, shardings, layout)
+        str(index): _parameter_state(optimizer, parameter, shardings, layout, is_loading=is_loading)
         for index, parameter in enumerate(owned_parameters(optimizer))
         if is_loading or not is_second_copy(parameter)
     }
@@ -172,6 +171,8 @@ def _parameter_state(
     parameter: torch.nn.Parameter,
     shardings: dict[int, Any],
     layout: CheckpointLayout,
+    *,
+    is_loading: bool,
 ) -> dict[str, dict[str, Any]]:
     """The blocks of one parameter's states: state name in the checkpoint -> number -> block."""
     if id(parameter) not in shardings:
@@ -182,10 +183,9 @@ def _parameter_state(
     sharding = shardings[id(parameter)]
     chunk = next(each for each in optimizer.model_chunks if parameter in each.parts)
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-    name_of = partial(_name_in_checkpoint, is_mixed=optimizer.is_mixed)
     found = {}
     for key, tensor in tensors.items():
-        name = name_of(key, parameter, layout)
+        name = _name_in_checkpoint(optimizer, key, parameter, layout, is_loading=is_loading)
         if name is None:
             continue
         flat = optimizer.read(tensor)
@@ -198,16 +198,22 @@ def _parameter_state(
 
 
 def _name_in_checkpoint(
-    key: str, parameter: torch.nn.Parameter, layout: CheckpointLayout, *, is_mixed: bool
+    optimizer: Any,
+    key: str,
+    parameter: torch.nn.Parameter,
+    layout: CheckpointLayout,
+    *,
+    is_loading: bool,
 ) -> str | None:
     """Stock's name of a state, None for what stock does not save as a tensor."""
     if key == "step":
         return None
     if key != "param" or layout is CheckpointLayout.DISTRIBUTED:
         return key
-    # Where groups compute in different types, all have it, so that any may load it.
-    is_main = is_mixed or parameter.dtype in (torch.float16, torch.bfloat16)
-    return "fp32_param" if is_main else None
+    if optimizer.is_mixed:
+        # All groups have it, so that any may load it; weights are loaded in fp32, too.
+        return "fp32_param" if optimizer.finds_main or not is_loading else None
+    return "fp32_param" if parameter.dtype in (torch.float16, torch.bfloat16) else None
 
 
 @torch.no_grad()
@@ -215,7 +221,7 @@ def _restore_shards(optimizer: Any, shards: dict, layout: CheckpointLayout) -> N
     for index, parameter in enumerate(owned_parameters(optimizer)):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         for key, tensor in tensors.items():
-            name = _name_in_checkpoint(key, parameter, layout, is_mixed=optimizer.is_mixed)
+            name = _name_in_checkpoint(optimizer, key, parameter, layout, is_loading=True)
             if name is not None:
                 optimizer.write(tensor, joined(shards[str(index)][name]))
 

@@ -74,6 +74,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         """Of the step that is being made."""
         self.muon: MuonSteps | None = None
         """What steps matrices, if not the inner optimizer."""
+        self.finds_main = True
+        """Whether a checkpoint that is loaded has main parameters; else its weights are these."""
         self._may_step = False
         self.step_count = 0
         self._last_grad_norm = 0.0
@@ -290,6 +292,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Take over what `dist_checkpointing.load` made of the request to load."""
         saved_optimizer.load_state_dict(self, state_dict)
+        if self.is_mixed and not self.finds_main:
+            self._copy_model_params_to_main_params()
         for chunk in self.model_chunks:
             if chunk.shards is not None:
                 chunk.shards.mark_changed()
