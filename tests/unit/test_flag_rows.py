@@ -141,6 +141,8 @@ REDUCE_DTYPE = "groups[1].grad_reduce_dtype"
 EXAMPLES = {
     "": [
         ({}, "--position-embedding-type relative", "--position-embedding-type"),
+        ({}, "--squared-relu --swiglu --no-bias-gelu-fusion", "--squared-relu"),
+        ({}, "--squared-relu", "--squared-relu"),
         ({}, "--transformer-impl inference_optimized", "--transformer-impl"),
         ({}, "--attention-backend local", "--attention-backend"),
         ({}, "--transformer-impl local --attention-backend fused", "--attention-backend"),

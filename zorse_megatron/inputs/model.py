@@ -280,7 +280,11 @@ class ModelShape:
 
     def flags(self) -> tuple[dict[str, int | str], list[str]] | None:
         """Return Megatron's flags of it: with values, and switches; None where it has none."""
-        activations = {"gelu": [], "swiglu": ["--swiglu"], "squared_relu": ["--squared-relu"]}
+        activations = {
+            "gelu": [],
+            "swiglu": ["--swiglu"],
+            "squared_relu": ["--squared-relu", "--no-bias-gelu-fusion"],
+        }
         if self.activation not in activations:
             return None
         position = self.position_embedding
