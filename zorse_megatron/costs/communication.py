@@ -7,7 +7,7 @@ set, not on pairs of ranks: O(ranks) to look at the arguments and O(nodes) for a
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -390,6 +390,23 @@ class GraphComm:
         latency_s = max(members.near_latency_s, members.far_latency_s, *inside_s)
         return latency_s + max(between / members.between.at(message), inside / slowest_inside)
 
+    def tokens_s(self, ranks: tuple[int, ...], bytes_to: Callable[[int], float]) -> float:
+        """Tokens of each rank on their way to those with their experts, or back, at least: each
+        crosses once to another rank of its node, and once to another node, both at the same time.
+
+        `bytes_to`: what a rank has for so many of the ranks together.
+        """
+        on_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            on_node.setdefault(self.spec.node_of(rank), []).append(rank)
+        one = round(bytes_to(1))
+        found_s = max(self.exchange_s(tuple(some), (one,) * len(some)) for some in on_node.values())
+        if len(on_node) == 1:
+            return found_s
+        counts = [len(on_node[self.spec.node_of(rank)]) for rank in ranks]
+        between = tuple(round(bytes_to(count) / count) for count in counts)
+        return max(found_s, self.exchange_s(ranks, between))
+
     def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
         """The faster of a ring (scatter, then gather) and a tree over regions, nodes and GPUs."""
         if len(ranks) < 2:
@@ -543,6 +560,26 @@ class TpCollectives:
             return self.comm.all_reduce_s(tuple(ranks), num_bytes)
         scatter_s = self.comm.reduce_scatter_s(tuple(ranks), _parts(num_bytes, len(ranks)))
         return scatter_s + self.gather_s(ranks, num_bytes)
+
+
+# Stock's expert parallelism, at least: of whatever dispatcher sends least, on idle links.
+
+
+def once_s(
+    comm: CommCost, tp_costs: TpCosts, ranks: Sequence[int], degree: int, num_bytes: int
+) -> float:
+    """The tokens of a micro-batch on their way to their experts, or back, in the slowest of the
+    groups of `degree` that `ranks`, the replicas of a stage, make one after the other.
+
+    `num_bytes`: of a micro-batch's activation.
+    """
+
+    def bytes_to(count: int) -> float:
+        return num_bytes * tp_costs.share_of_tokens(degree, count)
+
+    assert isinstance(comm, GraphComm), "stock's layouts are costed on a cluster"
+    groups = (tuple(ranks[at : at + degree]) for at in range(0, len(ranks), degree))
+    return max(comm.tokens_s(group, bytes_to) for group in groups)
 
 
 def _parts(num_bytes: int, count: int) -> tuple[int, ...]:

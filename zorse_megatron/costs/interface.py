@@ -157,6 +157,8 @@ class TpShard:
     degree: int = 1
     tp_shards: TpShards | None = None
     index: int = 0
+    expert_parallel: int = 1
+    """Over how many ranks stock spreads the experts of each layer, without TP groups."""
 
     @classmethod
     def of(cls, replica: Replica, rank: int) -> "TpShard":
@@ -191,7 +193,14 @@ class TpCosts(Protocol):
         """
 
     def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
-        """Costs of a rank of a TP group; None: in the type of the job."""
+        """Costs of a rank with this part; None: in the type of the job."""
+
+    def share_of_tokens(self, expert_parallel: int, count: int) -> float:
+        """Tokens that pass an expert of `count` of the ranks that stock spreads a layer's over."""
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether there is something to compute while tokens are on their way to experts."""
 
     def cut_parameters(self, section: ModelSection) -> Mapping[UnitKind, int]:
         """Parameters that TP groups cut by these units; of embedding and head their table."""

@@ -33,6 +33,25 @@ def pass_s(
     return layers * layer_s + again_s + first_s + last_s
 
 
+def exchanges_s(
+    computed_s: float, once_s: float, layers: int, again: int = 0, *, hides: bool
+) -> tuple[float, float]:
+    """What a micro-batch's exchanges of tokens add to forward and backward through experts that
+    stock spreads over ranks; at least.
+
+    Each layer has two forward, and two backward, of which one passes while gradients of weights are
+    computed (`--overlap-dispatch-backward-with-experts-wgrad`); `again`, layers that are recomputed
+    in whole, have two more. `hides`: whether all may pass while other micro-batches are computed
+    (`--overlap-moe-expert-parallel-comm`), or shared experts. `computed_s`: of both passes.
+    """
+    forward_s, backward_s = 2 * layers * once_s, (layers + 2 * again) * once_s
+    if hides:
+        sent_s = 4 * layers * once_s
+        share = max(0.0, sent_s - computed_s) / (forward_s + backward_s) if sent_s else 0.0
+        forward_s, backward_s = min(1.0, share) * forward_s, min(1.0, share) * backward_s
+    return forward_s, backward_s
+
+
 def samples_per_s(samples: ByClass, both_s: ByClass) -> Value:
     """Throughput of a group.
 

@@ -10,6 +10,7 @@ layers of a model have the same experts, and each rank holds all of them, or in 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -54,6 +55,11 @@ class Experts:
         return self.num_experts
 
     @property
+    def num_computed(self) -> int:
+        """Of how many experts a rank computes what the tokens of a micro-batch pass."""
+        return self.num_experts
+
+    @property
     def held_width(self) -> int:
         """Columns of all experts that a rank has together, the shared one included."""
         return self.num_held * self.ffn_hidden_size + self.shared_ffn_hidden_size
@@ -67,6 +73,11 @@ class Experts:
     def blocks_per_token(self) -> int:
         """Experts that a token passes, the shared one included."""
         return self.per_token + bool(self.shared_ffn_hidden_size)
+
+    def share_of_tokens(self, count: int) -> float:
+        """Of all tokens those that pass one of `count` experts at least, where routing is even."""
+        missed = math.comb(self.num_experts - count, self.per_token)
+        return 1 - missed / math.comb(self.num_experts, self.per_token)
 
     def router_parameters(self, hidden_size: int) -> int:
         """Elements of the router's matrix and of the gate of the shared expert."""
@@ -88,14 +99,22 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsOfRank(Experts):
-    """The experts of a layer, of which a rank of a TP group has some. Routing is even."""
+    """The experts of a layer, of which a rank has some. Routing is even."""
 
     held: int
+    are_sent_tokens: bool = False
+    """Whether ranks have tokens of their own and exchange them, so that each computes as many rows
+    as with all experts: stock's expert parallelism. Else, in a TP group, all have the same."""
 
     @property
     def num_held(self) -> int:
         """See `Experts`."""
         return self.held
+
+    @property
+    def num_computed(self) -> int:
+        """See `Experts`."""
+        return self.num_experts if self.are_sent_tokens else self.held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +194,7 @@ class ModelShape:
         if self.experts is None:
             return (self._attention_matrices + feed_forward) // tensor_parallel
         # As many experts of each token as there are of all.
-        feed_forward = feed_forward * self.experts.num_held // self.experts.num_experts
+        feed_forward = feed_forward * self.experts.num_computed // self.experts.num_experts
         return self._attention_matrices // tensor_parallel + feed_forward + self._router
 
     def layer_parameters(self, tensor_parallel: int = 1) -> int:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from zorse_megatron.costs.communication import TpCollectives
 from zorse_megatron.costs.interface import (
     NO_TIME,
-    WHOLE,
     ComputeCost,
     ModelSection,
     PassTimes,
     TpComputeCost,
     TpShard,
 )
-from zorse_megatron.costs.stage_formulas import pass_s
+from zorse_megatron.costs.stage_formulas import exchanges_s, pass_s
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
@@ -229,7 +228,35 @@ class CollectiveCosts:
     def _sharded_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
         if len(ranks) == 1:
             return TaskWork(seconds_s=0.0)
-        return self._of_pieces(kind, chunk, ranks, self.sizes.pieces(chunk, ranks))
+        pieces, experts = self.sizes.pieces(chunk, ranks), self._experts(chunk, ranks)
+        if not experts:
+            return self._of_pieces(kind, chunk, ranks, pieces)
+        others = [tuple(count - experts for count in counts) for counts in pieces]
+        work = self._of_pieces(kind, chunk, ranks, others)
+        experts_s = self._experts_s(kind, chunk, ranks, experts)
+        return dataclasses.replace(work, seconds_s=work.seconds_s + experts_s)
+
+    def _same_experts(self, ranks: tuple[int, ...]) -> int:
+        """How many of a stage's ranks have the same experts."""
+        return len(ranks) // self.sizes.framework.expert_parallel
+
+    def _experts(self, chunk: int, ranks: tuple[int, ...]) -> int:
+        """Parameters that each rank owns of experts that stock spreads; 0 where it does not."""
+        spread, degree = self.sizes.spread(ranks[0], chunk), self.sizes.framework.expert_parallel
+        return spread // (degree - 1) // self._same_experts(ranks) if spread else 0
+
+    def _experts_s(self, kind: Kind, chunk: int, ranks: tuple[int, ...], owned: int) -> float:
+        """A REDUCE_GRAD or a UNSHARD of experts, of which each rank owns so many parameters, over
+        the ranks with the same ones: all such sets of a stage at once."""
+        degree = self.sizes.framework.expert_parallel
+        if degree == len(ranks) or not owned:
+            return 0.0
+        rings = [ranks[first::degree] for first in range(degree)]
+        shards = [(owned,) * len(rings[0])]
+        alone_s = max(self._of_pieces(kind, chunk, ring, shards).alone_s for ring in rings)
+        memory = self.sizes.memory_of(chunk)
+        to_bytes = memory.gradient_bytes if kind is Kind.REDUCE_GRAD else memory.parameter_bytes
+        return self.loads.rings_s(rings, to_bytes(owned) * len(rings[0]), alone_s)
 
     def _of_pieces(
         self,
@@ -253,11 +280,15 @@ class CollectiveCosts:
         """A REDUCE_GRAD is an all-reduce, as a ring does it: scatter, then gather. No UNSHARD."""
         if kind is Kind.UNSHARD or len(ranks) == 1:
             return TaskWork(seconds_s=0.0)
-        total = self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(ranks[0], chunk))
+        experts = self._experts(chunk, ranks)
+        held = self.sizes.held(ranks[0], chunk) - experts * self._same_experts(ranks)
+        total = self.sizes.memory_of(chunk).gradient_bytes(held)
         parts = (-(-total // len(ranks)),) * len(ranks)
         comm = self.loads.comm
         alone_s = comm.reduce_scatter_s(ranks, parts) + comm.all_gather_s(ranks, parts)
-        return self.loads.collective(ranks, 2 * total, alone_s)
+        work = self.loads.collective(ranks, 2 * total, alone_s)
+        experts_s = 2 * self._experts_s(kind, chunk, ranks, experts)
+        return dataclasses.replace(work, seconds_s=work.seconds_s + experts_s)
 
 
 class ActionCosts(CollectiveCosts):
@@ -276,12 +307,15 @@ class ActionCosts(CollectiveCosts):
         self._inside: TpCollectives | None = None
         if sizes.tp_costs is not None:
             self._inside = TpCollectives(tp_costs=sizes.tp_costs, comm=loads.comm)
-        self._phases: dict[tuple[str, int, TpShard, int, int], tuple[PassTimes, ...]] = {}
+        self._phases: dict[tuple[object, ...], tuple[PassTimes, ...]] = {}
         self._together: dict[tuple[tuple[int, ...], int, int, bool], PassTimes] = {}
 
     def _compute_in(self, dtype: ComputeDtype | None) -> ComputeCost:
         costs = self.sizes.costs
         own = costs.by_dtype.get(dtype) if dtype else None
+        if (degree := self.sizes.framework.expert_parallel) > 1:
+            assert self.sizes.tp_costs is not None
+            own = self.sizes.tp_costs.of_rank(TpShard(expert_parallel=degree), dtype)
         return costs.compute if own is None else own.compute
 
     def phases(self, rank: int, chunk: int, size: int) -> tuple[PassTimes, ...]:
@@ -290,8 +324,9 @@ class ActionCosts(CollectiveCosts):
         Of a rank of a TP group: what lies between the TP group's collectives, alike ones together;
         without the collectives where these were not measured with it.
         """
-        kind = self.kinds[rank]
-        key = kind, size, self.sizes.part(rank), chunk, self.sizes.recompute_numbers[rank]
+        kind, part = self.kinds[rank], self.sizes.part(rank)
+        with_it = self.sizes.shares_experts(rank, chunk) if part.expert_parallel > 1 else ()
+        key = kind, size, part, chunk, self.sizes.recompute_numbers[rank], with_it
         if key not in self._phases:
             own = self._tp_compute(rank, chunk)
             if own is None:
@@ -431,7 +466,7 @@ class ActionCosts(CollectiveCosts):
     def _tp_compute(self, rank: int, chunk: int) -> TpComputeCost | None:
         """What a rank of a TP group of several computes with."""
         part, tp_costs = self.sizes.part(rank), self.sizes.tp_costs
-        if tp_costs is None or part == WHOLE:
+        if tp_costs is None or part.degree == 1:
             return None
         return tp_costs.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
 
@@ -460,8 +495,31 @@ class ActionCosts(CollectiveCosts):
 
     def _pass_times(self, rank: int, chunk: int, size: int) -> PassTimes:
         """Of a rank that is a TP group of its own."""
+        if self.sizes.framework.expert_parallel == 1:
+            return self._alone(rank, self.kinds[rank], chunk, size)
+        # Those that share experts wait for the slowest of them in every layer.
+        ranks = self.sizes.shares_experts(rank, chunk)
+        kinds = dict.fromkeys(self.kinds[each] for each in ranks)
+        alone = max((self._alone(rank, each, chunk, size) for each in kinds), key=_both_s)
+        return alone + self._exchanges(rank, chunk, size, alone.both_s)
+
+    def _exchanges(self, rank: int, chunk: int, size: int, computed_s: float) -> PassTimes:
+        """What tokens on their way to experts and back add to a micro-batch."""
+        sizes, (mode, recomputed) = self.sizes, self.sizes.recompute(rank, chunk)
+        assert sizes.tp_costs is not None
+        again = recomputed if mode == "full" else 0
+        is_combined = len(sizes.plan.groups) == 1 or len(sizes.chunks(rank)) > 1
+        forward_s, backward_s = exchanges_s(
+            computed_s,
+            sizes.once_s(rank, chunk, sizes.boundary_bytes(size, chunk)),
+            sizes.num_layers(chunk),
+            again,
+            hides=(is_combined and mode != "full") or sizes.tp_costs.has_shared_expert,
+        )
+        return PassTimes(forward_s=forward_s, backward_s=backward_s)
+
+    def _alone(self, rank: int, kind: str, chunk: int, size: int) -> PassTimes:
         compute = self.computes[self.sizes.plan.chunks[chunk].group]
-        kind = self.kinds[rank]
         layers, layer = self.sizes.num_layers(chunk), compute.layer(kind, size)
         mode, recomputed = self.sizes.recompute(rank, chunk)
         again_s = recomputed * compute.recompute_s(kind, size, mode) if recomputed else 0
@@ -472,3 +530,7 @@ class ActionCosts(CollectiveCosts):
             forward_s=pass_s(layers, layer.forward_s, 0, ends_s[0]),
             backward_s=pass_s(layers, layer.backward_s, again_s, ends_s[1]),
         )
+
+
+def _both_s(times: PassTimes) -> float:
+    return times.both_s

@@ -32,6 +32,9 @@ class Framework:
     """Whether, where transfers block, a receive is started just before the computation that it is
     for, together with the send of the other direction before it, as in Megatron's
     `send_forward_recv_backward`."""
+    expert_parallel: int = 1
+    """Ranks that stock spreads the experts of each layer over, of the replicas of a group one after
+    the other (`--expert-model-parallel-size`); of single ranks only."""
     split_transfers: bool = True
     """Whether each rank of a tensor-parallel group sends its part of an activation. If not, each
     sends all of it to its counterpart unless ranks have parts of the sequence, as in Megatron's

@@ -215,7 +215,7 @@ def _may_be_merged(sizes: RankSizes) -> bool:
     plan = sizes.plan
     swaps = sizes.tied and plan.chunks[0].group != plan.chunks[-1].group
     halves = any(each.halved for group in plan.groups for each in group.replicas)
-    if swaps or halves or sizes.tp_costs is not None or Lanes.of(plan) is not None:
+    if swaps or halves or sizes.has_tp_groups or Lanes.of(plan) is not None:
         return False
     offloads = ranks_that_offload_parameters(plan), ranks_that_offload_gradients(plan)
     return all(_is_even(group, offloads) for group in plan.groups)
@@ -235,6 +235,7 @@ def _look(
             fixed_bytes[rank],
             sizes.settings[rank],
             *(sizes.shards[c][rank] for c in sizes.chunks(rank)),
+            _of_experts(sizes, rank),
         )
         for rank in names.values()
     ]
@@ -247,6 +248,15 @@ def _look(
     # The job's last rank, where it does not know the loss.
     waits_for_loss = last not in plan.groups[plan.chunks[-1].group].ranks
     return (*ranks, *seconds, waits_for_loss and last in names.values())
+
+
+def _of_experts(sizes: RankSizes, rank: int) -> Hashable:
+    """What decides how long a rank waits for those that share experts with it."""
+    if sizes.framework.expert_parallel == 1:
+        return None
+    ranks, num_bytes = sizes.shares_experts(rank, sizes.chunks(rank)[0]), sizes.boundary_bytes(1, 0)
+    kinds = frozenset(sizes.costs.kinds[each] for each in ranks)
+    return kinds, sizes.once_s(rank, sizes.chunks(rank)[0], num_bytes)
 
 
 def _is_even(group: Group, offloads: Sequence[frozenset[int]]) -> bool:

@@ -1,6 +1,7 @@
 """Simulates one iteration of a plan: the entry to this package."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zorse_megatron.costs.interface import JobCosts
 from zorse_megatron.plan.plan import Plan
@@ -56,7 +57,7 @@ def simulate(
         raise SimulationError("found spells of slowness; expected none: one iteration is simulated")
     sizes = RankSizes(plan, costs, framework)
     equal = None
-    may_merge = framework in _MERGED and perturbation.treats_kinds_alike
+    may_merge = replace(framework, expert_parallel=1) in _MERGED and perturbation.treats_kinds_alike
     if merge_equal_ranks and lists is None and may_merge:
         equal = find_equal_ranks(sizes, fixed)
     if equal is None:

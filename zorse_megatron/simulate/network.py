@@ -19,6 +19,7 @@ ends when the service has grown by its size, so a change of rate costs O(1) for 
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -337,6 +338,18 @@ class NetworkLoads:
             links.update(dict.fromkeys(self._path(source, target), 1))
         crossing_bytes = num_bytes * (len(ranks) - 1) / len(ranks)
         return self._work(crossing_bytes, alone_s, 0.0, links)
+
+    def rings_s(self, rings: Sequence[Sequence[int]], num_bytes: float, alone_s: float) -> float:
+        """Several such collectives at once, of as many ranks each: on the busiest link that they
+        share, or as long as one of them alone."""
+        load: Counter[int] = Counter()
+        for ring in rings:
+            pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
+            load.update({link for source, target in pairs for link in self._path(source, target)})
+        crossing_bytes = num_bytes * (len(rings[0]) - 1) / len(rings[0])
+        rates = self.capacity_bytes_per_s
+        shared_s = (count * crossing_bytes / rates[link] for link, count in load.items())
+        return max(alone_s, *shared_s)
 
     def exchanges(self, rounds: Iterable[tuple[Mapping[tuple[int, int], int], int]]) -> TaskWork:
         """Rounds of messages, all of a round at once and one round after the other.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 
+from zorse_megatron.costs.communication import once_s
 from zorse_megatron.costs.interface import (
     WHOLE,
     JobCosts,
@@ -81,8 +82,9 @@ class RankSizes:
         self.costs = costs
         self.framework = framework
         self.memory = costs.memory
-        self.tp_costs = _costs_of_tp_groups(plan, costs)
-        """Costs of the plan's tensor-parallel groups; None: it has none."""
+        self.has_tp_groups = bool(list(tp_groups_of(plan)))
+        self.tp_costs = self._costs_of_parts()
+        """Costs of ranks with a part of each layer; None: all have whole layers."""
         self._parts: dict[int, TpShard] = {}
         self.group_and_replica: dict[int, tuple[int, int]] = {}
         """Rank -> number of its group and of its replica there."""
@@ -124,6 +126,8 @@ class RankSizes:
         """Which part of each layer the rank has."""
         if self.tp_costs is None:
             return WHOLE
+        if not self.has_tp_groups:
+            return TpShard(expert_parallel=self.framework.expert_parallel)
         found = self._parts.get(rank)
         if found is None:
             found = self._parts[rank] = TpShard.of(self.replica(rank), rank)
@@ -138,6 +142,26 @@ class RankSizes:
         """Parameters that a rank computes with and trains."""
         part = self.part(rank)
         return self.parameters[chunk] if part == WHOLE else self._parameters(chunk, part)
+
+    def spread(self, rank: int, chunk: int) -> int:
+        """Parameters of experts that ranks have that share them with this one, and it has not."""
+        if self.framework.expert_parallel == 1:
+            return 0
+        return self.parameters[chunk] - self.held(rank, chunk)
+
+    def shares_experts(self, rank: int, chunk: int) -> tuple[int, ...]:
+        """Ranks that have the experts of a layer together with this one."""
+        ranks, degree = self.peers_of(rank, chunk), self.framework.expert_parallel
+        first = ranks.index(rank) // degree * degree
+        return ranks[first : first + degree]
+
+    def once_s(self, rank: int, chunk: int, num_bytes: int) -> float:
+        """Tokens of a micro-batch on their way to their experts; 0 where the rank has all."""
+        degree = self.framework.expert_parallel
+        if degree == 1 or self.tp_costs is None:
+            return 0.0
+        ranks = self.shares_experts(rank, chunk)
+        return once_s(self.costs.comm, self.tp_costs, ranks, degree, num_bytes)
 
     def frozen_bytes(self, rank: int, chunk: int) -> int:
         """What a rank has of the chunk beside that, as it is not trained: it never moves."""
@@ -306,10 +330,12 @@ class RankSizes:
         if mixed_tp is not None:
             return dict(mixed_tp.owned)
         weights = [replica.shard_weight for replica in group.replicas]
+        # Of what all have an equal part each, of experts those with the same ones.
+        owned = {rank: number + self.spread(rank, chunk) for rank, number in held.items()}
         return {
             rank: size
             for ranks in self.peers(chunk)
-            for rank, size in zip(ranks, padded_shards(held[ranks[0]], weights), strict=True)
+            for rank, size in zip(ranks, padded_shards(owned[ranks[0]], weights), strict=True)
         }
 
     def has_own_input(self, action: Action) -> bool:
@@ -464,18 +490,17 @@ class RankSizes:
             found += inputs * memory.saved_tensor_bytes(size, mode, kind)
         return found
 
+    def _costs_of_parts(self) -> TpCosts | None:
+        """Those of tensor-parallel groups, or of ranks that share experts."""
+        if not self.has_tp_groups and self.framework.expert_parallel == 1:
+            return None
+        if self.costs.tp_costs is None:
+            raise SimulationError(
+                "found a tensor-parallel group; expected the costs of TP groups with it"
+            )
+        return self.costs.tp_costs
+
     @cached_property
     def _local(self) -> tuple[bool, ...]:
         groups = [chunk.group for chunk in self.plan.chunks]
         return (*(one == next_ for one, next_ in pairwise(groups)), False)
-
-
-def _costs_of_tp_groups(plan: Plan, costs: JobCosts) -> TpCosts | None:
-    """Those of the plan's tensor-parallel groups; None: it has none."""
-    if not list(tp_groups_of(plan)):
-        return None
-    if costs.tp_costs is None:
-        raise SimulationError(
-            "found a tensor-parallel group; expected the costs of TP groups with it"
-        )
-    return costs.tp_costs

@@ -117,12 +117,29 @@ class CostModels:
         if key not in self._of_ranks:
             model = told_local_sizes(self.model, part)
             split = replace(self, model=model, tensor_parallel=part.degree, whole=self.model)
-            self._of_ranks[key] = (
-                TpRankCosts(compute=split.compute, memory=split.memory[0])
-                if dtype is None
-                else split.costs_in(DTYPE_OF[dtype])
-            )
+            self._of_ranks[key] = split._in_type(dtype)
+            if part.expert_parallel > 1:  # keeps what a rank with all experts keeps
+                whole = self._in_type(dtype).memory
+                assert isinstance(whole, TransformerMemory)
+                memory = replace(whole, model=model)
+                self._of_ranks[key] = replace(self._of_ranks[key], memory=memory)
         return self._of_ranks[key]
+
+    def _in_type(self, dtype: ComputeDtype | None) -> TpRankCosts:
+        if dtype is not None:
+            return self.costs_in(DTYPE_OF[dtype])
+        return TpRankCosts(compute=self.compute, memory=self.memory[0])
+
+    def share_of_tokens(self, expert_parallel: int, count: int) -> float:
+        """Tokens that pass an expert of `count` of the ranks that stock spreads a layer's over."""
+        assert self.model.experts is not None
+        held = self.model.experts.num_experts // expert_parallel
+        return self.model.experts.share_of_tokens(count * held)
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether there is something to compute while tokens are on their way to experts."""
+        return bool(self.model.experts and self.model.experts.shared_ffn_hidden_size)
 
     def cut_parameters(self, section: ModelSection) -> Mapping[UnitKind, int]:
         """Parameters that TP groups cut by these members; of embedding and head their table."""
@@ -170,6 +187,11 @@ def told_local_sizes(model: ModelShape, part: TpShard) -> ModelShape:
 
     As Megatron's layers are told (`adapter.model.uneven_tp_shards`).
     """
+    experts = model.experts
+    if part.expert_parallel > 1 and experts is not None:
+        held = experts.num_experts // part.expert_parallel
+        own = ExpertsOfRank(**vars(experts), held=held, are_sent_tokens=True)
+        return replace(model, experts=own)
     if part.tp_shards is None:
         return model
     tp_groups = TpPartition(degree=part.degree, tp_shards=part.tp_shards)
@@ -178,7 +200,6 @@ def told_local_sizes(model: ModelShape, part: TpShard) -> ModelShape:
         proportions = tp_groups.proportions(kind)
         return length * proportions[part.index] * part.degree // sum(proportions)
 
-    experts = model.experts
     if experts is not None:
         held = len(tp_groups.experts_of(part.index))
         experts = ExpertsOfRank(**vars(experts), held=held)
