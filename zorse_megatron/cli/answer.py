@@ -80,11 +80,13 @@ class Answer:
 
     @cached_property
     def explanation(self) -> "Explanation | None":
-        """None: there are too many GPUs."""
+        """None: there are too many GPUs, or no lists of actions."""
         from zorse_megatron.planner.explain import explain
 
         plan = self.outcome.plan
-        return explain(self.costs.inputs, plan) if plan.world_size <= MOST_EXPLAINED else None
+        if plan.world_size > MOST_EXPLAINED or (self.is_stock and self.has_expert_parallelism):
+            return None
+        return explain(self.costs.inputs, plan)
 
     @cached_property
     def error_bar(self) -> "ErrorBar":
@@ -107,6 +109,11 @@ class Answer:
     def best_stock(self) -> "StockLayout | None":
         """Stock's best layout; None where none fits, or none was searched."""
         return None if self.found.stock is None else self.found.stock.best.fitting
+
+    @property
+    def has_expert_parallelism(self) -> bool:
+        """Whether stock's best layout has it, which no plan has."""
+        return self.best_stock is not None and self.best_stock.grid.expert_parallel > 1
 
     @property
     def is_stock(self) -> bool:

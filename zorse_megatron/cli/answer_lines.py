@@ -52,7 +52,8 @@ def lines_of(answer: Answer, *, is_verbose: bool) -> Iterator[str | Table]:
     if not answer.is_stock:
         yield _limit(answer)
     yield _plan(answer, is_verbose=is_verbose)
-    if is_verbose or answer.is_stock:
+    is_rival = answer.recommends_stock and answer.has_expert_parallelism
+    if is_verbose or answer.is_stock or is_rival:
         yield from _flags(answer)
     if not is_verbose and len(answer.outcome.plan.groups) <= _MOST_GROUPS:
         yield from _groups(answer)
@@ -71,11 +72,13 @@ def lines_of(answer: Answer, *, is_verbose: bool) -> Iterator[str | Table]:
 def _iteration(answer: Answer) -> Iterator[str]:
     bar = answer.error_bar
     who, how = (" on unmodified Megatron", "") if answer.is_stock else ("", "simulated, ")
+    if answer.is_stock and answer.has_expert_parallelism:
+        who += " at least, with expert parallelism"
     yield (
         f"{duration(answer.iteration_s)} per iteration{who}, {figure(answer.tokens_per_s)} "
         f"tokens/s, ± {percent(bar.share)} ({how}{bar.basis})"
     )
-    if answer.is_stock:
+    if answer.is_stock and not answer.has_expert_parallelism:
         change = as_against(answer.outcome.iteration_s, answer.iteration_s)
         took = duration(answer.outcome.iteration_s)
         yield f"The same layout on this package's runtime: {took} ({change})"
@@ -111,13 +114,17 @@ def _best_stock(answer: Answer, best: "StockLayout", even: "StockLayout | None")
     else:
         more = f"{duration(even.iteration_s)}{_on(answer, even)} in its best even one"
     change = as_against(best.iteration_s, answer.iteration_s)
+    degree = best.grid.expert_parallel
+    spread = f", with expert parallelism of {degree} (EP), at least" if degree > 1 else ""
     yield (
-        f"Stock Megatron: {duration(best.iteration_s)} in its best layout{_on(answer, best)} "
-        f"({change}), {more}"
+        f"Stock Megatron: {duration(best.iteration_s)} in its best layout{spread}"
+        f"{_on(answer, best)} ({change}), {more}"
     )
     if answer.recommends_stock:
         faster = best.iteration_s / answer.iteration_s - 1
         gain = f"Only {percent(faster)} faster" if faster > NO_CHANGE else "No faster"
+        if faster < -NO_CHANGE:
+            gain = f"{percent(-faster / (1 + faster))} slower"
         where = f"{written}, see below" if (written := answer.written.stock) else "--strategy stock"
         yield f"{gain} than stock Megatron, which needs no plugin: {where}"
 
@@ -265,7 +272,9 @@ def page_of(answer: Answer, *, shows_progress: bool) -> str:
     costs, plan = answer.costs, answer.outcome.plan
     with progress_shown("searching", wanted=shows_progress, title="page") as tell:
         more = replan(costs.inputs, found_s=answer.outcome.iteration_s, on_progress=tell)
-    result = simulated(plan, costs, source="the plan")
+    result = answer.outcome.simulation  # what has expert parallelism is stock's alone
+    if answer.explanation is not None or not answer.is_stock:
+        result = simulated(plan, costs, source="the plan")
     return html_page(
         f"{costs.workload.model.name} on {costs.cluster.name or 'the cluster'}",
         [

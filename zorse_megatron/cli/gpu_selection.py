@@ -99,7 +99,7 @@ class GpuSearches:
             self.iteration_s,
             part_of=self.part_of,
             short=None if is_ours else self.iteration_s,
-            stock_s=self.stock_s() if is_ours else None,
+            stock_s=self.stock_s(as_plans=True) if is_ours else None,
             on_progress=self.on_progress,
         )
         return self.found_on(points[0].ranks, points)
@@ -130,19 +130,26 @@ class GpuSearches:
         """Of all sets of GPUs that were searched by now."""
         return stock.at_best() if self.may_leave_out else stock.on_all()
 
-    def stock_s(self) -> dict[tuple[int, ...], float]:
-        """What stock takes on the sets of GPUs that its layouts were searched on."""
+    def stock_s(self, *, as_plans: bool) -> dict[tuple[int, ...], float]:
+        """What stock takes on the sets of GPUs that its layouts were searched on; `as_plans`: in
+        those layouts that are plans, without expert parallelism."""
         if self.stock is None:
             return {}
         best = self._at_best(self.stock).best.fitting
-        found = {ranks: some[0].iteration_s for ranks, some in self.stock.found.items() if some}
-        return found if best is None else found | {best.gpu_ranks: best.iteration_s}
+        layouts = [each for some in self.stock.found.values() for each in some]
+        layouts += [best] if best is not None else []
+        found: dict[tuple[int, ...], float] = {}
+        for each in layouts:
+            if each.grid.expert_parallel == 1 or not as_plans:
+                before_s = found.get(each.gpu_ranks, math.inf)
+                found[each.gpu_ranks] = min(before_s, each.iteration_s)
+        return found
 
     def points_of_stock(self) -> tuple["Point", ...]:
         """The sets of GPUs that stock's layouts were searched on, best first."""
         from zorse_megatron.planner.baselines.stock_best import no_stock_layout
 
-        if not (found := self.stock_s()):
+        if not (found := self.stock_s(as_plans=False)):
             assert self.stock is not None, "its layouts are searched on any number of GPUs"
             raise no_stock_layout(self._at_best(self.stock).best)
         return self._points(found)

@@ -140,6 +140,7 @@ def folder_problems(given: Sequence[str]) -> Iterator[Problem]:
 
 _LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    "expert_model_parallel_size",
     *("pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"),
     *("num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),

@@ -29,6 +29,9 @@ SCHEDULE_PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "interleaved": {"stock_optimizer": ("distributed", "replicated")},
     "breadth_first": {"parameters": ("per_pass", "resident", "per_micro_batch")},
 }
+STOCK_EXPERT_PARALLEL = "stock_expert_parallel"
+"""Another one of the first two: over how many replicas of a group unmodified Megatron spreads the
+experts of each layer; nothing else can do that."""
 
 # A message lists at most this many items, so that a plan for 1,000 ranks stays readable.
 _MAX_LISTED = 16
@@ -322,7 +325,8 @@ def without_members(
 
 def _schedule_parameters(plan: Plan) -> Iterator[Problem]:
     known = SCHEDULE_PARAMETERS[plan.schedule.name]
-    for name in sorted(set(plan.schedule.parameters) - set(known)):
+    by_stock = {STOCK_EXPERT_PARALLEL} if "stock_optimizer" in known else set()
+    for name in sorted(set(plan.schedule.parameters) - set(known) - by_stock):
         yield Problem(
             where=f"schedule.parameters.{name}",
             found=f'a parameter that schedule "{plan.schedule.name}" does not have',
@@ -338,6 +342,15 @@ def _schedule_parameters(plan: Plan) -> Iterator[Problem]:
                 expected=f"one of {', '.join(map(repr, known[name]))}",
                 remedy=f"Remove it for {known[name][0]!r}, or choose one of these.",
             )
+    degree = plan.schedule.parameters.get(STOCK_EXPERT_PARALLEL, "1")
+    divided = [plan.model.num_experts or 1, *(len(group.replicas) for group in plan.groups)]
+    if not degree.isdecimal() or int(degree) < 1 or any(n % int(degree) for n in divided):
+        yield Problem(
+            where=f"schedule.parameters.{STOCK_EXPERT_PARALLEL}",
+            found=repr(degree),
+            expected="a number that divides the experts of a layer and the replicas of each group",
+            remedy="Remove it, so that each rank has all experts, or choose such a number.",
+        )
 
 
 def _named(noun: str, spans: list[Span]) -> str:

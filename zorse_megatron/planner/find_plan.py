@@ -9,7 +9,7 @@ from zorse_megatron.costs.process_memory import deadlock_risk
 from zorse_megatron.errors import Problem
 from zorse_megatron.plan.memory_settings import offloads_anything, said_settings
 from zorse_megatron.plan.plan import Plan, Predictions
-from zorse_megatron.plan.rules import tp_groups_of
+from zorse_megatron.plan.rules import STOCK_EXPERT_PARALLEL, tp_groups_of
 from zorse_megatron.planner.baselines.lower_bounds import link_bound, lower_bound_s
 from zorse_megatron.planner.baselines.published_planners import (
     cephalo_inputs,
@@ -21,6 +21,7 @@ from zorse_megatron.planner.baselines.stock_best import (
     stock_layouts,
     stock_on_all,
     stock_plans,
+    stock_runs,
 )
 from zorse_megatron.planner.baselines.stock_search import StockLayout
 from zorse_megatron.planner.closed_form.estimator import Estimator
@@ -68,10 +69,11 @@ def find_plan(
     """Return the best plan that `strategy` finds; the simulator has checked that it fits.
 
     `stock`: its layouts on all GPUs, fastest first: the strategy stock takes the first one, and
-    zorse finds no slower plan; None: they are searched. The result depends on the inputs only, but
-    for `plan_time_s`. Raises NoPlanError with the smallest missing amount where nothing fits,
-    PlannerInputError for what is too large, ValueError for a strategy that does not exist; and
-    where it is interrupted SearchCutShort if the strategy zorse has found a plan by then.
+    zorse finds no plan that is slower than one without expert parallelism; None: they are searched.
+    The result depends on the inputs only, but for `plan_time_s`. Raises NoPlanError with the
+    smallest missing amount where nothing fits, PlannerInputError for what is too large, ValueError
+    for a strategy that does not exist; and where it is interrupted SearchCutShort if the strategy
+    zorse has found a plan by then.
     """
     started_s = time.perf_counter()
     refuse_too_large(inputs)
@@ -124,11 +126,13 @@ def _outcome(
 
 
 def _predictions(inputs: Inputs, best: Evaluation, tokens_per_s: float) -> Predictions:
+    by_stock = STOCK_EXPERT_PARALLEL in best.plan.schedule.parameters
     return Predictions(
         iteration_s=best.iteration_s,
         tokens_per_s=tokens_per_s,
         peak_memory_bytes=best.peaks_bytes,
-        micro_batch_s=micro_batch_times(best.plan, inputs),
+        # With expert parallelism only stock knows: the runtime compares none of it.
+        micro_batch_s=None if by_stock else micro_batch_times(best.plan, inputs),
     )
 
 
@@ -187,7 +191,7 @@ def _searched(
             # Its plans are for a part of the batch.
             lambda part: _searched_in_all(part, lambda told: on_progress(replace(told, best=None))),
         )
-        # Every layout of stock is a plan: ours is never slower.
+        # Stock's layouts, but for those with expert parallelism, are plans: ours is never slower.
         evaluations = best_first([*found.evaluations, *stock_plans(evaluator, stock)])
         return _Searched(evaluator=evaluator, evaluations=evaluations, before=found.considered)
     inputs = _of_baselines(inputs)
@@ -198,7 +202,7 @@ def _searched(
     on_progress(SearchProgress(phase=strategy, done=0, total=1))
     evaluator = Evaluator(inputs, Estimator(inputs))
     if strategy == "stock":
-        evaluations = stock_plans(evaluator, stock)
+        evaluations = stock_runs(evaluator, stock)
     else:
         baseline = cephalo_plans if strategy == "cephalo" else zorse_paper_plans
         evaluations = baseline(evaluator)

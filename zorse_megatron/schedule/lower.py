@@ -19,7 +19,12 @@ from zorse_megatron.plan.memory_settings import (
     said_settings,
 )
 from zorse_megatron.plan.plan import Group, Plan, has_equal_tp_shards
-from zorse_megatron.plan.rules import sizes_of, tp_groups_of, tp_problems
+from zorse_megatron.plan.rules import (
+    STOCK_EXPERT_PARALLEL,
+    sizes_of,
+    tp_groups_of,
+    tp_problems,
+)
 from zorse_megatron.schedule.action_sequence import (
     Event,
     GroupEvent,
@@ -132,6 +137,15 @@ def refuse_unlowered(plan: Plan, source: str = "The plan") -> None:
 
 
 def _not_lowered(plan: Plan) -> Iterator[Problem]:
+    degree = plan.schedule.parameters.get(STOCK_EXPERT_PARALLEL, "1")
+    if int(degree) > 1:
+        yield Problem(
+            where=f"schedule.parameters.{STOCK_EXPERT_PARALLEL}",
+            found=degree,
+            expected="nothing: expert parallelism is of unmodified Megatron alone",
+            remedy="Start it with zorse launch --stock, or remove the setting: then each rank has "
+            "all experts.",
+        )
     of_tp_groups = tuple(_tensor_parallel(plan))
     for number in range(len(plan.groups)):
         chunks = plan.chunks_of_group(number)

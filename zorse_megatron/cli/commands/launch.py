@@ -264,7 +264,7 @@ def _job(path: Path, cluster: Path, given: Sequence[str], options: LaunchOptions
     else:
         training = training_of(given, plan=source, cluster=str(cluster) if names_nodes else None)
         title = f"Trains under {path} (plan {name}) on the GPUs{of}."
-    refuse_unsupported(plan, source)
+        refuse_unsupported(plan, source)
     workload, _ = workload_in_flags(words, plan, path, there.kinds, by_stock=options.stock)
     if names_nodes:
         refuse_odd_names(there)

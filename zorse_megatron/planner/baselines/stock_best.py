@@ -12,12 +12,13 @@ from functools import cached_property, partial
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
-from zorse_megatron.planner.baselines.stock_costs import grid_estimates
+from zorse_megatron.planner.baselines.stock_costs import GridEstimate, grid_estimates
 from zorse_megatron.planner.baselines.stock_layouts import no_grid, subsets
-from zorse_megatron.planner.baselines.stock_search import StockLayout, StockSearch
+from zorse_megatron.planner.baselines.stock_search import StockLayout, StockSearch, framework_of
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs, on_ranks
 from zorse_megatron.planner.outcome import NoPlanError
+from zorse_megatron.planner.simulate_plan import simulate_plan
 
 MOST_GPUS = 256
 """Beyond, searching stock's layouts takes longer than searching for plans."""
@@ -77,10 +78,13 @@ class StockSearches:
         """Layouts on these GPUs that fit, fastest first."""
         if ranks not in self.found:
             part = self.inputs if ranks == self.everything else self.part_of(ranks)
-            search = StockSearch(part, 1.0 if ranks == self.everything else _SHARE_OF_FEWER)
-            self.found[ranks] = tuple(_renumbered(search.run(), ranks))
+            searches = _searches(part, 1.0 if ranks == self.everything else _SHARE_OF_FEWER)
+            found = [layout for search in searches for layout in search.run()]
+            found.sort(key=lambda each: each.iteration_s)
+            self.found[ranks] = tuple(_renumbered(found, ranks))
             if ranks == self.everything:
-                self._closest = search.closest
+                misfits = [each.closest for each in searches if each.closest is not None]
+                self._closest = min(misfits, key=lambda each: each.fullest, default=None)
         return self.found[ranks]
 
     def on_all(self) -> StockAtBest:
@@ -106,8 +110,9 @@ class StockSearches:
         hopeful = []
         for ranks in subsets(self.inputs):
             part = self.part_of(ranks)
-            if lower_bound_s(part) < best_s:
-                quick_s = StockSearch(part).quick_s()
+            # The bound is of ranks that read all experts of their layers.
+            if lower_bound_s(part) < best_s or part.model.num_experts is not None:
+                quick_s = min(each.quick_s() for each in _searches(part))
                 if quick_s < min(_MAY_BE_CLOSER * best_s, math.inf):
                     hopeful.append((quick_s, ranks))
         is_many = self.inputs.world_size > _FEW_GPUS
@@ -156,7 +161,7 @@ def stock_on_all(inputs: Inputs, *, most_computations: int | None = None) -> Sto
     many that it takes a second or two.
     """
     most = _IN_SHORT if most_computations is None else most_computations
-    return _best_of(StockSearch(inputs).even(most), partial(no_grid, inputs))
+    return _best_of(_even(inputs, most), partial(no_grid, inputs))
 
 
 def stock_in_short(inputs: Inputs) -> Stock:
@@ -164,7 +169,7 @@ def stock_in_short(inputs: Inputs) -> Stock:
 
     On nine clusters of 4 to 64 GPUs what this finds was up to 4 % slower than the best layout.
     """
-    found = StockSearch(inputs).even(_IN_SHORT)
+    found = _even(inputs, _IN_SHORT)
     return _best_of([*found, *_even_on_fewer(inputs)], partial(no_grid, inputs))
 
 
@@ -173,13 +178,32 @@ def _even_on_fewer(inputs: Inputs) -> Iterator[StockLayout]:
     ranked: list[tuple[float, float, tuple[int, ...], Inputs]] = []
     for ranks in subsets(inputs):
         part = on_ranks(inputs, ranks)
-        found = grid_estimates(part)
+        found = [each for some in (False, True) for each in _first(part, spreads_experts=some)]
+        found.sort(key=lambda each: (max(1.0, each.fullest), each.iteration_s))
         if found:
             ranked.append((max(1.0, found[0].fullest), found[0].iteration_s, ranks, part))
     ranked.sort(key=lambda row: row[:3])
     hopeful = [row for row in ranked[:_MOST_SETS] if row[0] == ranked[0][0]]
     for *_, ranks, part in hopeful:
-        yield from _renumbered(StockSearch(part).even(_IN_SHORT // len(hopeful)), ranks)
+        yield from _renumbered(_even(part, _IN_SHORT // len(hopeful)), ranks)
+
+
+def _first(inputs: Inputs, *, spreads_experts: bool) -> list[GridEstimate]:
+    return grid_estimates(inputs, spreads_experts=spreads_experts)[:1]
+
+
+def _searches(inputs: Inputs, share: float = 1.0) -> list[StockSearch]:
+    """Of layouts, and of a model with experts of those with expert parallelism apart: they take
+    nothing from the others' simulations."""
+    found = [StockSearch(inputs, share)]
+    if inputs.model.num_experts is not None:
+        found.append(StockSearch(inputs, share, spreads_experts=True))
+    return found
+
+
+def _even(inputs: Inputs, most_computations: int) -> list[StockLayout]:
+    """See `StockSearch.even`."""
+    return [each for search in _searches(inputs) for each in search.even(most_computations)]
 
 
 def _renumbered(layouts: Iterable[StockLayout], ranks: tuple[int, ...]) -> Iterator[StockLayout]:
@@ -215,7 +239,35 @@ def stock_plans(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Ev
     """Evaluations of layouts on all GPUs, in their order; this runtime may prefer another one.
 
     This runtime's transfers are under way while it computes, which takes memory for a few more
-    activations: a layout that fills a GPU under unmodified Megatron may not fit.
+    activations: a layout that fills a GPU under unmodified Megatron may not fit. Those with expert
+    parallelism are no plans.
     """
-    plans = [layout.plan_on(evaluator.inputs) for layout in layouts]
+    plans = [each.plan_on(evaluator.inputs) for each in layouts if each.grid.expert_parallel == 1]
     return [each for plan in plans if (each := evaluator.evaluate_plan(plan)) is not None]
+
+
+def stock_runs(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Evaluation]:
+    """The same; but those with expert parallelism as unmodified Megatron runs them."""
+    found = []
+    for each in layouts:
+        if each.grid.expert_parallel == 1:
+            found += stock_plans(evaluator, [each])
+        else:
+            found.append(_run_by_stock(evaluator.inputs, each))
+    return found
+
+
+def _run_by_stock(inputs: Inputs, layout: StockLayout) -> Evaluation:
+    result = simulate_plan(
+        inputs,
+        layout.plan_on(inputs, is_written=False),
+        framework=framework_of(layout.grid),
+    )
+    return Evaluation(
+        estimate=None,
+        plan=layout.plan_on(inputs),
+        result=result,
+        iteration_s=result.iteration_s,
+        peaks_bytes=result.peak_memory_bytes,
+        overflow_bytes=(),
+    )

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zorse_megatron.costs.communication import once_s
+from zorse_megatron.costs.interface import TpShard
+from zorse_megatron.costs.stage_formulas import exchanges_s
 from zorse_megatron.planner.baselines.stock_layouts import Grid, even_grids, tensor_degrees
 from zorse_megatron.planner.closed_form.device_groups import (
     DeviceGroup,
@@ -85,19 +88,36 @@ _Known = dict[tuple[object, ...], StageEstimate | _Line]
 """Stages that were estimated, also by others."""
 
 
-def grid_estimates(inputs: Inputs) -> list[GridEstimate]:
-    """All even layouts: first those that fit, fastest first; then least full first."""
+def grid_estimates(inputs: Inputs, *, spreads_experts: bool = False) -> list[GridEstimate]:
+    """All even layouts without expert parallelism, or all with it: first those that fit, fastest
+    first; then least full first."""
     found = []
     for tensor in tensor_degrees(inputs):
-        costs = GridCosts(inputs, tensor)
-        found += [costs.estimate(grid) for grid in even_grids(inputs, tensor)]
+        by_degree: dict[int, GridCosts] = {}
+        for grid in even_grids(inputs, tensor):
+            degree = grid.expert_parallel
+            if (degree > 1) == spreads_experts:
+                if degree not in by_degree:
+                    by_degree[degree] = GridCosts(inputs, tensor, degree)
+                found.append(by_degree[degree].estimate(grid))
     return sorted(found, key=lambda each: (max(1.0, each.fullest), each.iteration_s, each.fullest))
 
 
 class GridCosts:
-    """Costs layouts of one tensor-parallel degree, among its TP groups."""
+    """Costs layouts of one tensor-parallel degree, among its TP groups, and of one degree of expert
+    parallelism."""
 
-    def __init__(self, inputs: Inputs, tensor: int) -> None:
+    def __init__(self, inputs: Inputs, tensor: int, expert_parallel: int = 1) -> None:
+        self.spread = 0
+        """Parameters of a layer's experts that a rank has not, though its group has."""
+        self.expert_parallel = expert_parallel
+        self._once: dict[tuple[int, int, int], float] = {}
+        if expert_parallel > 1:
+            assert inputs.tp_costs is not None
+            own = inputs.tp_costs.of_rank(TpShard(expert_parallel=expert_parallel), None)
+            whole = inputs.memory.layer_parameters()
+            self.spread = whole - own.memory.layer_parameters()
+            inputs = replace(inputs, compute=own.compute, memory=own.memory)
         self.known: _Known = inputs.shared("stock's stages", dict)
         spec = inputs.spec
         keys: list[tuple[object, ...]] = []
@@ -245,7 +265,7 @@ class GridCosts:
         return (
             self._stage_keys[place],
             *(at, grid.stages, grid.width, grid.virtual, grid.micro_batch_size),
-            *(grid.mode, grid.distributed),
+            *(grid.mode, grid.distributed, self._once_s(grid, at)),
         )
 
     def _stage_estimate(self, grid: Grid, at: int, layers: int, recomputed: int) -> StageEstimate:
@@ -253,30 +273,74 @@ class GridCosts:
         found = self.known.get(key)
         if found is None:
             settings = MemorySettings(mode=grid.mode, recomputed=recomputed)
-            found = self.known[key] = self._find(grid, self._stage(grid, at, layers), settings)
+            stage, once_s = self._stage(grid, at, layers), self._once_s(grid, at)
+            found = self.known[key] = self._find(grid, stage, settings, once_s)
         assert isinstance(found, StageEstimate)
         return found
 
-    def _find(self, grid: Grid, stage: Stage, settings: MemorySettings) -> StageEstimate:
+    def _find(
+        self, grid: Grid, stage: Stage, settings: MemorySettings, once_s: float
+    ) -> StageEstimate:
         width, size, memory = grid.width, grid.micro_batch_size, self.cost_model.memory
         count = self.inputs.global_batch_size // (width * size)
         owners = width if grid.distributed else 1
-        share = memory.shared_bytes(stage, settings) / owners
+        # An equal part of all experts is owned, whatever experts are there.
+        spread = stage.num_layers * self.spread if grid.distributed else 0
+        shared = memory.shared_bytes(stage, settings) + self.inputs.memory.state_bytes(spread)
+        share = shared / owners
         gpu_classes = stage.device_group.gpu_classes
         parameters = memory.parameters(stage.num_layers, stage.position)
-        passes = self.cost_model.passes(stage, stage.alike(settings))
+        both_s = max(each.both_s for each in self.cost_model.passes(stage, stage.alike(settings)))
+        owned = (parameters + spread) // owners
         return StageEstimate(
-            both_s=max(each.both_s for each in passes),
-            step_s=max(
-                self.inputs.compute.step_s(g.kind, parameters // owners) for g in gpu_classes
-            ),
-            gradient_bytes=self.inputs.memory.gradient_bytes(parameters),
+            both_s=both_s + self._exchanges_s(grid, stage, settings, both_s, once_s),
+            step_s=max(self.inputs.compute.step_s(g.kind, owned) for g in gpu_classes),
+            gradient_bytes=self.inputs.memory.gradient_bytes(self._summed(grid, stage)),
             fullest=max(
                 (share + memory.local_bytes(stage, settings, size, count, each.kind))
                 / each.capacity_bytes
                 for each in gpu_classes
             ),
         )
+
+    def _summed(self, grid: Grid, stage: Stage) -> int:
+        """Parameters whose gradients replicas sum: no experts where each has its own."""
+        parameters = self.cost_model.memory.parameters(stage.num_layers, stage.position)
+        if not self.spread or grid.expert_parallel < grid.width:
+            return parameters
+        return parameters - stage.num_layers * self.spread // (grid.expert_parallel - 1)
+
+    def _exchanges_s(
+        self,
+        grid: Grid,
+        stage: Stage,
+        settings: MemorySettings,
+        computed_s: float,
+        once_s: float,
+    ) -> float:
+        """What tokens on their way to experts add to a micro-batch, as the simulator counts it."""
+        if not once_s:
+            return 0.0
+        assert self.inputs.tp_costs is not None
+        is_whole = settings.mode == "full"
+        is_combined = (grid.stages == 1 or grid.virtual > 1) and not is_whole
+        again = settings.recomputed if is_whole else 0
+        hides = is_combined or self.inputs.tp_costs.has_shared_expert
+        return sum(exchanges_s(computed_s, once_s, stage.num_layers, again, hides=hides))
+
+    def _once_s(self, grid: Grid, at: int) -> float:
+        """The tokens of a micro-batch on their way to their experts."""
+        key = at, grid.width, grid.micro_batch_size
+        if self.expert_parallel == 1:
+            return 0.0
+        if key not in self._once:
+            inputs, ranks = self.inputs, range(at * grid.width, (at + 1) * grid.width)
+            assert inputs.tp_costs is not None
+            num_bytes = inputs.memory.boundary_bytes(grid.micro_batch_size)
+            self._once[key] = once_s(
+                inputs.comm, inputs.tp_costs, ranks, self.expert_parallel, num_bytes
+            )
+        return self._once[key]
 
     def _exchange_s_per_byte(self, grid: Grid, at: int) -> float:
         """Of gradients that a stage sums, with the parameters that it gathers then."""

@@ -7,6 +7,10 @@ user gets without writing one by hand: virtual stages have equally many layers, 
 output layer may count as one each (`--account-for-embedding-in-pipeline-split`,
 `--account-for-loss-in-pipeline-split`); so 26 layers make four stages, of 6, 7, 7 and 6.
 
+Replicas of a stage may spread the experts of each layer (`--expert-model-parallel-size`). That is
+costed as the least that any of stock's dispatchers and overlaps may take, with even routing
+(`costs.communication.once_s`, `costs.stage_formulas.exchanges_s`): stock may be slower, not faster.
+
 Ranks are those of the inputs: see `stock_layouts` for which GPUs these are, and in which order.
 """
 
@@ -20,6 +24,7 @@ from typing import Literal
 
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Replica, Schedule
+from zorse_megatron.plan.rules import STOCK_EXPERT_PARALLEL
 from zorse_megatron.planner.baselines.lower_bounds import best_layers_per_s
 from zorse_megatron.planner.inputs.search_inputs import (
     Inputs,
@@ -56,6 +61,8 @@ class Grid:
     """Virtual stages of each rank."""
     distributed: bool = True
     """Whether each rank owns a part of its stage's optimizer state, and not all of it."""
+    expert_parallel: int = 1
+    """Ranks that the experts of each layer are spread over, of the replicas of a stage."""
 
     @property
     def stages(self) -> int:
@@ -118,7 +125,8 @@ class Grid:
         layers = "" if len(set(each)) == 1 else f" ({'+'.join(each)})"
         tensor = "" if self.tensor == 1 else f"TP {self.tensor} "
         virtual = "" if self.virtual == 1 else f" VPP {self.virtual}"
-        return f"{tensor}PP {self.stages}{layers}{virtual} DP {self.width}"
+        experts = "" if self.expert_parallel == 1 else f" EP {self.expert_parallel}"
+        return f"{tensor}PP {self.stages}{layers}{virtual} DP {self.width}{experts}"
 
 
 def grids(inputs: Inputs) -> Iterator[Grid]:
@@ -138,14 +146,16 @@ def even_grids(inputs: Inputs, tensor: int) -> Iterator[Grid]:
             for size, mode in itertools.product(inputs.space.sizes(_SIZES), _MODES):
                 may_take = in_rounds(inputs, stages, width, size) or virtual == 1
                 if mode in inputs.space.recompute and may_take and takes(inputs, width, size):
-                    yield Grid(
-                        layers=split[0],
-                        width=width,
-                        micro_batch_size=size,
-                        mode=mode,
-                        tensor=tensor,
-                        virtual=virtual,
-                    )
+                    for degree in expert_degrees(inputs, width):
+                        yield Grid(
+                            layers=split[0],
+                            width=width,
+                            micro_batch_size=size,
+                            mode=mode,
+                            tensor=tensor,
+                            virtual=virtual,
+                            expert_parallel=degree,
+                        )
 
 
 def shapes(inputs: Inputs, tensor: int) -> Iterator[tuple[int, int]]:
@@ -174,6 +184,7 @@ def may_run(inputs: Inputs, grid: Grid) -> bool:
         and sum(grid.layers) == inputs.num_layers
         and min(grid.layers) > 0
         and grid.tensor in tensor_degrees(inputs)
+        and grid.expert_parallel in expert_degrees(inputs, width)
         and takes(inputs, width, size)
         and (grid.virtual == 1 or in_rounds(inputs, grid.stages, width, size))
     )
@@ -194,6 +205,15 @@ def tensor_degrees(inputs: Inputs) -> list[int]:
                 found.append(degree)
         degree *= 2
     return found
+
+
+def expert_degrees(inputs: Inputs, width: int) -> list[int]:
+    """Degrees of expert parallelism that a stage's replicas and the experts can be divided by: 1,
+    and of a model with experts others."""
+    if inputs.model.num_experts is None or inputs.tp_costs is None:
+        return [1]
+    most = math.gcd(inputs.model.num_experts, width)
+    return [each for each in range(1, most + 1) if most % each == 0]
 
 
 def even_stages(num_layers: int, stages: int) -> tuple[tuple[int, ...], tuple[bool, bool]] | None:
@@ -234,10 +254,21 @@ def _listed(numbers: Sequence[int | str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def plan_of_grid(inputs: Inputs, grid: Grid, order: Sequence[int] | None = None) -> Plan:
+def _settings(grid: Grid) -> dict[str, str]:
+    """What a plan's schedule says of a layout."""
+    found = {} if grid.distributed else {STOCK_OPTIMIZER: REPLICATED}
+    if grid.expert_parallel > 1:
+        found[STOCK_EXPERT_PARALLEL] = str(grid.expert_parallel)
+    return found
+
+
+def plan_of_grid(
+    inputs: Inputs, grid: Grid, order: Sequence[int] | None = None, *, is_written: bool = True
+) -> Plan:
     """The same layout as a plan, which `stock_plans.grid_of_plan` reads back.
 
-    `order`: rank of stock's job -> rank of the plan; None: they are the same.
+    `order`: rank of stock's job -> rank of the plan; None: they are the same. `is_written`: with
+    what unmodified Megatron alone does: with expert parallelism it has no lists of actions.
     """
     names = order or range(inputs.world_size)
     count = inputs.global_batch_size // (grid.width * grid.micro_batch_size)
@@ -270,7 +301,7 @@ def plan_of_grid(inputs: Inputs, grid: Grid, order: Sequence[int] | None = None)
         ),
         schedule=Schedule(
             name=grid.schedule,
-            parameters={} if grid.distributed else {STOCK_OPTIMIZER: REPLICATED},
+            parameters=_settings(grid) if is_written else {},
         ),
         cluster=inputs.cluster,
     )

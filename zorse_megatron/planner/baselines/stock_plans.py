@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import Plan, Recompute, Replica
+from zorse_megatron.plan.rules import STOCK_EXPERT_PARALLEL
 from zorse_megatron.plan.spans import spans_of, spell
 from zorse_megatron.planner.baselines.stock_layouts import REPLICATED, STOCK_OPTIMIZER, Grid
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -50,6 +51,7 @@ def grid_of_plan(
         tensor=len(replicas[0].ranks),
         virtual=len(plan.chunks) // len(stages),
         distributed=plan.schedule.parameters.get(STOCK_OPTIMIZER) != REPLICATED,
+        expert_parallel=int(plan.schedule.parameters.get(STOCK_EXPERT_PARALLEL, "1")),
     )
     return grid, order
 
@@ -258,6 +260,8 @@ def _parallel(grid: Grid) -> Iterator[str]:
     if grid.tensor > 1:
         yield from ("--tensor-model-parallel-size", str(grid.tensor))
     yield from ("--pipeline-model-parallel-size", str(grid.stages))
+    if grid.expert_parallel > 1:
+        yield from ("--expert-model-parallel-size", str(grid.expert_parallel))
     yield from ("--micro-batch-size", str(grid.micro_batch_size))
     if grid.distributed:
         yield from ("--use-distributed-optimizer", "--overlap-param-gather")

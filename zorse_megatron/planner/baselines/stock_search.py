@@ -25,6 +25,7 @@ from zorse_megatron.planner.baselines.stock_costs import (
 from zorse_megatron.planner.baselines.stock_layouts import (
     Grid,
     Placement,
+    expert_degrees,
     in_order,
     in_rounds,
     may_run,
@@ -119,10 +120,11 @@ class StockLayout:
         """Ranks of the whole cluster that it uses, ascending."""
         return tuple(sorted(self.ranks))
 
-    def plan_on(self, inputs: Inputs) -> Plan:
-        """The same as a plan for these GPUs in the cluster's order, which `inputs` have."""
+    def plan_on(self, inputs: Inputs, *, is_written: bool = True) -> Plan:
+        """The same for these GPUs in the cluster's order, which `inputs` have."""
         place = {rank: at for at, rank in enumerate(self.gpu_ranks)}
-        return plan_of_grid(inputs, self.grid, [place[rank] for rank in self.ranks])
+        order = [place[rank] for rank in self.ranks]
+        return plan_of_grid(inputs, self.grid, order, is_written=is_written)
 
     @property
     def tokens_per_s(self) -> float:
@@ -170,29 +172,37 @@ _Hopeful = set[tuple[object, ...]]
 def framework_of(grid: Grid) -> Framework:
     """How stock runs a layout."""
     framework = STOCK_1F1B if grid.virtual == 1 else STOCK_INTERLEAVED
+    framework = replace(framework, expert_parallel=grid.expert_parallel)
     return framework if grid.distributed else replace(framework, state="replicated")
 
 
 class View:
-    """The inputs of one placement, and its costs by tensor-parallel degree."""
+    """The inputs of one placement, and its costs by degrees of parallelism."""
 
     def __init__(self, base: Inputs, placement: Placement) -> None:
         self.placement = placement
         self.inputs = placement.inputs(base)
-        self._costs: dict[int, GridCosts] = {}
+        self._costs: dict[tuple[int, int], GridCosts] = {}
 
-    def costs(self, tensor: int) -> GridCosts:
+    def costs(self, tensor: int, expert_parallel: int) -> GridCosts:
         """In closed form."""
-        if tensor not in self._costs:
-            self._costs[tensor] = GridCosts(self.inputs, tensor)
-        return self._costs[tensor]
+        key = tensor, expert_parallel
+        if key not in self._costs:
+            self._costs[key] = GridCosts(self.inputs, *key)
+        return self._costs[key]
+
+    def costs_of(self, grid: Grid) -> GridCosts:
+        """Of its degrees."""
+        return self.costs(grid.tensor, grid.expert_parallel)
 
 
 class StockSearch:
-    """One search, on all GPUs of `base`. `share`: of the simulations that there may be."""
+    """One search, on all GPUs of `base`, of layouts with expert parallelism, or of those without.
+    `share`: of the simulations that there may be."""
 
-    def __init__(self, base: Inputs, share: float = 1.0) -> None:
+    def __init__(self, base: Inputs, share: float = 1.0, *, spreads_experts: bool = False) -> None:
         self.base = base
+        self.spreads_experts = spreads_experts
         most = next((most for gpus, most in _COMPUTATIONS if base.world_size <= gpus), _BEYOND)
         self.most = int(share * most)
         self.num_computations = 0
@@ -218,7 +228,7 @@ class StockSearch:
         """
         placement = in_order(self.base, tuple(range(self.base.world_size)))
         found, best_s, spent, misfits = list[StockLayout](), math.inf, 0, 0
-        for estimate in grid_estimates(self.base):
+        for estimate in grid_estimates(self.base, spreads_experts=self.spreads_experts):
             hopeless = estimate.iteration_s > _MAY_BE_FASTER * best_s
             if best_s < math.inf and (hopeless or estimate.fullest > 1):
                 continue
@@ -269,10 +279,11 @@ class StockSearch:
         hopeful = {_settings(e.site.grid) for e in few if e.estimate.iteration_s < limit_s}
         seeds = []
         for placement in self._placements:
-            by_shape: dict[tuple[bool, int, int], list[_Seed]] = {}
+            by_shape: dict[tuple[bool, int, int, int], list[_Seed]] = {}
             for seed in self._seeds_of(placement, hopeful or None):
                 grid, is_full = seed.site.grid, seed.estimate.fullest > 1
-                by_shape.setdefault((is_full, grid.tensor, grid.stages), []).append(seed)
+                shape = is_full, grid.tensor, grid.stages, grid.expert_parallel
+                by_shape.setdefault(shape, []).append(seed)
             for some in by_shape.values():
                 seeds += sorted(some, key=lambda seed: seed.estimate.iteration_s)[:_KEPT]
         return seeds + list(self._even(self._placements[0]))
@@ -285,7 +296,7 @@ class StockSearch:
         """The best even layouts."""
         fitting = [
             each
-            for each in grid_estimates(self.base)
+            for each in grid_estimates(self.base, spreads_experts=self.spreads_experts)
             if each.fullest <= 1 and self._may_be(each.grid)
         ]
         for estimate in fitting[:_KEPT]:
@@ -304,8 +315,8 @@ class StockSearch:
         """`hopeful`: settings that are tried; None: all, or a few if `is_quick`."""
         view = self.view(placement)
         for tensor in tensor_degrees(view.inputs):
-            costs = view.costs(tensor)
-            for stages, width in shapes(view.inputs, tensor):
+            for stages, width, degree in self._shapes(tensor):
+                costs = view.costs(tensor, degree)
                 if stages > (self.base.space.max_groups or stages):
                     continue
                 for size in self._sizes(width, _QUICK_SIZES if is_quick else _SEEDED):
@@ -321,6 +332,7 @@ class StockSearch:
                             mode="none",
                             tensor=tensor,
                             virtual=virtual,
+                            expert_parallel=degree,
                         )
                         counts = _QUICK_COUNTS if is_quick else _COUNTS
                         for grid in self._filled(costs, plain, hopeful, counts):
@@ -339,6 +351,16 @@ class StockSearch:
             yield from filled
             if has_room:
                 return  # more that is recomputed takes longer
+
+    def _shapes(self, tensor: int) -> Iterator[tuple[int, int, int]]:
+        """Yield stages, data-parallel width and ranks that share experts."""
+        for stages, width in shapes(self.base, tensor):
+            for degree in self._expert_degrees(width):
+                yield stages, width, degree
+
+    def _expert_degrees(self, width: int) -> list[int]:
+        found = expert_degrees(self.base, width)
+        return [each for each in found if (each > 1) == self.spreads_experts]
 
     def _virtual(self, stages: int) -> list[int]:
         """Numbers of virtual stages; a single stage has none."""
@@ -432,15 +454,15 @@ class StockSearch:
         view = self.view(placement)
         sites = [Site(placement=placement, grid=each) for each in self._near(view, grid)]
         for other in swapped(placement, self.base):
-            costs = self.view(other).costs
+            costs = self.view(other).costs_of
             if grid.tensor in tensor_degrees(self.view(other).inputs):
-                found = dict.fromkeys([grid, *costs(grid.tensor).filled(grid)[0]])
+                found = dict.fromkeys([grid, *costs(grid).filled(grid)[0]])
                 sites += [Site(placement=other, grid=each) for each in found]
-        limit_s = _CLOSE * view.costs(grid.tensor).estimate(grid).iteration_s
+        limit_s = _CLOSE * view.costs_of(grid).estimate(grid).iteration_s
         rows: list[tuple[float, float, int, Site]] = []
         for number, site in enumerate(sites):
             if site not in self._short:
-                estimate = self.view(site.placement).costs(grid.tensor).estimate(site.grid)
+                estimate = self.view(site.placement).costs_of(site.grid).estimate(site.grid)
                 is_faster = estimate.iteration_s < limit_s and estimate.least_s < here.iteration_s
                 if is_faster or not here.fits:
                     rows.append((max(1.0, estimate.fullest), estimate.iteration_s, number, site))
@@ -448,7 +470,7 @@ class StockSearch:
 
     def _near(self, view: View, grid: Grid) -> list[Grid]:
         """Layouts that differ in one thing."""
-        costs = view.costs(grid.tensor)
+        costs = view.costs_of(grid)
         near = [*_layers_moved(grid, costs.loads_s(grid))]
         changed = [
             *(replace(grid, micro_batch_size=size) for size in self._sizes(grid.width)),
@@ -462,7 +484,10 @@ class StockSearch:
             replace(grid, virtual=virtual, layers=(1,) * (grid.stages * virtual))
             for virtual in self._virtual(grid.stages)
         ]
-        shared = [grid, *(each for one in changed for each in costs.filled(one)[0])]
+        others = [each for each in self._expert_degrees(grid.width) if each != grid.expert_parallel]
+        changed += [replace(grid, expert_parallel=each) for each in others]
+        shared = [grid]
+        shared += [each for one in changed for each in view.costs_of(one).filled(one)[0]]
         near += shared
         near += [each for one in shared if one.virtual > 1 for each in _either_way(one)]
         if grid.width > 1:
@@ -494,7 +519,7 @@ class StockSearch:
         grid, inputs = site.grid, self.view(site.placement).inputs
         samples = grid.width * grid.micro_batch_size
         part = replace(inputs, global_batch_size=count * samples)
-        plan = plan_of_grid(part, grid)
+        plan = plan_of_grid(part, grid, is_written=False)
         with gc_paused():
             result = simulate_plan(part, plan, framework=framework_of(grid), merge_equal_ranks=True)
             peaks = result.peak_memory_bytes
@@ -514,13 +539,14 @@ class StockSearch:
 def _settings(grid: Grid) -> tuple[object, ...]:
     """All but the layers."""
     return (
-        *(grid.tensor, grid.stages, grid.width, grid.virtual, grid.micro_batch_size),
+        *(grid.tensor, grid.stages, grid.width, grid.expert_parallel),
+        *(grid.virtual, grid.micro_batch_size),
         *(grid.mode, grid.recomputed),
     )
 
 
 def _shape(grid: Grid) -> tuple[int, ...]:
-    return grid.tensor, grid.stages, grid.width, min(grid.virtual, 2)
+    return grid.tensor, grid.stages, grid.width, grid.expert_parallel, min(grid.virtual, 2)
 
 
 def _in_turn(seeds: Iterable[_Seed]) -> list[_Seed]:
