@@ -145,6 +145,13 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
     assert_same_rest(saved.resume(then, directory, *more), uninterrupted)
 
 
+def test_resumes_in_the_distributed_optimizer_s_format_from_without(saved: Saved) -> None:
+    """Which stock refuses where other layers are on a rank."""
+    directory, uninterrupted = saved.by("stock PP=2")
+    more = ("--use-distributed-optimizer", "--ckpt-fully-parallel-load")
+    assert_same_rest(saved.resume("1|3|1", directory, *more), uninterrupted)
+
+
 def test_resumes_with_muon(saved: Saved) -> None:
     """From plan to plan; stock has two optimizers then, with a state each."""
     directory, uninterrupted = saved.by("1|2", *MUON)

@@ -14,9 +14,9 @@ from zorse_megatron.adapter.arguments import set_recompute
 from zorse_megatron.adapter.build_chunks import ChunkBuilder
 from zorse_megatron.adapter.checkpoint.adapters import AdapterRun, refuse_adapters
 from zorse_megatron.adapter.checkpoint.before_load import (
+    SavedState,
     brings_all_weights,
     check_before_load,
-    has_main_parameters,
     load_hooks,
     load_of,
     refuse_untied,
@@ -124,15 +124,15 @@ def _source_of_weights(run: PlanRun, args: Any) -> _WeightsSource:
         )
     load = load_of(args, skips_damaged=skips_damaged) if run.moved is None else None
     chosen = None if load is None else check_before_load(load)
-    has_main = True
+    state = SavedState()
     if chosen is not None:
-        has_main = on_rank_0(partial(has_main_parameters, chosen.folder))
+        state = on_rank_0(partial(SavedState.of, chosen.folder))
         on_rank_0(partial(refuse_adapters, chosen.folder))
         on_rank_0(partial(refuse_untied, chosen.folder, args))
     return _WeightsSource(
         are_replaced=run.moved is not None or brings_all_weights(chosen, args),
         adapters=None,
-        hooks={**load_hooks(has_main=has_main), **same_on_all(args, load, chosen)},
+        hooks={**load_hooks(state), **same_on_all(args, load, chosen)},
     )
 
 

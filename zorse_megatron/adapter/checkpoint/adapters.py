@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron.adapter.checkpoint.before_load import (
+    SavedState,
     brings_all_weights,
     check_before_load,
     load_hooks,
@@ -111,7 +112,7 @@ class AdapterRun:
         return {"load_checkpoint": partial(self._loading, args)}
 
     def _loading(self, args: Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
-        load = load_hooks()["load_checkpoint"](stock)
+        load = load_hooks(SavedState())["load_checkpoint"](stock)
 
         def load_checkpoint(*given: Any, **named: Any) -> Any:
             result = 0, 0

@@ -10,9 +10,10 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -100,14 +101,40 @@ def refuse_untied(folder: Path, args: Namespace) -> None:
         raise CheckpointError(TITLE, [problem])
 
 
-def has_main_parameters(folder: Path) -> bool:
-    """Whether there are fp32 main parameters; on rank 0. A job in fp32 saves none: its weights are
-    the same."""
-    try:
-        found = opened(folder)
-    except CheckpointError:  # of another kind, or unreadable: loading it says so
-        return True
-    return found.has("optimizer.state.fp32_param.") or found.has("optimizer.state.param.")
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """What a checkpoint has of an optimizer's state."""
+
+    is_distributed: bool = True
+    """Whether it is that of --use-distributed-optimizer."""
+    has_main: bool = True
+    """Whether it has main parameters. A job in fp32 saves none: its weights are the same."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Read it of an iteration's folder; on rank 0."""
+        try:
+            found = opened(folder)
+        except CheckpointError:  # of another kind, or unreadable: loading it says so
+            return cls()
+        is_distributed = found.has("optimizer.state.param.")
+        has_main = is_distributed or found.has("optimizer.state.fp32_param.")
+        return cls(is_distributed=is_distributed, has_main=has_main)
+
+    @contextmanager
+    def known(self, optimizer: Any) -> Iterator[None]:
+        """While it is loaded. Of the flag stock concludes that the state has a kind of sharding."""
+        from megatron.training import get_args  # where a checkpoint is loaded it has been imported
+
+        args = get_args()
+        for each in getattr(optimizer, "chained_optimizers", ()):
+            each.finds_main = self.has_main
+        given = args.use_distributed_optimizer
+        args.use_distributed_optimizer = given and self.is_distributed
+        try:
+            yield
+        finally:
+            args.use_distributed_optimizer = given
 
 
 def brings_all_weights(chosen: Checkpoint | None, args: Namespace) -> bool:
@@ -161,17 +188,15 @@ def _say_checked(look: Look, wall_s: float) -> None:
     )
 
 
-def load_hooks(*, has_main: bool = True) -> Replacements:
-    """What loads a checkpoint; `has_main`: see `has_main_parameters`."""
-    return {"load_checkpoint": partial(_make_load, has_main)}
+def load_hooks(state: SavedState) -> Replacements:
+    """What loads a checkpoint with this state."""
+    return {"load_checkpoint": partial(_make_load, state)}
 
 
-def _make_load(has_main: bool, stock_load: Callable[..., Any]) -> Callable[..., Any]:
+def _make_load(state: SavedState, stock_load: Callable[..., Any]) -> Callable[..., Any]:
     def load_checkpoint(models: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        for each in getattr(optimizer, "chained_optimizers", ()):
-            each.finds_main = has_main
         try:
-            with same_schedule():
+            with same_schedule(), state.known(optimizer):
                 return stock_load(models, optimizer, *args, **kwargs)
         except SystemExit as request:
             raise CheckpointError(TITLE, [_gave_up(request)]) from request
