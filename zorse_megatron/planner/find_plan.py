@@ -40,7 +40,7 @@ from zorse_megatron.planner.outcome import (
     describe_plan,
     structure,
 )
-from zorse_megatron.planner.search.climb import climbed_from
+from zorse_megatron.planner.search.climb import climbed_from, is_short_climb
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.finish_plan import (
     with_best_levels,
@@ -56,6 +56,8 @@ from zorse_megatron.simulate.iteration import micro_batch_times
 _REJECTED = 10
 _HIGH = 24
 """How many times as far `--effort high` climbs."""
+_MOST_BEHIND = 1.02
+"""A large plan that is slower by more than that is not finished: it hardly ever gains so much."""
 
 
 @gc_paused()
@@ -227,11 +229,14 @@ def _finished(
         ways.append([each for each in found if not _keeps_in_host(each.plan)])
     if any(tp_groups_of(found[0].plan)):
         ways.append([each for each in found if not any(tp_groups_of(each.plan))])
-    finished = []
+    finished: list[Evaluation] = []
     for some in filter(None, ways):
-        best = some[0]
+        best, most = some[0], _climb(evaluator.inputs)
+        is_behind = finished and best.iteration_s > _MOST_BEHIND * finished[0].iteration_s
+        if is_behind and is_short_climb(best.plan, most):
+            continue
         if strategy == "zorse":
-            best = climbed_from(evaluator, some, _climb(evaluator.inputs), on_progress)
+            best = climbed_from(evaluator, some, most, on_progress)
         best = with_best_levels(evaluator, best)
         best = with_narrow_gradients(evaluator, best)
         finished.append(with_changes(evaluator, best) if strategy == "zorse" else best)

@@ -9,7 +9,8 @@ a fifth as long and ranks them alike, within the memory that the last simulation
 With `--effort high` it goes on from the highest plan: a few random steps away, and up again.
 
 It climbs without weight gradients apart, then with them from there and from the search's plans: a
-plan is never slower because they are allowed.
+plan is never slower because they are allowed. Large plans are climbed with them first, and without
+only where that brings nothing.
 
 Equal inputs find equal plans: computations are limited, not seconds.
 """
@@ -95,8 +96,10 @@ def climbed_from(
     a simulation counts as several orders; as many again where weight gradients may be apart.
     """
     best, ends, halved = found[0], list[Ordered](), list[Evaluation]()
-    for splits in (False, True) if evaluator.inputs.space.split_backward else (False,):
-        climb = Climb(evaluator, most, on_progress, splits=splits)
+    is_short = is_short_climb(best.plan, most)
+    ways = (False, True) if evaluator.inputs.space.split_backward else (False,)
+    for splits in ways[::-1] if is_short else ways:
+        climb = Climb(evaluator, most, on_progress, splits=splits, is_short=is_short)
         so_far = [best, _fastest(ends).evaluation] if ends else []
         ends += _ends(climb, [*so_far, *found])
         if ends and climb.goes_on:
@@ -106,8 +109,15 @@ def climbed_from(
             halved.append(climb.in_halves(_fastest(ends)).evaluation)
         reached = (each.evaluation for each in ends)
         best = min([*reached, best], key=lambda each: each.iteration_s)
+        if is_short and best is not found[0]:
+            break
     best = min([*halved, best], key=lambda each: each.iteration_s)
-    return best if best is found[0] else climb.with_less_in_flight(best)
+    return best if is_short or best is found[0] else climb.with_less_in_flight(best)
+
+
+def is_short_climb(plan: Plan, most: int) -> bool:
+    """Whether plans are so large that few can be ordered: then one or two of everything."""
+    return most < _MANY * computations(plan)
 
 
 def _fastest(plans: Sequence[Ordered]) -> Ordered:
@@ -118,7 +128,6 @@ def _ends(climb: "Climb", found: Sequence[Evaluation]) -> list[Ordered]:
     """Where one climb from these plans ends."""
     starts: dict[object, Ordered] = {}
     best_s = climb.to_beat_s(found)
-    climb.is_short = climb.most < _MANY * computations(found[0].plan)
     for one in climb.unlike(found, _MOST_BEHIND * best_s):
         for plan in climb.placed(one.plan):
             start = climb.started(plan, _HOPEFUL * best_s)
@@ -148,10 +157,13 @@ class Climb:
         on_progress: Callable[[SearchProgress], None],
         *,
         splits: bool = False,
+        is_short: bool = False,
     ) -> None:
         self.evaluator = evaluator
         self.splits = splits
         """Whether plans start with weight gradients apart, and groups may have them so or not."""
+        self.is_short = is_short
+        """See `is_short_climb`."""
         self.tell = on_progress
         self.space = evaluator.inputs.space
         self.inputs = evaluator.inputs.members.base
@@ -167,8 +179,6 @@ class Climb:
             self.space.effort == "high" and splits == evaluator.inputs.space.split_backward
         )
         """Whether it climbs again from near the highest plan; the last of two climbs only."""
-        self.is_short = False
-        """Whether plans are so large that few can be ordered: then one or two of everything."""
 
     # Where it starts: the fastest plans of unlike groups, each in the best of a few orders.
 
