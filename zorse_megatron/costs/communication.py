@@ -302,12 +302,19 @@ class GraphComm:
         self.routes = Routes(spec)
         self._rings = RankRings(self.routes)
         self._known: dict[tuple[int, ...], RankRing] = {}
-        self._transfers: dict[tuple[int, int, int], float] = {}
+        numbers_by_key: dict[object, int] = {}
+        self._look = [
+            numbers_by_key.setdefault(node.unnamed, len(numbers_by_key)) for node in spec.nodes
+        ]
+        self._transfers: dict[tuple[int, int, bool, int], float] = {}
         self._links: dict[tuple[int, int], tuple[tuple[str, float], ...]] = {}
 
     def transfer_s(self, source: int, target: int, num_bytes: int) -> float:
         """Point to point: the latency of the way, and the time on its slowest link."""
-        key = source, target, num_bytes
+        if source == target:
+            return 0.0
+        first, second = self.spec.node_of(source), self.spec.node_of(target)
+        key = self._look[first], self._look[second], first == second, num_bytes
         found = self._transfers.get(key)
         if found is None:
             _make_room(self._transfers)
@@ -315,8 +322,7 @@ class GraphComm:
         return found
 
     def _transfer_s(self, source: int, target: int, num_bytes: int) -> float:
-        if source == target:
-            return 0.0
+        """The same for all GPUs of nodes that look alike."""
         route = self.routes.route(source, target)
         first, second = self.spec.node_of(source), self.spec.node_of(target)
         nodes = (self.spec.nodes[first], self.spec.nodes[second])

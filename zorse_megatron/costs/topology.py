@@ -40,6 +40,12 @@ class MeasuredNode(Node):
         return len(self.gpu_kinds)
 
     @cached_property
+    def unnamed(self) -> tuple[object, ...]:
+        """Equal for nodes in which all is the same but the names, at one switch."""
+        fields = dataclasses.fields(self)
+        return tuple(getattr(self, f.name) for f in fields if f.name not in {"name", "first_rank"})
+
+    @cached_property
     def adapters(self) -> Nics:
         """Its NICs. Without any there is no other node, and nothing ever takes this link."""
         lone = Nics(count=1, bandwidth_bytes_per_s=self.host_link_bytes_per_s, latency_s=0.0)
@@ -375,12 +381,14 @@ class Route:
 class Routes:
     """Routes between all ranks. What lies between two switches is found once and kept.
 
-    A route is put together in O(its length); the memory is O(pairs of attachment points in use).
+    A route is put together in O(its length); the memory is O(pairs of attachment points in use +
+    ranks).
     """
 
     def __init__(self, spec: Topology) -> None:
         self.spec = spec
         self._between: dict[tuple[Attachment, Attachment], tuple[DirectedLink, ...]] = {}
+        self._out: dict[tuple[int, str], tuple[DirectedLink, DirectedLink]] = {}
         import networkx as nx
 
         self._regions = nx.Graph()
@@ -438,14 +446,17 @@ class Routes:
     def _way_out(
         self, index: int, rank: int, direction: str = "out"
     ) -> tuple[DirectedLink, DirectedLink]:
-        node = self.spec.nodes[index]
-        local = rank - self.spec.first_ranks[index]
-        nic = DirectedLink(
-            name=f"{node.name}/nic{node.port_of(local)}:{direction}",
-            bytes_per_s=node.port_bytes_per_s,
-            latency_s=node.nic_to_switch_latency_s,
-        )
-        return self._plug(node, local, direction), nic
+        found = self._out.get((rank, direction))
+        if found is None:
+            node = self.spec.nodes[index]
+            local = rank - self.spec.first_ranks[index]
+            nic = DirectedLink(
+                name=f"{node.name}/nic{node.port_of(local)}:{direction}",
+                bytes_per_s=node.port_bytes_per_s,
+                latency_s=node.nic_to_switch_latency_s,
+            )
+            found = self._out[rank, direction] = self._plug(node, local, direction), nic
+        return found
 
     def _way_in(self, index: int, rank: int) -> tuple[DirectedLink, DirectedLink]:
         plug, nic = self._way_out(index, rank, "in")

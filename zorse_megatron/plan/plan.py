@@ -7,6 +7,7 @@ the file are tuples here. Nothing is converted: `"8"`, `8.0` and `true` are not 
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -196,7 +197,7 @@ class Group:
     hierarchical: bool | None = None
     """Whether sums are made in each region first, then between regions; absent: over all ranks."""
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the group, in replica order."""
         return tuple(rank for replica in self.replicas for rank in replica.ranks)
@@ -315,7 +316,7 @@ class Plan:
     predictions: Predictions | None = None
     """What the planner expects."""
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
         return sum(len(group.ranks) for group in self.groups)

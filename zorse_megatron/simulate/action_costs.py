@@ -324,9 +324,9 @@ class ActionCosts(CollectiveCosts):
         Of a rank of a TP group: what lies between the TP group's collectives, alike ones together;
         without the collectives where these were not measured with it.
         """
-        kind, part = self.kinds[rank], self.sizes.part(rank)
-        with_it = self.sizes.shares_experts(rank, chunk) if part.expert_parallel > 1 else ()
-        key = kind, size, part, chunk, self.sizes.recompute_numbers[rank], with_it
+        spreads = self.sizes.framework.expert_parallel > 1
+        with_it = self.sizes.shares_experts(rank, chunk) if spreads else ()
+        key = size, chunk, self.sizes.looks[rank], with_it
         if key not in self._phases:
             own = self._tp_compute(rank, chunk)
             if own is None:

@@ -103,10 +103,6 @@ class RankSizes:
         self._region_shards: dict[tuple[int, tuple[int, ...]], tuple[RegionShards, ...]] = {}
         self.settings = settings_by_rank(plan)
         """Rank -> what it recomputes and offloads."""
-        found = {rank: each.recompute or costs.recompute for rank, each in self.settings.items()}
-        distinct = list(dict.fromkeys(found.values()))
-        self.recompute_numbers = {rank: distinct.index(each) for rank, each in found.items()}
-        """Rank -> a number that is equal for ranks that recompute the same."""
         self._boundary: dict[tuple[int, ComputeDtype | None], int] = {}
         self._crossing: dict[tuple[int, int, int], int] = {}
         self._of_micro_batch: dict[object, MicroBatchBytes] = {}
@@ -283,6 +279,19 @@ class RankSizes:
         return {rank: tuple(found) for rank, found in swaps.items()}
 
     @cached_property
+    def looks(self) -> dict[int, int]:
+        """Rank -> a number that is equal for ranks of one kind that have the same part of each
+        layer and recompute the same."""
+        numbers: dict[object, int] = {}
+        return {
+            rank: numbers.setdefault(
+                (self.costs.kinds[rank], self.part(rank), self._recompute_setting(rank)),
+                len(numbers),
+            )
+            for rank in self.settings
+        }
+
+    @cached_property
     def _chunks_of_group(self) -> tuple[tuple[int, ...], ...]:
         return tuple(map(self.plan.chunks_of_group, range(len(self.plan.groups))))
 
@@ -455,11 +464,12 @@ class RankSizes:
 
     def micro_batch_bytes(self, rank: int, chunk: int, micro_batch: int) -> MicroBatchBytes:
         """What the rank has of one of its micro-batches in the chunk, by its number."""
-        size, kind = self.size_of(rank, micro_batch), self.costs.kinds[rank]
-        key = chunk, self.part(rank), size, kind, self.recompute_numbers[rank]
-        if key not in self._of_micro_batch:
-            self._of_micro_batch[key] = self._micro_batch_bytes(rank, chunk, size, kind)
-        return self._of_micro_batch[key]
+        key = chunk, self.looks[rank], self.size_of(rank, micro_batch)
+        found = self._of_micro_batch.get(key)
+        if found is None:
+            found = self._micro_batch_bytes(rank, chunk, key[2], self.costs.kinds[rank])
+            self._of_micro_batch[key] = found
+        return found
 
     def _micro_batch_bytes(self, rank: int, chunk: int, size: int, kind: str) -> MicroBatchBytes:
         memory, layers = self.memory_at(rank, chunk), self.num_layers(chunk)
