@@ -6,18 +6,30 @@ first loss shows these, and the second one what the optimizer knew.
 """
 
 import pickle
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.megatron.comparison import (
     BASE_FLAGS,
+    GLOBAL_BATCH_SIZE,
+    MAX_LOSS_DIFFERENCE,
+    MAX_RELATIVE_WEIGHT_DIFFERENCE,
+    MODELS,
     MUON,
     SGD,
     UNTIED,
+    Model,
     Recorded,
+    flags_for,
+    largest_difference,
     plan_run,
     run_recorded,
+    stock_run,
 )
 from tests.megatron.plans import (
     BOTH_ENDS,
@@ -30,6 +42,7 @@ from tests.megatron.plans import (
 )
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.shared import directory_of, name_of
+from tests.strategies import trained_plans
 from zorse_megatron.errors import RankFailure
 from zorse_megatron.plan.plan import Plan, TpShards
 
@@ -143,6 +156,30 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
     more = () if tied else (*UNTIED, *SGD)
     directory, uninterrupted = saved.by(by, *more)
     assert_same_rest(saved.resume(then, directory, *more), uninterrupted)
+
+
+@settings(
+    max_examples=examples(3),
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
+@given(data=st.data(), model=st.sampled_from(MODELS))
+def test_any_plan_goes_on_from_a_checkpoint_of_any(
+    *, data: st.DataObject, model: Model, corpus: Path
+) -> None:
+    drawn = trained_plans(model.sizes, GLOBAL_BATCH_SIZE, max_world=4, max_ranks_per_replica=2)
+    first, then = data.draw(drawn), data.draw(drawn)
+    flags = flags_for(corpus, *model.flags, steps=STEPS)
+    with tempfile.TemporaryDirectory() as directory:
+        plan_run(first, [*flags, "--save", directory, "--save-interval", str(SAVED)])
+        resumed = plan_run(then, [*flags, "--load", directory, "--ckpt-step", str(SAVED)])
+    uninterrupted = stock_run(flags)
+    for mine, its in zip(resumed.losses, uninterrupted.losses[SAVED:], strict=True):
+        assert abs(mine - its) <= MAX_LOSS_DIFFERENCE
+    (weights,) = uninterrupted.of_ranks
+    found = largest_difference(resumed, resumed.of_ranks, weights)
+    assert found <= MAX_RELATIVE_WEIGHT_DIFFERENCE
 
 
 def test_resumes_in_the_distributed_optimizer_s_format_from_without(saved: Saved) -> None:
