@@ -14,6 +14,7 @@ from tests.strategies import plans
 from tests.unit.made_plans import even_plan
 from tests.unit.planner_cases import random_case
 from zorse_megatron.plan.memory_settings import offloads_anything, recomputes_anything
+from zorse_megatron.plan.plan import Halved, Replica
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
@@ -158,6 +159,14 @@ def a_pipeline(seed):
 def in_flight(inputs, plan, factor, delayed=0.0):
     orders = uniform(plan, delayed > 0, factor, delayed)
     return in_order(Evaluator(inputs, Estimator(inputs)), plan, orders, {}, {})
+
+
+def test_a_replica_is_busy_for_whole_micro_batches_and_halves():
+    halved = Halved(first=1, last=2, time_of_half=0.75)
+    replica = Replica(
+        ranks=(0,), micro_batch_size=4, num_microbatches=6, shard_weight=1.0, halved=halved
+    )
+    assert replica.num_times == 3 + 6 * 0.75
 
 
 @pytest.mark.slow
