@@ -316,13 +316,30 @@ def test_stock_spreads_experts_that_do_not_fit():
     assert outcome.iteration_s == pytest.approx(best.iteration_s, rel=1e-12)
 
 
+def training_of(model):
+    """The words of a training command."""
+    flags, switches = model.flags()
+    words = [str(word) for pair in flags.items() for word in pair] + switches
+    words += ["--global-batch-size", "16", "--bf16", "--eval-interval", "1000"]
+    return ("pretrain_gpt.py", *words, "--attention-dropout", "0", "--hidden-dropout", "0")
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_where_no_plan_fits_the_answer_says_that_stock_does(run, tmp_path):
+    """Neither in the GPUs nor in the host."""
+    text = SHORT.replace(b"nics:", b"host_memory: 1 GB, nics:")
+    (tmp_path / "short.yaml").write_bytes(text)
+    training = training_of(WIDE)
+    made = run("plan", "--cluster", "short.yaml", "--max-tp", "1", "--use-all", "--", *training)
+    said = " ".join(made.output.split())
+    assert made.exit_code == 1 and "stock Megatron: found a layout that fits, 4 small: " in said
+    assert "EP 2" in said and "zorse plan --strategy stock" in said
+
+
 @pytest.mark.usefixtures("little_effort")
 def test_the_answer_says_that_stock_is_faster(run, tmp_path):
     (tmp_path / "short.yaml").write_bytes(SHORT)
-    flags, switches = WIDE.flags()
-    words = [str(word) for pair in flags.items() for word in pair] + switches
-    words += ["--global-batch-size", "16", "--bf16", "--eval-interval", "1000"]
-    training = ("pretrain_gpt.py", *words, "--attention-dropout", "0", "--hidden-dropout", "0")
+    training = training_of(WIDE)
     cluster = ("--cluster", "short.yaml")
     made = run("plan", *cluster, "--out", "p.json", "--", *training)
     assert made.exit_code == 0, made.output

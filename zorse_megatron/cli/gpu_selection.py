@@ -9,6 +9,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.workload_costs import WorkloadCosts
+from zorse_megatron.errors import Problem
+from zorse_megatron.files.wording import duration
 from zorse_megatron.gpus.gpu import DTYPE_OF, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import USED_GPUS, dump_cluster, with_gpus
@@ -169,7 +171,7 @@ class GpuSearches:
         """
         if not math.isfinite(self.iteration_s(ranks)):
             assert self.failure is not None, "each search found a plan or failed"
-            raise self.failure
+            raise self._beside_stock(self.failure)
         costs, outcome = self.outcomes[ranks]
         stock = None if self.stock is None else self._at_best(self.stock)
         layout = None if stock is None else stock.best.fitting
@@ -188,6 +190,21 @@ class GpuSearches:
             stock_plan=plan,
             stock_cluster_text=text,
         )
+
+    def _beside_stock(self, error: "NoPlanError") -> "NoPlanError":
+        """Say also what fits of stock's: with expert parallelism, something may."""
+        best = None if self.stock is None else self._at_best(self.stock).best.fitting
+        if best is None or self.strategy != "zorse":
+            return error
+        least = " at least" if best.grid.expert_parallel > 1 else ""
+        took = f"{duration(best.iteration_s)} per iteration{least}"
+        problem = Problem(
+            where="stock Megatron",
+            found=f"a layout that fits, {best.description}: {took}",
+            expected="a plan that fits as well",
+            remedy="Train with unmodified Megatron: zorse plan --strategy stock.",
+        )
+        return error.with_problem(problem)
 
     def _layouts_on(self, ranks: tuple[int, ...]) -> "list[StockLayout] | None":
         """Stock's, fastest first, for the strategies that start from them; None: of themselves."""
