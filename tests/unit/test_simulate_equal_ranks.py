@@ -290,29 +290,6 @@ def test_replicas_with_more_micro_batches_than_others(schedule, shapes, counts, 
         assert starts == pytest.approx([span.start_s for span in whole.spans(rank)], abs=1e-6)
 
 
-@pytest.mark.parametrize(("slow", "simulated"), [(1.0, 3), (100.0, 6)])
-def test_the_rank_that_waits_for_the_loss_is_told_apart_where_that_delays_it(slow, simulated):
-    """It is in the last group of the plan, which is not the last of the model, whose ranks are
-    `slow`: where their update takes longest, the loss comes late."""
-    plan = shaped([(8, 1)] * 3, 96)
-    order = zip(plan.chunks, (0, 2, 1), strict=True)
-    chunks = tuple(dataclasses.replace(chunk, group=group) for chunk, group in order)
-    plan = dataclasses.replace(plan, chunks=chunks)
-    costs = {
-        "kinds": ["x"] * 8 + ["y"] * 8 + ["x"] * 8,
-        "compute": FakeCompute(factors={"y": slow}, step_per_parameter_s=0.01),
-        "memory": FakeMemory(layer_count=64 * 48, boundary=6),
-        "comm": FakeComm(latency_s=0.1, bytes_per_s=5.0, links=node_links(8, 9.0)),
-    }
-    merged, whole = (run(plan, merge_equal_ranks=each, **costs) for each in (True, False))
-    assert len(merged.simulated_ranks) == simulated
-    assert merged.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
-    assert merged.peak_memory_bytes == whole.peak_memory_bytes
-    for rank in merged.simulated_ranks:
-        starts = [span.start_s for span in merged.spans(rank)]
-        assert starts == pytest.approx([span.start_s for span in whole.spans(rank)], abs=1e-6)
-
-
 def test_a_shared_nic_counts_all_copies():
     """Four pipelines from one node to another through one NIC: a quarter for each."""
     plan = shaped([(4, 1), (4, 1)], 4)

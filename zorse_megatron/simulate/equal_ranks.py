@@ -26,11 +26,6 @@ decides by the bandwidth of links and by how many flows of each sort cross them,
 step it stops all flows of a sort or none. So it is enough to simulate one copy of each class, with
 each of its flows counted as often on a link as copies of it cross that link.
 
-The job's last rank waits for the loss before its first computation. Where the loss has arrived by
-the time when all else lets that start, nothing would start sooner without the wait, so that its
-copy may be of a class with others: this is taken to be so, simulated, and looked at. Where it is
-not so, that copy is told apart.
-
 The swaps of a tied embedding run between copies, so a plan with one is not merged; nor is one with
 replicas in several regions, whose samples are laid out otherwise.
 """
@@ -186,13 +181,8 @@ class EqualRanks:
         )
 
 
-def find_equal_ranks(
-    sizes: RankSizes, fixed_bytes: Sequence[int], *, loss_delays: bool = True
-) -> EqualRanks | None:
-    """Return one copy of each class; None where nothing can be merged.
-
-    `loss_delays`: whether the rank that waits for the loss starts later than its counterparts.
-    """
+def find_equal_ranks(sizes: RankSizes, fixed_bytes: Sequence[int]) -> EqualRanks | None:
+    """Return one copy of each class; None where nothing can be merged."""
     plan = sizes.plan
     copies = Copies.of(plan) if _may_be_merged(sizes) else None
     if copies is None or copies.count == 1:
@@ -206,7 +196,7 @@ def find_equal_ranks(
         copies.counterparts,
         list(messages),
         [group.ranks for group in plan.groups],
-        [_look(sizes, fixed_bytes, messages, names, loss_delays) for names in copies.counterparts],
+        [_look(sizes, fixed_bytes, messages, names) for names in copies.counterparts],
     )
     simulated = sorted(set(first))
     if len(simulated) == copies.count:
@@ -236,7 +226,6 @@ def _look(
     fixed_bytes: Sequence[int],
     messages: Mapping[Edge, set[int]],
     names: Mapping[int, int],
-    loss_delays: bool,
 ) -> Hashable:
     """What must be equal in copies of one class to begin with. `names`: see `classify_copies`."""
     plan, costs = sizes.plan, sizes.costs
@@ -258,7 +247,7 @@ def _look(
     last = plan.world_size - 1
     # The job's last rank, where it does not know the loss.
     waits_for_loss = last not in plan.groups[plan.chunks[-1].group].ranks
-    return (*ranks, *seconds, loss_delays and waits_for_loss and last in names.values())
+    return (*ranks, *seconds, waits_for_loss and last in names.values())
 
 
 def _of_experts(sizes: RankSizes, rank: int) -> Hashable:

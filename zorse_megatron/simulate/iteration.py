@@ -21,7 +21,7 @@ from zorse_megatron.simulate.equal_ranks import EqualRanks, find_equal_ranks
 from zorse_megatron.simulate.network import NetworkLoads
 from zorse_megatron.simulate.rank_bytes import RankSizes
 from zorse_megatron.simulate.result import SimulationResult
-from zorse_megatron.simulate.tasks import Program, TaskTimes, Timeline, run_program
+from zorse_megatron.simulate.tasks import Timeline, run_program
 from zorse_megatron.simulate.translate import translate
 
 _MERGED = (RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED)
@@ -56,23 +56,16 @@ def simulate(
     if perturbation.spells:
         raise SimulationError("found spells of slowness; expected none: one iteration is simulated")
     sizes = RankSizes(plan, costs, framework)
+    equal = None
     may_merge = replace(framework, expert_parallel=1) in _MERGED and perturbation.treats_kinds_alike
-    is_merged = merge_equal_ranks and lists is None and may_merge
-
-    def run(equal: EqualRanks | None) -> tuple[EqualRanks, Program, TaskTimes]:
-        equal = equal or EqualRanks.all_different(plan, lists or lower_plan(plan))
-        loads = NetworkLoads(costs.comm, link_factors=perturbation.link_factors, equal=equal.links)
-        costs_of_actions = ActionCosts(sizes, loads)
-        made = translate(equal.lists, costs_of_actions, perturbation, stands_in=equal.stands_in)
-        return equal, made, run_program(made)
-
-    # In the first group it waits for nothing else.
-    delays = sizes.group_and_replica[plan.world_size - 1][0] == plan.chunks[0].group
-    merged = find_equal_ranks(sizes, fixed, loss_delays=delays) if is_merged else None
-    equal, program, times = run(merged)
-    if merged is not None and not delays and program.waits_for_loss(times):
-        equal, program, times = run(find_equal_ranks(sizes, fixed))
-    timeline = Timeline(program=program, times=times, sizes=sizes, fixed_bytes=fixed)
+    if merge_equal_ranks and lists is None and may_merge:
+        equal = find_equal_ranks(sizes, fixed)
+    if equal is None:
+        equal = EqualRanks.all_different(plan, lists or lower_plan(plan))
+    loads = NetworkLoads(costs.comm, link_factors=perturbation.link_factors, equal=equal.links)
+    action_costs = ActionCosts(sizes, loads)
+    program = translate(equal.lists, action_costs, perturbation, stands_in=equal.stands_in)
+    timeline = Timeline(program=program, times=run_program(program), sizes=sizes, fixed_bytes=fixed)
     iteration_s, tokens = timeline.end_s, plan.global_batch_size * costs.sequence_length
     return SimulationResult(
         iteration_s=iteration_s,

@@ -38,8 +38,7 @@ class CollectiveTasks:
         self.joined: Counter[CollectiveKey] = Counter()
         self.stages: dict[tuple[CollectiveKey, str], int] = {}
         self.stands_in = tuple(stands_in)
-        self.loss_message = self.knows_loss = NOTHING
-        """The last one is what the rank that waits for it goes on from."""
+        self.loss_message = NOTHING
 
     def join(
         self, key: CollectiveKey, owner: tuple[int, int], parts: Sequence[GatherPart], *after: int
@@ -81,14 +80,7 @@ class CollectiveTasks:
             seconds_s = self.costs.loss_message_s(ranks[0], last)
             self.loss_message = self.graph.add(owner, Role.COLLECTIVE, seconds_s)
         self.graph.order(after, self.loss_message)
-        if rank == source:
-            return after
-        # A stand-in does not wait itself: see `equal_ranks`.
-        stands_in = rank != last
-        self.knows_loss = (
-            self.graph.add(owner, Role.COLLECTIVE, 0.0, after) if stands_in else self.loss_message
-        )
-        return self.knows_loss
+        return self.loss_message if rank == target else after
 
     def _works(self, key: CollectiveKey, parts: Sequence[GatherPart]) -> Iterable[TaskWork]:
         (kind, chunk, _, first), costs = key, self.costs

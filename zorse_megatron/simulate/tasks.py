@@ -129,16 +129,6 @@ class Program:
     graph: TaskGraph
     tracks: Mapping[int, Track]
     capacities_bytes_per_s: tuple[float, ...]
-    loss: tuple[int, int] = NOTHING, NOTHING
-    """The message with it, and what the rank that waits for that goes on from."""
-
-    def waits_for_loss(self, times: "TaskTimes") -> bool:
-        """Whether anything starts later because a rank waits for the loss, or would."""
-        message, told = self.loss
-        return told != NOTHING and any(
-            times.cause[task] == message or times.start_s[task] < times.end_s[message]
-            for task in self.graph.waiting[told]
-        )
 
     def word(self, task: int) -> str:
         """The action that a task belongs to, or REPORT."""

@@ -120,12 +120,7 @@ def translate(
     transfers.match(tracks)
     collectives.check()
     tp_tasks.check()
-    return Program(
-        graph=graph,
-        tracks=tracks,
-        capacities_bytes_per_s=costs.loads.capacities,
-        loss=(collectives.loss_message, collectives.knows_loss),
-    )
+    return Program(graph=graph, tracks=tracks, capacities_bytes_per_s=costs.loads.capacities)
 
 
 # The tasks of one rank's list; the rules are those of `translate`.
