@@ -5,6 +5,7 @@ import itertools
 import math
 from functools import cache
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,7 @@ from zorse_megatron.planner.orders import (
     littles_law,
     with_in_flight,
 )
+from zorse_megatron.planner.search import climb as climb_module
 from zorse_megatron.planner.search.climb import Climb, climbed_from
 from zorse_megatron.planner.search.orders_in_memory import in_order, uniform
 from zorse_megatron.planner.search.placements import near, v_shaped, with_placement
@@ -231,6 +233,31 @@ def test_climbing_again_is_never_slower(seed, is_faster):
 @pytest.mark.slow
 def test_climbing_finds_the_same_each_time():
     assert climb(10, "high", False).plan == climbed(10, "high", False).plan
+
+
+@pytest.mark.parametrize(
+    ("is_short", "end_s", "climbs"),
+    [(False, 0.9, [False, True]), (True, 0.9, [True]), (True, 1.1, [True, False])],
+)
+def test_large_plans_are_climbed_once_where_that_makes_them_faster(
+    monkeypatch, is_short, end_s, climbs
+):
+    """With weight gradients apart first."""
+    splits = []
+
+    def climb(*_, **options):
+        splits.append(options["splits"])
+        same = {"in_halves": lambda best: best, "with_less_in_flight": lambda best: best}
+        return SimpleNamespace(goes_on=False, **same)
+
+    start = SimpleNamespace(iteration_s=1.0, plan=None)
+    end = SimpleNamespace(iteration_s=end_s, evaluation=SimpleNamespace(iteration_s=end_s))
+    monkeypatch.setattr(climb_module, "Climb", climb)
+    monkeypatch.setattr(climb_module, "_ends", lambda *_: [end])
+    monkeypatch.setattr(climb_module, "is_short_climb", lambda *_: is_short)
+    evaluator = SimpleNamespace(inputs=SimpleNamespace(space=SearchSpace(split_backward=True)))
+    assert climbed_from(evaluator, [start], 1).iteration_s == min(1.0, end_s)
+    assert splits == climbs
 
 
 @pytest.mark.slow

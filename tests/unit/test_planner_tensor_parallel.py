@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import random
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,14 +23,15 @@ from zorse_megatron.planner.explanation import tp_sentences
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.inputs.tensor_parallel_members import TpGroup, with_tp_groups
-from zorse_megatron.planner.outcome import NoPlanError, PlannerInputError
+from zorse_megatron.planner.outcome import NoPlanError, PlannerInputError, SearchStats
+from zorse_megatron.planner.search import tensor_parallel_search as tp_search_module
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.tensor_parallel_choices import (
     apportioned,
     tp_layouts_of,
     tp_shards_to_try,
 )
-from zorse_megatron.planner.search.zorse_search import search
+from zorse_megatron.planner.search.zorse_search import SearchResult, search
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schedule.lower import refuse_unsupported
 
@@ -193,6 +196,37 @@ def test_plans_without_tp_groups_are_climbed_from_too(monkeypatch):
     find_plan(inputs_of("1 x V100-16, 1 x T4", batch=2))
     (both, alone) = climbed
     assert both[0] == 2 and alone == [each for each in both if each == 1] != []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "found_s", "effort", "searches"),
+    [
+        (66, 0.99, "normal", 1),
+        (66, 0.999, "normal", 2),
+        (66, 0.99, "high", 2),
+        (64, 0.99, "normal", 2),
+    ],
+)
+def test_a_light_search_is_enough_on_many_gpus_where_it_finds_a_faster_plan(
+    monkeypatch, gpus, found_s, effort, searches
+):
+    found = SearchResult(
+        evaluations=[SimpleNamespace(iteration_s=found_s)], considered=SearchStats()
+    )
+    efforts = []
+    monkeypatch.setattr(tp_search_module, "workers_for", lambda *_: nullcontext())
+    monkeypatch.setattr(
+        tp_search_module, "search_with", lambda _, each, *__, **___: efforts.append(each) or found
+    )
+    space = dataclasses.replace(QUICK, effort=effort)
+    alone = [SimpleNamespace(iteration_s=1.0, estimate=None)]
+    tp_search_module._TpSearch(
+        inputs_of(f"{gpus} x T4", batch=128, space=space),
+        SearchResult(evaluations=alone, considered=SearchStats()),
+        None,
+        None,
+    ).search((TpGroup(ranks=(0, 1)),))
+    assert len(efforts) == searches
 
 
 def test_a_plan_that_no_tp_group_betters_is_the_one_without_tp_groups():

@@ -15,6 +15,7 @@ from itertools import combinations, groupby
 import networkx as nx
 
 from zorse_megatron.planner.baselines.lower_bounds import link_bound
+from zorse_megatron.planner.evaluate import gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import SearchProgress
 from zorse_megatron.planner.search.effort import Effort
@@ -254,6 +255,7 @@ class _Exploration:
         self.is_very_few = self.inputs.world_size <= _VERY_FEW_GPUS
         self.seen = {self.everything}
 
+    @gc_paused()
     def run(self) -> tuple[Point, ...]:
         here = self._searched(self.everything)
         fastest_first = sorted(self.stock_s.items(), key=lambda item: item[1])

@@ -11,6 +11,7 @@ if every send waited for its receive and every collective for all of its ranks.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
 from zorse_megatron.plan.plan import Plan
@@ -23,8 +24,7 @@ from zorse_megatron.schedule.tensor_parallel_parts import SlicePair, slice_pairs
 # Its time is exact, in integers, so that every rank finds the same order.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One forward, backward or weight gradient of a replica."""
 
     time: int

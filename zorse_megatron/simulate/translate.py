@@ -414,8 +414,9 @@ class PassTasks:
         self.tp_tasks = tp_tasks
         self.pace = pace
         self.set = costs.sizes.replica(self.rank).ranks
-        self.times_s: dict[tuple[int, Kind, int, GatherPart], Sequence[float]] = {}
-        """(chunk, kind, samples, part of it) -> what its phases take, without a perturbation."""
+        self.times_s: dict[tuple[int, Kind, int, GatherPart | None], Sequence[float]] = {}
+        """(chunk, kind, samples, part of it or None) -> what its phases take, without a
+        perturbation."""
         actions = self.track.actions
         self.split = {each.chunk for each in actions if each.kind is Kind.WEIGHT_GRADIENT}
         """Chunks whose weight gradients are computed apart."""
@@ -447,14 +448,15 @@ class PassTasks:
         """See `ActionCosts.seconds` and `forward_part_s`."""
         chunk, kind, size = action.chunk, action.kind, self._size(action)
         assert chunk is not None
-        found = self.times_s.get((chunk, kind, size, part))
+        key = chunk, kind, size, None if part is EVERYTHING else part
+        found = self.times_s.get(key)
         if found is None:
             if part is EVERYTHING:
                 splits = chunk in self.split
                 found = self.costs.seconds(self.rank, chunk, kind, size, splits=splits)
             else:
                 found = self.costs.forward_part_s(self.rank, chunk, size, part)
-            self.times_s[chunk, kind, size, part] = found
+            self.times_s[key] = found
         return found
 
     def _size(self, action: Action) -> int:

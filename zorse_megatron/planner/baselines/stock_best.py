@@ -15,7 +15,7 @@ from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.baselines.stock_costs import GridEstimate, grid_estimates
 from zorse_megatron.planner.baselines.stock_layouts import no_grid, subsets
 from zorse_megatron.planner.baselines.stock_search import StockLayout, StockSearch, framework_of
-from zorse_megatron.planner.evaluate import Evaluation, Evaluator
+from zorse_megatron.planner.evaluate import Evaluation, Evaluator, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs, on_ranks
 from zorse_megatron.planner.outcome import NoPlanError
 from zorse_megatron.planner.simulate_plan import simulate_plan
@@ -92,6 +92,7 @@ class StockSearches:
         even = stock_on_all(self.inputs)
         return StockAtBest(even=even, best=self._fastest(even, self.on(self.everything)))
 
+    @gc_paused()
     def at_best(self) -> StockAtBest:
         """Both figures, of all sets that are promising or were searched for another's sake."""
         for ranks in self._promising:

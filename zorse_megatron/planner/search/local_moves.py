@@ -149,8 +149,8 @@ def _shifted(layers: tuple[int, ...], least: int) -> Iterator[tuple[int, ...]]:
 
 _MOST_SIMULATED = 24
 # Forwards and backwards of a plan beyond which it is left as it is: simulating its changes would
-# take longer than the search.
-_MOST_COMPUTATIONS = 60_000
+# take longer than the search. With `--effort high` three times as many.
+_MOST_COMPUTATIONS = 20_000
 
 
 def with_changes(evaluator: Evaluator, best: Evaluation) -> Evaluation:
@@ -158,9 +158,10 @@ def with_changes(evaluator: Evaluator, best: Evaluation) -> Evaluation:
 
     A plan whose time was extrapolated stays as it is: it would have to be simulated in full.
     """
-    if best.is_extrapolated or computations(best.plan) > _MOST_COMPUTATIONS:
-        return best
     inputs, last = evaluator.inputs, evaluator.num_simulated + _MOST_SIMULATED
+    most = _MOST_COMPUTATIONS * (3 if inputs.space.effort == "high" else 1)
+    if best.is_extrapolated or computations(best.plan) > most:
+        return best
     while evaluator.num_simulated < last:
         result = best.result or evaluator.simulated(best.plan)
         assert result is not None, "the plan has been simulated before"

@@ -37,6 +37,7 @@ _HOPELESS = 1.01  # the same of estimates
 _BETTER = 0.998  # plans with TP groups are taken where they are faster by that much
 _SEARCHED, _SEARCHED_OF_MANY = 2, 1  # whole searches with TP groups; of more than so many members
 _MANY_UNITS = 16
+_LIGHT_BEYOND = 64  # members; of more the light search is enough where it finds a better plan
 _ESTIMATED = 16
 _PART_OF_LOSS = 0.6
 _ROUNDS = 2  # of joining more GPUs to the best so far
@@ -106,6 +107,7 @@ class _TpSearch:
         if tp_layout in self.seen:
             return
         self.seen.add(tp_layout)
+        many = self.inputs.world_size > _LIGHT_BEYOND and self.inputs.space.effort != "high"
         inputs = with_tp_groups(self.inputs, tp_layout)
         effort = Effort.of(inputs)
         efforts = (effort.light, effort) if self.fits else (effort,)
@@ -119,7 +121,8 @@ class _TpSearch:
                 self.considered += result.considered
                 self.found += result.evaluations
                 found_s = min((each.iteration_s for each in result.evaluations), default=math.inf)
-                if found_s > _NEAR * least_s:
+                is_enough = many and not asked and found_s < _BETTER * least_s
+                if found_s > _NEAR * least_s or is_enough:
                     return
 
     @property
