@@ -22,6 +22,7 @@ from zorse_megatron.plan.plan import (
 from zorse_megatron.schedule.actions import from_norm
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
+from zorse_megatron.simulate import equal_ranks
 from zorse_megatron.simulate.assumptions import RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED, Perturbation
 
 
@@ -314,8 +315,15 @@ def test_copies_that_share_a_link_are_told_apart_from_those_that_do_not():
     assert traces_of(merged)[0] != traces_of(merged)[2]
 
 
-def test_the_ends_of_a_ring_over_two_nodes_are_told_apart():
-    """With a link to each GPU, the reductions' ring loads those of the first and the last only."""
+@pytest.mark.parametrize(
+    ("most", "stands_in"), [(16, (0, 1, 1, 3, 0, 1, 1, 3)), (15, (0, 0, 0, 0, 0, 0, 0, 0))]
+)
+def test_the_ends_of_a_ring_over_two_nodes_are_told_apart(monkeypatch, most, stands_in):
+    """With a link to each GPU, the reductions' ring loads those of the first and the last only.
+
+    Of more ranks than are told apart, copies are alike; no flow shares a link with the ring here.
+    """
+    monkeypatch.setattr(equal_ranks, "MOST_TOLD_APART", most)
 
     def links(source, target):
         here, there = source // 4, target // 4
@@ -329,7 +337,7 @@ def test_the_ends_of_a_ring_over_two_nodes_are_told_apart():
     options = {"comm": FakeComm(bytes_per_s=9.0, links=links), "memory": memory}
     merged = run(plan, merge_equal_ranks=True, **options)
     whole = run(plan, **options)
-    assert merged.stands_in[:8] == (0, 1, 1, 3, 0, 1, 1, 3)
+    assert merged.stands_in[:8] == stands_in
     assert merged.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
 
 
