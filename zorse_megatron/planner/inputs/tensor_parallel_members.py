@@ -96,10 +96,6 @@ class Members:
             == 1
         )
 
-    def first_ranks(self, members: Iterable[int]) -> tuple[int, ...]:
-        """One GPU of each."""
-        return tuple(self.tp_groups[member].ranks[0] for member in members)
-
     def share(self, rank: int) -> float:
         """How much of the layers of its member a GPU holds."""
         member = self.member_of_rank[rank]
@@ -448,19 +444,16 @@ class MemberComm:
 
         Between nodes all of it passes the NICs of all: as if every GPU had a shard.
         """
-        firsts = self.members.first_ranks(members)
-        smallest = min(len(self.members.tp_groups[member].ranks) for member in members)
+        own = [self.members.tp_groups[member].ranks for member in members]
         spec = self._base.spec
-        if len({spec.node_of(rank) for rank in firsts}) == 1:
+        if len({spec.node_of(ranks[0]) for ranks in own}) == 1:
+            smallest = min(map(len, own))
+            firsts = tuple(ranks[0] for ranks in own)
             return firsts, tuple(size // smallest for size in shard_bytes)
-        ranks: list[int] = []
-        sizes: list[int] = []
-        for member, size in zip(members, shard_bytes, strict=True):
-            own_ranks = self.members.tp_groups[member].ranks
-            ranks += own_ranks
-            sizes += [size // len(own_ranks)] * len(own_ranks)
-        order = sorted(range(len(ranks)), key=ranks.__getitem__)
-        return tuple(ranks[at] for at in order), tuple(sizes[at] for at in order)
+        each = [size // len(ranks) for ranks, size in zip(own, shard_bytes, strict=True)]
+        sizes = {rank: size for ranks, size in zip(own, each, strict=True) for rank in ranks}
+        ascending = tuple(sorted(sizes))
+        return ascending, tuple(map(sizes.__getitem__, ascending))
 
     def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
         """Small statistics, over all GPUs."""
