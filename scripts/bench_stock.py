@@ -1,12 +1,16 @@
 """Stock Megatron in its best even layout, in its best layout of all, and ours, on 24 clusters.
 
     python -m scripts.bench_stock --out DIR [--only NAME ...] [--emulate [NAME ...]] [--write-docs]
+    python -m scripts.bench_stock --out DIR --free-state
 
 The clusters are those of `bench_stock_clusters.yaml`. Each is planned as `zorse plan` does it, GPUs
 that slow others left out, and all is simulated. A cluster's results are in DIR as soon as there are
 any; those whose cluster, profile and planner are the same are not computed again. `--emulate`:
 train stock's best layout and our plan on CPUs, where the file says so or a NAME does.
 `--write-docs`: the tables of docs/performance.md, and docs/images/bench-stock.png and .json.
+
+`--free-state`: how much is left of the published gains if the optimizer's state took no memory of
+stock, and no time to bring: more than `--optimizer-cpu-offload` can do, which is not searched.
 
 Ends with status 1 where our plan is slower than the best layout of stock.
 """
@@ -21,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -31,6 +36,7 @@ from scripts.where_time_goes import ideal_s, lost_s
 from zorse_megatron.cli.gpu_selection import Found, GpuSearches
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_of_workload
+from zorse_megatron.costs.model_memory import TransformerMemory
 from zorse_megatron.emulate.emulator import flags_of_grid
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.plan.plan import Plan
@@ -105,6 +111,9 @@ def cases() -> list[Case]:
 def main() -> int:
     """Run what the arguments ask for."""
     arguments = _arguments()
+    if arguments.free_state:
+        _print_with_free_state()
+        return 0
     rows = list(_rows(arguments))
     print(tables(rows))
     summary = arguments.out / PUBLISHED.name
@@ -129,9 +138,25 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=names, metavar="NAME")
     parser.add_argument("--emulate", nargs="*", choices=names, metavar="NAME")
     parser.add_argument("--write-docs", action="store_true")
+    parser.add_argument("--free-state", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     return arguments
+
+
+def _print_with_free_state() -> None:
+    """Of stock's layouts alone: ours are as published."""
+    setattr(TransformerMemory, "state_bytes", lambda _self, _number: 0)  # noqa: B010
+    published = {row["name"]: row for row in json.loads(PUBLISHED.read_text(encoding="utf-8"))}
+    gains = []
+    for case in cases():
+        row, layout = published[case.name], stock_at_best(case.costs()[0].inputs).best.fitting
+        assert layout is not None, "what fits with its state fits without"
+        gains.append(
+            min(layout.iteration_s, row["best"]["iteration_s"]) / row["ours"]["iteration_s"]
+        )
+        print(f"{case.name}: {gains[-1]:.3f}, {layout.description}", flush=True)
+    print(f"median {median(gains):.3f}, {min(gains):.3f} to {max(gains):.3f}")
 
 
 def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
