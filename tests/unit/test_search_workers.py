@@ -120,6 +120,16 @@ def test_a_second_process_that_fails_is_told(monkeypatch):
         search(lab(CLUSTER), nothing)
 
 
+@pytest.mark.timeout(20)
+def test_a_second_process_whose_answer_cannot_be_read_is_ended():
+    program = "import time; print('no answer', flush=True); time.sleep(60)"
+    with (
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process,
+        pytest.raises(RuntimeError, match="ended with status -9"),
+    ):
+        module._RemoteWorker(process).answer()
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_gets_other_settings_at_once(monkeypatch):
     """Although the closed form takes much more to be free than there is."""

@@ -290,6 +290,8 @@ class _RemoteWorker:
             with gc_paused():
                 answer, self.spent = pickle.load(self.process.stdout)
         except (EOFError, pickle.UnpicklingError) as error:
+            if not isinstance(error, EOFError):
+                self.process.kill()  # it may wait for the next task
             raise RuntimeError(
                 f"the planner's second process ended with status {self.process.wait()}; its error "
                 "is above. If it was killed, memory is likely short"
