@@ -14,7 +14,6 @@ from zorse_megatron.adapter.arguments import set_recompute
 from zorse_megatron.adapter.build_chunks import ChunkBuilder
 from zorse_megatron.adapter.checkpoint.adapters import AdapterRun, refuse_adapters
 from zorse_megatron.adapter.checkpoint.before_load import (
-    SavedState,
     brings_all_weights,
     check_before_load,
     load_hooks,
@@ -124,15 +123,16 @@ def _source_of_weights(run: PlanRun, args: Any) -> _WeightsSource:
         )
     load = load_of(args, skips_damaged=skips_damaged) if run.moved is None else None
     chosen = None if load is None else check_before_load(load)
-    state = SavedState()
     if chosen is not None:
-        state = on_rank_0(partial(SavedState.of, chosen.folder))
         on_rank_0(partial(refuse_adapters, chosen.folder))
         on_rank_0(partial(refuse_untied, chosen.folder, args))
     return _WeightsSource(
         are_replaced=run.moved is not None or brings_all_weights(chosen, args),
         adapters=None,
-        hooks={**load_hooks(state), **same_on_all(args, load, chosen)},
+        hooks={
+            **load_hooks(None if chosen is None else chosen.folder),
+            **same_on_all(args, load, chosen),
+        },
     )
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron.adapter.checkpoint.before_load import (
-    SavedState,
     brings_all_weights,
     check_before_load,
     load_hooks,
@@ -112,7 +111,8 @@ class AdapterRun:
         return {"load_checkpoint": partial(self._loading, args)}
 
     def _loading(self, args: Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
-        load = load_hooks(SavedState())["load_checkpoint"](stock)
+        folder = None if self._own is None else self._own.checkpoint.folder
+        load = load_hooks(folder)["load_checkpoint"](stock)
 
         def load_checkpoint(*given: Any, **named: Any) -> Any:
             result = 0, 0

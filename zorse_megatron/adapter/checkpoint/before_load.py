@@ -122,8 +122,9 @@ class SavedState:
         return cls(is_distributed=is_distributed, has_main=has_main)
 
     @contextmanager
-    def known(self, optimizer: Any) -> Iterator[None]:
-        """While it is loaded. Of the flag stock concludes that the state has a kind of sharding."""
+    def told(self, optimizer: Any) -> Iterator[None]:
+        """Let the optimizer and stock know while it is loaded: of a checkpoint without the flag
+        stock would ask how its state is sharded, and fail."""
         from megatron.training import get_args  # where a checkpoint is loaded it has been imported
 
         args = get_args()
@@ -188,15 +189,16 @@ def _say_checked(look: Look, wall_s: float) -> None:
     )
 
 
-def load_hooks(state: SavedState) -> Replacements:
-    """What loads a checkpoint with this state."""
+def load_hooks(folder: Path | None) -> Replacements:
+    """What loads the optimizer's state of an iteration's folder, if any; a collective call."""
+    state = SavedState() if folder is None else on_rank_0(partial(SavedState.of, folder))
     return {"load_checkpoint": partial(_make_load, state)}
 
 
 def _make_load(state: SavedState, stock_load: Callable[..., Any]) -> Callable[..., Any]:
     def load_checkpoint(models: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with same_schedule(), state.known(optimizer):
+            with same_schedule(), state.told(optimizer):
                 return stock_load(models, optimizer, *args, **kwargs)
         except SystemExit as request:
             raise CheckpointError(TITLE, [_gave_up(request)]) from request
