@@ -24,6 +24,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
+    ExpertParallel,
     Group,
     Halved,
     ModelFingerprint,
@@ -182,8 +183,7 @@ def _trained_group(draw: DrawFn, plan: Plan, group: Group, model: ModelFingerpri
     """The group with tensor-parallel parts, regions and a name."""
     replicas = tuple(
         replace(
-            each,
-            tp_shards=_tp_shards(draw, len(each.ranks), model),
+            _with_tp_shards_or_shared_experts(draw, each, model),
             region=draw(st.sampled_from([None, "east", "west", "west"])),
         )
         for each in group.replicas
@@ -208,19 +208,58 @@ def _kept_on_device(offload: Offload | None) -> Offload | None:
     return offload and replace(offload, parameters=False, gradients=False)
 
 
+def _with_tp_shards_or_shared_experts(
+    draw: DrawFn, replica: Replica, model: ModelFingerprint
+) -> Replica:
+    degree = len(replica.ranks)
+    if model.num_experts and degree > 1 and draw(_FLAG):
+        return _sharing_experts(draw, replica, model.num_experts)
+    return replace(replica, tp_shards=_tp_shards(draw, degree, model))
+
+
+def _sharing_experts(draw: DrawFn, replica: Replica, num_experts: int) -> Replica:
+    """The replica, whose ranks have any samples and experts, also none."""
+    degree = len(replica.ranks)
+    weights = tuple(draw(_SHARD_WEIGHTS) for _ in replica.ranks)
+    shared = ExpertParallel(
+        experts=tuple(_parts(draw, num_experts, degree)),
+        samples=tuple(_parts(draw, replica.micro_batch_size, degree)),
+        shard_weights=weights if any(weights) else None,
+    )
+    return replace(replica, expert_parallel=shared, halved=None)
+
+
+@st.composite
+def that_share_experts(draw: DrawFn, drawn: SearchStrategy[Plan]) -> Plan:
+    """Plans in which ranks of some replicas share nothing but experts."""
+    plan = in_ascending_order(draw(drawn))
+    groups = tuple(
+        replace(
+            group,
+            replicas=tuple(
+                _sharing_experts(draw, each, 4) if len(each.ranks) > 1 and draw(_FLAG) else each
+                for each in group.replicas
+            ),
+        )
+        for group in plan.groups
+    )
+    return replace(plan, groups=groups)
+
+
 def _tp_shards(draw: DrawFn, degree: int, model: ModelFingerprint) -> TpShards | None:
     """Any parts, also none for some ranks; equal ones are left out at times, where they are."""
     wholes = {
         "kv_groups": model.num_query_groups,
         "mlp_columns": model.ffn_hidden_size,
         "vocabulary_rows": model.vocab_size,
+        "experts": model.num_experts,
     }
     if degree == 1:
         return None
     counts = {
         name: tuple(_parts(draw, whole, degree))
         for name, whole in wholes.items()
-        if whole and (whole % degree or draw(_FLAG))
+        if whole and (name == "experts" or whole % degree or draw(_FLAG))
     }
     return TpShards(**counts) if counts else None
 

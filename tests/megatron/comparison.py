@@ -283,13 +283,12 @@ def expected_part(
 
     By hand, from how Megatron's layers are documented to divide their weights.
     """
-    tp_shards = replica.tp_shards or TpShards()
-    if tp_shards.experts is not None and ".local_experts." in name:
-        expert = int(name.split(".local_experts.")[1].split(".", maxsplit=1)[0])
-        owners = [rank for rank, number in enumerate(tp_shards.experts) for _ in range(number)]
-        if owners[expert] == index:
-            return whole
-        return whole[:0] if "linear_fc1." in name else whole[:, :0]
+    shared, tp_shards = replica.expert_parallel, replica.tp_shards or TpShards()
+    experts = tp_shards.experts if shared is None else shared.experts
+    if experts is not None and ".local_experts." in name:
+        return expert_part(name, whole, experts, index=index)
+    if shared is not None:
+        return whole
     kind = tp_shards.mlp_columns if "mlp." in name else tp_shards.vocabulary_rows
     counts = (tp_shards.kv_groups if "self_attention." in name else kind) or (1,) * len(
         replica.ranks
@@ -301,6 +300,17 @@ def expected_part(
     if name.endswith(_COLUMNS):
         return cut(whole, counts, index, dim=1)
     return whole
+
+
+def expert_part(
+    name: str, whole: torch.Tensor, experts: tuple[int, ...], *, index: int
+) -> torch.Tensor:
+    """All of an expert's weight on its owner, nothing on others."""
+    expert = int(name.split(".local_experts.")[1].split(".", maxsplit=1)[0])
+    owners = [rank for rank, number in enumerate(experts) for _ in range(number)]
+    if owners[expert] == index:
+        return whole
+    return whole[:0] if "linear_fc1." in name else whole[:, :0]
 
 
 def assert_same_bits(run: Recorded, other: Recorded) -> None:

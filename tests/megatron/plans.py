@@ -7,6 +7,7 @@ from typing import Any, Literal
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.plan import (
     Chunk,
+    ExpertParallel,
     Group,
     ModelFingerprint,
     Offload,
@@ -32,6 +33,26 @@ def tp_replica(
         num_microbatches=count,
         shard_weight=weight,
         tp_shards=tp_shards,
+    )
+
+
+def expert_replica(
+    ranks: tuple[int, ...],
+    experts: tuple[int, ...],
+    samples: tuple[int, ...],
+    count: int,
+    *weights: float,
+    weight: float = 1.0,
+) -> Replica:
+    """A replica whose ranks share experts alone."""
+    return Replica(
+        ranks=ranks,
+        micro_batch_size=sum(samples),
+        num_microbatches=count,
+        shard_weight=weight,
+        expert_parallel=ExpertParallel(
+            experts=experts, samples=samples, shard_weights=weights or None
+        ),
     )
 
 

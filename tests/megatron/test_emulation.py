@@ -16,12 +16,20 @@ from typer.testing import CliRunner
 
 from scripts.validation.peaks import peaks_without
 from tests.megatron.launch import default_server
-from tests.megatron.plans import chunked_plan, computing_in, plan_of, replica, split, tp_replica
+from tests.megatron.plans import (
+    chunked_plan,
+    computing_in,
+    expert_replica,
+    plan_of,
+    replica,
+    split,
+    tp_replica,
+)
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate import emulator as rank_server
-from zorse_megatron.emulate.emulator import System, emulator, flags_of_grid
+from zorse_megatron.emulate.emulator import System, emulator, flags_of_grid, tp_groups_of_job
 from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 from zorse_megatron.emulate.rank_jobs import SERVER, RankJob
 from zorse_megatron.emulate.tiny_model import (
@@ -367,6 +375,16 @@ def test_adapters_take_what_the_simulator_says(lab, plan, tolerance):
     assert found.losses[-1] < found.losses[0]
 
 
+EXPERTS = Experts(num_experts=8, per_token=2, ffn_hidden_size=MODEL.ffn_hidden_size // 8)
+WITH_EXPERTS = make_inputs(
+    load_cluster(CLUSTER),
+    dataclasses.replace(MODEL, experts=EXPERTS, linear_bias=False),
+    None,
+    global_batch_size=BATCH,
+    dtype="float16",
+)
+
+
 @pytest.mark.parametrize(
     ("plan", "tolerance"),
     [
@@ -376,13 +394,8 @@ def test_adapters_take_what_the_simulator_says(lab, plan, tolerance):
 )
 def test_experts_take_what_the_simulator_says(lab, plan, tolerance):
     """The tiny model has none, but all that is emulated is of layers with them."""
-    experts = Experts(num_experts=8, per_token=2, ffn_hidden_size=MODEL.ffn_hidden_size // 8)
-    model = dataclasses.replace(MODEL, experts=experts, linear_bias=False)
-    inputs = make_inputs(
-        load_cluster(CLUSTER), model, None, global_batch_size=BATCH, dtype="float16"
-    )
-    found = run(lab, System(name="plan", gpus=GPUS, plan=plan), inputs)
-    predicted = simulated(plan, inputs)
+    found = run(lab, System(name="plan", gpus=GPUS, plan=plan), WITH_EXPERTS)
+    predicted = simulated(plan, WITH_EXPERTS)
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
     assert found.peak_bytes == pytest.approx(without_messages(predicted), rel=0.002)
 
@@ -410,6 +423,53 @@ def test_tp_groups_take_what_the_simulator_says(lab, monkeypatch, all_inputs, fl
     assert found.peak_bytes == pytest.approx(expected, rel=0.01)
 
 
+# One rank has no experts, another no samples.
+SHARED = plan_of(
+    ((expert_replica((0, 1), (6, 2), (2, 1), 2, weight=3.0), replica(2, 1, 2)), 2),
+    ((expert_replica((3, 4, 5), (3, 0, 5), (2, 2, 0), 2, 2.0, 1.0, 3.0),), 2),
+)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(SHARED, id="1f1b"),
+        pytest.param(split(SHARED), id="weight gradients apart"),
+        pytest.param(changed(SHARED, FULL), id="recomputed"),
+    ],
+)
+def test_ranks_that_share_experts_take_what_the_simulator_says(lab, monkeypatch, plan):
+    """Exchanges are 7 to 10 % of the iteration."""
+    shape = TinyShape.of(MODEL, [plan])
+    monkeypatch.setattr(lab, "training", dataclasses.replace(lab.training, shape=shape))
+    found = run(lab, System(name="plan", gpus=tuple(range(6)), plan=plan), WITH_EXPERTS)
+    assert found.losses == pytest.approx(run(lab, stock(), WITH_EXPERTS).losses, abs=2e-5)
+    inputs = dataclasses.replace(WITH_EXPERTS, kinds=INPUTS.kinds[:6], gpus=None)
+    predicted = simulate_plan(inputs, plan)
+    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.01)
+    expected = peaks_without(predicted, Category.BUFFERS)
+    assert found.peak_bytes == pytest.approx(expected, rel=0.002)  # shards are rounded
+
+
+def test_tokens_cost_what_they_cost_where_routing_is_even():
+    """Wherever those of the tiny model go; here two of three samples are on the first rank."""
+    shared = expert_replica((0, 1), (6, 2), (2, 1), 1)
+    tp_groups = tp_groups_of_job(WITH_EXPERTS, plan_of(((shared,), LAYERS)), INPUTS.kinds[:2])
+    costs = (SimpleNamespace(memory=WITH_EXPERTS.memory),) * 2
+    job = SimpleNamespace(costs=costs, tp_groups=tp_groups, sequence_length=32, hidden_size=64)
+    sizes = ModelSizes(job, 1)
+    tokens, routes = torch.empty(5, 64), torch.empty(96, 2)
+    passing = [1 - math.comb(8 - held, 2) / math.comb(8, 2) for held in (6, 2)]
+    each = MODEL.seq_length * MODEL.hidden_size * 2
+    there = sizes.token_messages(tokens)
+    assert there == {(0, 1): round(2 * each * passing[1]), (1, 0): round(each * passing[0])}
+    told = {(0, 1): 2 * MODEL.seq_length * 2 * 4, (1, 0): MODEL.seq_length * 2 * 4}
+    assert sizes.token_messages(routes) == told
+    sizes.tokens_return = True
+    assert sizes.token_messages(tokens) == {(1, 0): there[0, 1], (0, 1): there[1, 0]}
+    assert sizes.token_messages(routes) == {(1, 0): told[0, 1], (0, 1): told[1, 0]}
+
+
 def test_between_the_factors_of_adapters_their_rank_crosses():
     """Three targets' A x of two samples, on the whole sequence."""
     memory = WITH_ADAPTERS.memory
@@ -418,6 +478,7 @@ def test_between_the_factors_of_adapters_their_rank_crosses():
         ranks=((0, 1),),
         measured=(frozenset(),),
         adapter_share=ADAPTERS.rank / MODEL.hidden_size,
+        sharing=(None,),
     )
     costs = (SimpleNamespace(memory=memory),)
     job = SimpleNamespace(costs=costs, tp_groups=tp_groups, sequence_length=32, hidden_size=64)

@@ -86,7 +86,7 @@ from zorse_megatron.plan.plan import (
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
-from zorse_megatron.schedule.samples import replica_micro_batches
+from zorse_megatron.schedule.samples import rank_micro_batches
 from zorse_megatron.schedule.transfer_windows import offloaded_gradients
 
 CLIPPED = ("--clip-grad", "0.1", "--log-num-zeros-in-grad")
@@ -404,7 +404,7 @@ def micro_batches_of(plan: Plan) -> set[tuple[int, int, int]]:
     return {
         (rank, each.start, each.stop)
         for rank in range(plan.world_size)
-        for each in replica_micro_batches(plan, rank)
+        for each in rank_micro_batches(plan, rank)
     }
 
 

@@ -21,6 +21,7 @@ from tests.megatron.plans import (
     LAYOUTS,
     TWO_BY_TWO,
     chunked_plan,
+    expert_replica,
     in_the_host,
     plan_of,
     replica,
@@ -31,7 +32,7 @@ from tests.megatron.plans import (
 from tests.megatron.test_checkpoints import RUNS, Saved, assert_same_rest
 from tests.megatron.test_mixed_precision import FP16_ROUNDING
 from tests.megatron.test_moving import STEPS, assert_runs, both_runs
-from zorse_megatron.plan.plan import Plan, TpShards
+from zorse_megatron.plan.plan import Plan, Replica, TpShards
 
 EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"),
@@ -59,6 +60,26 @@ IN_TP_GROUPS = plan_of(
     ),
     ((tp_replica((5, 6), 4, 2, 1.0, TpShards(kv_groups=(0, 2), experts=(4, 0))),), 1),
 )
+# Ranks with samples of their own, which share experts: of any number, as their samples, none too.
+SHARED = plan_of(
+    ((expert_replica((0, 1), (1, 3), (2, 1), 2), replica(2, 1, 2, 0.5)), 1),
+    ((expert_replica((3, 4, 5), (2, 0, 2), (1, 1, 2), 2, 1.0, 3.0, 0.0),), 2),
+    (
+        (
+            expert_replica((6, 7), (4, 0), (2, 0), 2),
+            tp_replica((8, 9), 4, 1, 0.5, TpShards(experts=(1, 3))),
+        ),
+        1,
+    ),
+)
+SHARED_BREADTH_FIRST = chunked_plan(
+    [(expert_replica((0, 1, 4), (1, 3, 0), (2, 1, 0), 2), replica(2, 1, 2)), (replica(3, 4, 2),)],
+    [(0, 1), (1, 2), (0, 1)],
+)
+SHARED_BY_THREE = plan_of(
+    ((expert_replica((0, 1, 2), (1, 0, 3), (2, 2, 0), 2, 1.0, 0.0, 2.0),), 3),
+    ((replica(3, 8, 1),), 1),
+)
 ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "aux_loss": (LAYOUTS["3|2"], (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
     "bias": (LAYOUTS["2|3, idle at the end"], (*MODEL, *BIASED)),
@@ -83,6 +104,19 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "in TP groups": (IN_TP_GROUPS, (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
     "in TP groups, sequence parallel": (IN_TP_GROUPS, (*MODEL, *BIASED, "--sequence-parallel")),
     "in TP groups, weight gradients apart": (split(IN_TP_GROUPS), (*MODEL, *BIASED, *UNTIED)),
+    "shared by ranks": (SHARED, (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
+    # Biases that would be others if one rank's loads counted twice.
+    "shared by ranks, clipped": (
+        SHARED_BY_THREE,
+        (*MODEL, *BIASED, "--clip-grad", "0.1", "--log-num-zeros-in-grad"),
+    ),
+    "shared by ranks, recomputed, weight gradients apart": (
+        with_settings(split(SHARED_BREADTH_FIRST), FULL),
+        (
+            *(*MODEL, *BIASED, *UNTIED, "--moe-layer-freq", "([0]+[1]*3)"),
+            *("--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate"),
+        ),
+    ),
     "GELU": (LAYOUTS["2|1"], (*EXPERTS, *BALANCED, "--disable-bias-linear")),
     "one group, overlapping": (
         LAYOUTS["5, one idle"],
@@ -166,6 +200,7 @@ def test_logs_what_one_process_logs(corpus: Path) -> None:
 SPREAD = ("--expert-model-parallel-size", "2")
 RUNS["stock EP=2"] = (SPREAD, 2)
 RUNS["in TP groups"] = IN_TP_GROUPS
+RUNS["shared by ranks"] = SHARED_BY_THREE
 
 
 @pytest.mark.parametrize(
@@ -173,6 +208,8 @@ RUNS["in TP groups"] = IN_TP_GROUPS
     [
         *(("1|3|1", "stock"), ("stock", "2x2 in the host")),
         *(("in TP groups", "stock"), ("1|3|1", "in TP groups")),
+        *(("shared by ranks", "stock"), ("stock", "shared by ranks")),
+        *(("in TP groups", "shared by ranks"), ("shared by ranks", "in TP groups")),
     ],
 )
 def test_resumes(by: str, then: str, corpus: Path) -> None:
@@ -181,7 +218,13 @@ def test_resumes(by: str, then: str, corpus: Path) -> None:
     assert_same_rest(saved.resume(then, directory, *MODEL, *BIASED), uninterrupted)
 
 
-@pytest.mark.parametrize(("by", "then"), [("1|3|1", "stock EP=2"), ("stock EP=2", "in TP groups")])
+@pytest.mark.parametrize(
+    ("by", "then"),
+    [
+        *(("1|3|1", "stock EP=2"), ("stock EP=2", "in TP groups")),
+        *(("stock EP=2", "shared by ranks"), ("shared by ranks", "stock EP=2")),
+    ],
+)
 def test_weights_cross_to_experts_on_several_ranks(by: str, then: str, corpus: Path) -> None:
     """Of the optimizer stock has two there, and reads of no other number."""
     saved, flags = Saved(corpus), (*MODEL, *BIASED, "--no-load-optim")
@@ -190,10 +233,16 @@ def test_weights_cross_to_experts_on_several_ranks(by: str, then: str, corpus: P
     assert_equal_steps(saved.resume(then, directory, *flags), alone)
 
 
-def test_moves(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "pair",
+    [
+        tp_replica((0, 2), 2, 4, 1.0, TpShards(experts=(1, 3))),
+        expert_replica((0, 2), (1, 3), (4, 0), 2, 1.0, 2.0),
+    ],
+    ids=["in a TP group", "shared by ranks"],
+)
+def test_moves(pair: Replica, corpus: Path, tmp_path: Path) -> None:
     flags = [*Saved(corpus).flags(*MODEL, *BIASED), "--train-iters", str(STEPS)]
-    a_pair = ((tp_replica((0, 2), 2, 4, 1.0, TpShards(experts=(1, 3))),), 2)
-    runs = both_runs(
-        in_the_host(TWO_BY_TWO), plan_of(a_pair, ((replica(1, 8, 1),), 2)), tmp_path, flags
-    )
+    then = plan_of(((pair,), 2), ((replica(1, 8, 1),), 2))
+    runs = both_runs(in_the_host(TWO_BY_TWO), then, tmp_path, flags)
     assert_runs(runs, TWO_BY_TWO.world_size)

@@ -14,6 +14,7 @@ from tests.megatron.plans import (
     BOTH_ENDS,
     LAYOUTS,
     TWO_BY_TWO,
+    expert_replica,
     plan_of,
     replica,
     split,
@@ -21,6 +22,7 @@ from tests.megatron.plans import (
     with_settings,
 )
 from tests.megatron.test_exactness import ROWS, Row
+from tests.megatron.test_experts import BALANCED as BALANCED_LOAD
 from tests.megatron.test_experts import BIASED
 from tests.megatron.test_experts import MODEL as OF_EXPERTS
 from tests.megatron.test_lora import ALL as LORA
@@ -28,11 +30,12 @@ from tests.megatron.test_moving import FP16, A, B
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.plan.plan import Chunk, Plan, Schedule, TpShards
 from zorse_megatron.plan.plan_file import save_plan
-from zorse_megatron.schedule.samples import replica_micro_batches
+from zorse_megatron.schedule.samples import rank_micro_batches
 
 APART, HOST = "interleaved, weight gradients apart", "in the host, layered"
 LEVELS = "two levels, an idle rank and one without a shard"
 ADAPTERS, EXPERTS, SPREAD = "adapters", "experts", "experts in a tensor-parallel group"
+SHARED = "experts of ranks with samples of their own"
 CASES = {
     APART: Row(
         plan=split(with_settings(BOTH_ENDS, schedule=Schedule(name="interleaved"))), steps=2
@@ -44,6 +47,14 @@ CASES = {
             ((replica(2, 4, 2),), 1),
         ),
         flags=(*OF_EXPERTS, *BIASED, "--sequence-parallel"),
+        steps=2,
+    ),
+    SHARED: Row(
+        plan=plan_of(
+            ((expert_replica((0, 1), (1, 3), (2, 0), 2), replica(2, 4, 1)), 3),
+            ((replica(3, 4, 2),), 1),
+        ),
+        flags=(*OF_EXPERTS, *BALANCED_LOAD),
         steps=2,
     ),
     ADAPTERS: Row(plan=TWO_BY_TWO, flags=(*LLAMA, *LORA), steps=2),
@@ -125,13 +136,17 @@ def test_nothing_is_used_before_it_is_there(name: str, corpus: Path, tmp_path: P
 def assert_few_waits(row: Row, rank: int, found: Counter[str]) -> None:
     """The host waits where `WAITS` says, and for the loss of each micro-batch, as in stock."""
     is_last = row.plan.group_of_rank(rank) == row.plan.chunks[-1].group
-    micro_batches = len(replica_micro_batches(row.plan, rank))
+    micro_batches = len(rank_micro_batches(row.plan, rank))
     losses = 2 * micro_batches if is_last else 0
     # Of what ours calls in a script, or in our entry.
     allowed = Counter({**WAITS, "loss _divided" if SCRIPT else "gpt_entry _validate": losses})
     if "--num-experts" in row.flags:  # on a GPU that has no products in Triton; else nowhere
         layers = sum(chunk.num_layers for chunk in chunks_of(row.plan, rank))
         allowed["grouped_gemm placed_counts"] = layers * micro_batches
+        group, number = row.plan.replica_of_rank(rank)
+        if row.plan.groups[group].replicas[number].expert_parallel:
+            # How many rows are sent and received.
+            allowed["expert_exchange _routes"] = layers * micro_batches
     if found["streamed_gradients count_zeros"]:
         allowed["training train_under_plan"] += 2  # their number, too
     assert found <= allowed, f"also waited for: {found - allowed}"

@@ -77,7 +77,13 @@ def build(config: Any, tp: Any, alone: Any) -> Any:
 
     position = PipelinePosition(0, 1)
     groups = PlanGroups(
-        group=alone, tp_group=tp, everyone=tp, alone=alone, world=alone, position=position
+        group=alone,
+        replica=tp,
+        tp_group=tp,
+        everyone=tp,
+        alone=alone,
+        world=alone,
+        position=position,
     )
     builder = config.get_builder_cls()(config)
     return builder.build_model(collection_of(groups), pre_process=True, post_process=True)

@@ -62,6 +62,7 @@ def groups_of(groups: Sequence[Sequence[int]], setup: Setup) -> Any:
     return collection_of(
         PlanGroups(
             group=mine,
+            replica=alone,
             tp_group=alone,
             everyone=mine,
             alone=alone,
@@ -237,6 +238,7 @@ def make_stock(
     collection = collection_of(
         PlanGroups(
             group=alone,
+            replica=alone,
             tp_group=alone,
             everyone=alone,
             alone=alone,

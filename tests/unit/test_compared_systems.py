@@ -7,7 +7,9 @@ from functools import cache
 
 import pytest
 
+from tests.megatron.plans import expert_replica, plan_of, replica, tp_replica
 from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.cli.commands.emulate import emulated_together
 from zorse_megatron.emulate import compare as compared_systems_module
 from zorse_megatron.emulate.compare import (
     HEADINGS,
@@ -225,3 +227,19 @@ def test_table_says_who_has_no_number():
     assert cells[1][2:8] == ("4 s", "8,192", "1.00 x", cells[1][5], "80 %", "5 s (+25.0 %)")
     assert cells[2][2] == "does not fit"
     assert cells[3][2] == "2 s"
+
+
+def test_beside_a_plan_that_shares_experts_tp_groups_are_simulated():
+    """The tiny model has experts then, which no TP group of the emulation divides."""
+
+    def compared(each):
+        system = System(name="x", gpus=each.ranks, plan=plan_of(((each,), 2)))
+        return ComparedSystem(name="x", layout="", system=system, predicted_s=1.0)
+
+    shared = compared(expert_replica((0, 1), (1, 1), (1, 1), 4))
+    alone, tp_group = compared(replica(0, 1, 8)), compared(tp_replica((0, 1), 2, 4))
+    assert emulated_together([alone, tp_group]) == [alone, tp_group]
+    *others, simulated = emulated_together([alone, shared, tp_group])
+    assert others == [alone, shared]
+    assert (simulated.system, simulated.iteration_s) == (None, 1.0)
+    assert simulated.reason.startswith("simulated: ")

@@ -132,10 +132,19 @@ BETWEEN = {
 }
 MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
 EXPERTS = "--num-experts 4 --disable-bias-linear"
+BALANCED = f"{EXPERTS} --moe-aux-loss-coeff 0.1"
 LORA = "rank=8,alpha=16,targets=q,v"
 QUIET = "--attention-dropout 0 --hidden-dropout 0"
 HASHES = "--check-weight-hash-across-dp-replicas-interval"
 REDUCE_DTYPE = "groups[1].grad_reduce_dtype"
+
+
+def sharing_experts(*samples):
+    """Replicas of which the first one's ranks share experts alone."""
+    shared = {"experts": [1, 3], "samples": samples}
+    pair = replica(4, 5, micro_batch_size=sum(samples), expert_parallel=shared)
+    return {"replicas": [pair, replica(6), replica(7)]}
+
 
 # Condition -> what is different in the plan, flags beside the usual ones, where it is found.
 EXAMPLES = {
@@ -293,7 +302,8 @@ EXAMPLES = {
         )
     ],
     "micro_batches_are_no_blocks": [
-        ({}, f"{EXPERTS} --moe-aux-loss-coeff 0.1 --micro-batch-size 4", "--moe-aux-loss-coeff")
+        ({}, f"{BALANCED} --micro-batch-size 4", "--moe-aux-loss-coeff"),
+        (sharing_experts(3, 1), f"{BALANCED} --micro-batch-size 2", "--moe-aux-loss-coeff"),
     ],
 }
 CASES = [(when, *example) for when, listed in EXAMPLES.items() for example in listed]
@@ -364,6 +374,9 @@ FINE = [
     (TP_GROUPS, QUIET),
     ({"replicas": BETWEEN["replicas"]}, f"{QUIET} --reset-attention-mask {HASHES} 5"),
     (TP_GROUPS, f"{QUIET} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"),
+    (sharing_experts(4, 0), f"{BALANCED} --micro-batch-size 2"),
+    (sharing_experts(3, 1), f"{BALANCED} --micro-batch-size 1"),
+    (sharing_experts(3, 1), f"{EXPERTS} --micro-batch-size 2"),
     ({"split_backward": True}, "--transformer-impl local --no-gradient-accumulation-fusion"),
     ({}, "--save x --save-interval 1 --use-distributed-optimizer --log-params-norm"),
     *((BETWEEN, f"{QUIET} --pipeline-model-parallel-size {size}") for size in (1, 2, 3)),

@@ -22,7 +22,7 @@ from zorse_megatron.schedule.actions import (
     parse_action_lists,
 )
 from zorse_megatron.schedule.lower import lower_plan
-from zorse_megatron.schedule.samples import replica_micro_batches
+from zorse_megatron.schedule.samples import rank_micro_batches
 from zorse_megatron.schedule.validate import ScheduleError, check_executable
 
 COLLECTIVES = {Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.SCALE, Kind.NORM, Kind.TIE}
@@ -43,7 +43,7 @@ def test_what_holds_of_all_lists(plan: Plan, forward_only: bool, tied: bool) -> 
     assert set(sent_in(lists).values()) <= {1}
     assert set(sent_in(lists)) == crossing_of(plan, forward_only=forward_only)
     for rank, actions in enumerate(lists.ranks):
-        count = len(replica_micro_batches(plan, rank))
+        count = len(rank_micro_batches(plan, rank))
         for chunk in plan.chunks_of_group(plan.group_of_rank(rank)):
             for kind in COMPUTE:
                 found = [a.micro_batch for a in actions if a.kind is kind and a.chunk == chunk]

@@ -20,7 +20,7 @@ from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.cli.main import app
 from zorse_megatron.files.read_write import MAX_INPUT_BYTES
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
-from zorse_megatron.inputs.model import ModelShape
+from zorse_megatron.inputs.model import Experts, ModelShape
 from zorse_megatron.inputs.status import STATUS_NAME, dump_status
 from zorse_megatron.live import move as request_module
 from zorse_megatron.live.move import (
@@ -38,7 +38,7 @@ from zorse_megatron.live.move import (
     take_request,
 )
 from zorse_megatron.live.run_status import RunStatus
-from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan import ExpertParallel, Plan
 from zorse_megatron.plan.plan_file import fingerprint, parse_plan, save_plan
 from zorse_megatron.schedule.tensor_parallel_parts import (
     TensorBlock,
@@ -329,6 +329,19 @@ def elements_of(plan: Plan, model: ModelShape) -> list[set[tuple[str, int]]]:
         }
         for _, owned in sorted(owners(plan, model).items())
     ]
+
+
+def test_ranks_that_share_experts_own_theirs_and_what_their_weights_say() -> None:
+    """Other groups have embedding and head."""
+    shared = ExpertParallel(experts=(1, 3), samples=(1, 1), shard_weights=(1.0, 0.0))
+    pair = replica(1, 2, size=2, expert_parallel=shared)
+    plan = plan_of([replica(0, size=2)], [pair], [replica(3, size=2)])
+    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=8)
+    model = replace(model_of(plan), experts=experts)
+    layer, of_experts = model.layer_parameters(), model.expert_parameters
+    _, first, second, _ = map(len, elements_of(plan, model))
+    assert first == layer - of_experts + of_experts // 4
+    assert second == of_experts * 3 // 4
 
 
 @settings(max_examples=examples(30))

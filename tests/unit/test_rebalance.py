@@ -27,12 +27,12 @@ from zorse_megatron.live.rebalance import (
     with_counts,
     workers_of,
 )
-from zorse_megatron.plan.plan import Plan, Schedule
+from zorse_megatron.plan.plan import ExpertParallel, Plan, Schedule
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.schedule.actions import Action, ActionLists, Kind, edges_of
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import Worker
-from zorse_megatron.schedule.samples import micro_batches, replica_micro_batches
+from zorse_megatron.schedule.samples import micro_batches, rank_micro_batches
 from zorse_megatron.schedule.validate import check_executable
 
 TIMES = st.builds(
@@ -107,6 +107,20 @@ def test_any_plan_has_batches_down_to_a_sample_for_each_replica(
             assert bool(one.num_microbatches) == bool(other.num_microbatches)
     with pytest.raises(ValueError, match=f"make {least - 1} samples"):
         plan_for_batch(plan, least - 1)
+
+
+def test_micro_batches_of_ranks_that_share_experts_stay_whole() -> None:
+    """Each of these has a sample of its own; another replica's are halved."""
+    shared = ExpertParallel(experts=(1, 3), samples=(3, 1))
+    pair = replica(0, 1, size=4, count=2, expert_parallel=shared)
+    plan = plan_of([pair, replica(2, size=4, count=2)], [replica(3, size=4, count=4)])
+    smaller = plan_for_batch(plan, 6)
+    (kept, halved), (alone,) = (group.replicas for group in smaller.groups)
+    assert kept == replace(pair, num_microbatches=1) and halved.num_samples == 2
+    assert alone.num_samples == 6 and alone.expert_parallel is None
+    check_executable(lower_plan(smaller))
+    with pytest.raises(ValueError, match="make 4 samples"):
+        plan_for_batch(plan, 4)
 
 
 STEPS = st.lists(
@@ -274,7 +288,7 @@ def _ran(prepared: Prepared) -> tuple[Plan, ActionLists]:
 
 def _most_kept(plan: Plan, lists: ActionLists, rank: int) -> int:
     """Most layers of samples that a rank keeps from forwards to backwards at any one time."""
-    sizes = [each.size for each in replica_micro_batches(plan, rank)]
+    sizes = [each.size for each in rank_micro_batches(plan, rank)]
     kept: Counter[tuple[int | None, int | None]] = Counter()
     most = 0
     for action in lists.ranks[rank]:

@@ -33,7 +33,7 @@ from zorse_megatron.runtime.batch_sampler import (
 )
 from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedule.actions import Action, Kind
-from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
+from zorse_megatron.schedule.samples import MicroBatch, rank_micro_batches
 from zorse_megatron.trace import HostClock, Span, Trace
 
 
@@ -50,7 +50,7 @@ def test_replicas_partition_each_global_batch(
     for group in plan.groups:
         read: dict[tuple[int, int], int] = {}
         for rank in group.ranks:
-            mine = replica_micro_batches(plan, rank)
+            mine = rank_micro_batches(plan, rank)
             sampler = PlanBatchSampler(
                 order,
                 assignment=MicroBatchAssignment(mine, batch_size=plan.global_batch_size),

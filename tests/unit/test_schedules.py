@@ -29,7 +29,7 @@ from zorse_megatron.schedule.actions import (
     parse_action_lists,
 )
 from zorse_megatron.schedule.lower import lower_plan, refuse_unsupported
-from zorse_megatron.schedule.samples import micro_batches, pieces, replica_micro_batches
+from zorse_megatron.schedule.samples import micro_batches, pieces, rank_micro_batches
 from zorse_megatron.schedule.validate import ScheduleError, check_executable
 
 
@@ -69,7 +69,7 @@ def test_equal_replicas_get_the_samples_of_megatrons_sampler(
     for rank in range(plan.world_size):
         # MegatronPretrainingSampler: rank r takes [r * size, (r + 1) * size) of each round.
         expected = [(i * replicas * size + (rank % replicas) * size) for i in range(count)]
-        assert [m.start for m in replica_micro_batches(plan, rank)] == expected
+        assert [m.start for m in rank_micro_batches(plan, rank)] == expected
 
 
 @pytest.mark.slow

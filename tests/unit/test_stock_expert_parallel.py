@@ -15,6 +15,7 @@ from zorse_megatron.emulate.compare import compared_systems
 from zorse_megatron.errors import PlanError
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import Experts
+from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
 from zorse_megatron.plan.plan_file import load_plan
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.baselines.stock_best import (
@@ -228,15 +229,16 @@ def test_ranks_are_not_equal_that_wait_for_others():
     assert simulated(inputs_of(ODD), grid(1, 2), merge_equal_ranks=True).stands_in == (0, 0, 2, 3)
 
 
-def test_what_stock_alone_runs_does_not_hide_a_plan():
+def test_layouts_are_plans_with_and_without_it():
     """Of layouts that differ in expert parallelism alone."""
     inputs = inputs_of()
     (layout, *_) = StockSearch(inputs, spreads_experts=True).run()
     plain = replace(layout, site=replace(layout.site, grid=grid(2, 1, 2)))
     spread = replace(layout, site=replace(layout.site, grid=grid(2, 2, 2)))
     evaluator = Evaluator(inputs, Estimator(inputs))
-    (found,) = stock_plans(evaluator, [spread, plain])
-    assert found.plan.schedule.parameters == {} and found.iteration_s > 0
+    found = stock_plans(evaluator, [spread, plain])
+    assert all(each.plan.schedule.parameters == {} and each.iteration_s > 0 for each in found)
+    assert [any(replicas_that_share_experts(each.plan)) for each in found] == [True, False]
     assert [
         len(each.plan.schedule.parameters) for each in stock_runs(evaluator, [spread, plain])
     ] == [1, 0]

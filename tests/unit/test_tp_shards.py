@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.strategies import in_ascending_order, plans
+from tests.strategies import in_ascending_order, plans, that_share_experts
 from tests.unit.made_plans import plan_of, replica
 from tests.unit.test_shards import elements, held
 from zorse_megatron.costs.interface import TpShard
@@ -20,6 +20,7 @@ from zorse_megatron.errors import PlanError
 from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.plan.plan import (
     Chunk,
+    ExpertParallel,
     Group,
     ModelFingerprint,
     Offload,
@@ -76,17 +77,18 @@ tp_plans = plans(
     schedule_names=("breadth_first", "interleaved"),
     with_schedule_parameters=True,
 ).map(in_ascending_order)
+any_plans = tp_plans | that_share_experts(tp_plans)
 
 
 @settings(deadline=None, max_examples=examples(40))
-@given(plan=tp_plans, forward_only=st.booleans())
+@given(plan=any_plans, forward_only=st.booleans())
 def test_lists_of_tp_groups_execute(plan: Plan, forward_only: bool) -> None:
-    """All ranks of a TP group compute the same in one order, with peers of their own."""
+    """All ranks of a replica compute in one order, with peers of their own."""
     lists = lower_plan(plan, forward_only=forward_only)
-    tp_groups = [replica.ranks for group in plan.groups for replica in group.replicas]
-    check_executable(lists, tp_groups)
+    of_replicas = [replica.ranks for group in plan.groups for replica in group.replicas]
+    check_executable(lists, of_replicas)
     assert parse_action_lists(str(lists)) == lists
-    for ranks in tp_groups:
+    for ranks in of_replicas:
         own = [[a for a in lists.ranks[rank] if a.kind not in SENDS | RECEIVES] for rank in ranks]
         assert all(each == own[0] for each in own)
     if not forward_only:
@@ -94,7 +96,7 @@ def test_lists_of_tp_groups_execute(plan: Plan, forward_only: bool) -> None:
 
 
 @settings(deadline=None, max_examples=examples(40))
-@given(plan=tp_plans)
+@given(plan=any_plans)
 def test_each_element_of_an_activation_crosses_once(plan: Plan) -> None:
     length = 2520  # which all degrees divide
     sent: Counter[tuple[object, ...]] = Counter()
@@ -169,6 +171,48 @@ def test_what_replicas_of_unlike_parts_cannot_do_is_refused(
     unlike = replace(
         plan, global_batch_size=4, groups=(group,), schedule=Schedule(name="breadth_first")
     )
+    with pytest.raises(PlanError, match=message):
+        refuse_unsupported(unlike)
+
+
+def sharing(*ranks: int, experts: tuple[int, ...] = (1, 3), **model: int) -> Plan:
+    """Two ranks that share experts alone, the second without samples."""
+    shared = ExpertParallel(experts=experts, samples=(1, 0))
+    alone = replace(replica(*ranks, count=2), expert_parallel=shared)
+    return plan_of([alone], model=model)
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings_of_group", "message"),
+    [
+        (sharing(1, 0), {}, r"ranks: found \[1, 0\]; expected \[0, 1\], in ascending order"),
+        (
+            sharing(0, 1, num_experts=5),
+            {},
+            r"parallel.experts: found \[1, 3\], 4 in all; expected 5 in all, as the model has",
+        ),
+        (
+            sharing(0, 1, ffn_hidden_size=5),
+            {},
+            "parallel: found expert_parallel, of a model without experts; expected a model with",
+        ),
+        (
+            sharing(0, 1),
+            {"grad_reduce_dtype": "bf16"},
+            "dtype: found bf16, with replicas that share experts; expected all experts on each",
+        ),
+        (
+            sharing(0, 1),
+            {"offload": Offload(gradients=True)},
+            "gradients: found true, with replicas that share experts; expected all experts on",
+        ),
+    ],
+)
+def test_what_ranks_that_share_experts_cannot_do_is_refused(
+    plan: Plan, settings_of_group: dict[str, Any], message: str
+) -> None:
+    group = replace(plan.groups[0], **settings_of_group)
+    unlike = replace(plan, groups=(group,), schedule=Schedule(name="breadth_first"))
     with pytest.raises(PlanError, match=message):
         refuse_unsupported(unlike)
 

@@ -194,7 +194,7 @@ def _set_tp_degree(args: Namespace, plan: Plan) -> list[str]:
     """
     args.zorse_command_degree = wanted = args.tensor_model_parallel_size
     args.tensor_model_parallel_size = len(tp_group_of_rank(plan, args.rank))
-    degrees = {len(replica.ranks) for group in plan.groups for replica in group.replicas}
+    degrees = {replica.tp_degree for group in plan.groups for replica in group.replicas}
     notes = []
     if degrees != {wanted}:
         found = " or ".join(map(str, sorted(degrees)))

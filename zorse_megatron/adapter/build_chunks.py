@@ -113,7 +113,7 @@ class ChunkBuilder:
                 loss_divisor=at.batch.loss_divisor,
             ),
             is_mixed=at.is_mixed,
-            place=at.place,
+            place=at.place or at.expert_place,
             mixed_group=None if has_equal_tp_shards(at.group) else at.group,
             delays_weights=self.weight_gradients is not None,
             # Between groups, ranks whose backward waits for the device (for memory, say) would
@@ -156,7 +156,7 @@ class ChunkBuilder:
         The copies of a tied embedding are one tensor, so TP groups of two groups matter, too.
         """
         groups = self.at.plan.groups
-        degrees = {len(replica.ranks) for group in groups for replica in group.replicas}
+        degrees = {replica.tp_degree for group in groups for replica in group.replicas}
         return len(degrees) > 1 or any(map(has_uneven_tp_shards, groups))
 
     def _set_initial_weights(self, models: list[Any]) -> None:

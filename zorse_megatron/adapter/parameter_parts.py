@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.runtime.mailbox import TpRank
+from zorse_megatron.runtime.mailbox import ExpertRank, TpRank
 from zorse_megatron.schedule.tensor_parallel_parts import (
     TensorPart,
     TpPartition,
@@ -45,16 +45,20 @@ def held_part(
 
 
 def held_parts(
-    module: torch.nn.Module, config: Any, place: TpRank | None
+    module: torch.nn.Module, config: Any, place: TpRank | ExpertRank | None
 ) -> dict[torch.nn.Parameter, TensorPart]:
-    """What a rank holds of each parameter of `module`; `place`: None of a rank without a TP
-    group."""
-    index, parts = (0, TpPartition(degree=1)) if place is None else (place.index, place.tp_shards)
+    """What a rank holds of each parameter of `module`; `place`: None of one that has all of it."""
+    own = of_experts = TpPartition(degree=1), 0
+    if isinstance(place, TpRank):
+        own = of_experts = place.tp_shards, place.index
+    elif place is not None:
+        of_experts = place.parts, place.index
     is_gated = bool(config.gated_linear_unit)
-    return {
-        parameter: held_part(name, parameter, parts, is_gated=is_gated, index=index)
-        for name, parameter in module.named_parameters()
-    }
+    found: dict[torch.nn.Parameter, TensorPart] = {}
+    for name, parameter in module.named_parameters():
+        parts, index = own if expert_of(name) is None else of_experts
+        found[parameter] = held_part(name, parameter, parts, is_gated=is_gated, index=index)
+    return found
 
 
 def mark_unit(module: torch.nn.Module, length: int) -> None:
@@ -89,6 +93,8 @@ def _blocks(name: str, is_gated: bool) -> int:
 
 def kind_of(name: str) -> UnitKind:
     """What a cut parameter of this name is cut by."""
+    if expert_of(name) is not None:
+        return "experts"
     if "self_attention." in name:
         return "kv_groups"
     return "mlp_columns" if "mlp." in name else "vocabulary_rows"

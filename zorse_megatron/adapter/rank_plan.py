@@ -26,11 +26,11 @@ from zorse_megatron.live.batch_schedule import BatchSchedule, plan_for_batch
 from zorse_megatron.live.rebalance import Preparation, Prepared
 from zorse_megatron.plan.memory_settings import settings_of_rank
 from zorse_megatron.plan.plan import Group, Offload, Plan, tp_group_of_rank
-from zorse_megatron.runtime.mailbox import TpRank
+from zorse_megatron.runtime.mailbox import ExpertRank, TpRank
 from zorse_megatron.schedule.actions import Action, ActionLists, resharded_chunks
 from zorse_megatron.schedule.communicators import Communicator
 from zorse_megatron.schedule.lower import lower_plan
-from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
+from zorse_megatron.schedule.samples import MicroBatch, rank_micro_batches
 from zorse_megatron.schedule.tensor_parallel_parts import TpPartition
 from zorse_megatron.schedule.validate import check_executable
 
@@ -72,6 +72,8 @@ class RankPlan:
     """Those that the list gathers before it computes with them."""
     place: TpRank | None
     """In this rank's tensor-parallel group; None: it is alone in it."""
+    expert_place: ExpertRank | None
+    """Among ranks that share experts alone; None: it shares none so."""
     offload: Offload
     dtypes: tuple[ComputeDtype, ...]
     """Group -> the type that it computes in."""
@@ -143,6 +145,7 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
         chunks=plan.chunks_of_group(group),
         sharded_chunks=resharded_chunks(training.ranks[args.rank]),
         place=_tp_rank(plan, args.rank, groups),
+        expert_place=_expert_rank(plan, args.rank, groups, sequence_length=args.seq_length),
         offload=settings_of_rank(plan, args.rank).offload,
         dtypes=dtypes,
         is_mixed=is_mixed(plan) and {args.zorse_job_dtype, *dtypes} != {"fp32"},
@@ -155,7 +158,7 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
 def _batch(prepared: Prepared, args: Namespace, dtypes: tuple[ComputeDtype, ...]) -> Batch:
     return Batch(
         lists=prepared.lists,
-        micro_batches=replica_micro_batches(prepared.plan, args.rank),
+        micro_batches=rank_micro_batches(prepared.plan, args.rank),
         loss_divisor=loss_divisor(
             prepared.plan,
             dtypes,
@@ -202,6 +205,21 @@ def executable_lists(plan: Plan, *, tied: bool) -> tuple[ActionLists, ActionList
     for each in lists:
         check_executable(each, [r.ranks for group in plan.groups for r in group.replicas])
     return lists
+
+
+def _expert_rank(
+    plan: Plan, rank: int, groups: PlanGroups, *, sequence_length: int
+) -> ExpertRank | None:
+    group, index = plan.replica_of_rank(rank)
+    replica = plan.groups[group].replicas[index]
+    if replica.expert_parallel is None:
+        return None
+    return ExpertRank(
+        index=replica.ranks.index(rank),
+        group=groups.replica,
+        parts=TpPartition.of(replica),
+        tokens=tuple(count * sequence_length for count in replica.expert_parallel.samples),
+    )
 
 
 def _tp_rank(plan: Plan, rank: int, groups: PlanGroups) -> TpRank | None:

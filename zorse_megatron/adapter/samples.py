@@ -56,10 +56,17 @@ def plan_loader_builder(
             pin_memory=loader.pin_memory,
             persistent_workers=loader.persistent_workers,
             worker_init_fn=loader.worker_init_fn,
-            collate_fn=loader.collate_fn,
+            collate_fn=partial(_collated, loader.collate_fn, loader.dataset),
         )
 
     return build_pretraining_data_loader
+
+
+def _collated(stock: Callable[..., Any], dataset: Any, samples: list[Any]) -> Any:
+    """Stock's; a rank that shares experts and has no samples gets batches of none."""
+    if samples:
+        return stock(samples)
+    return {name: values[:0] for name, values in stock([dataset[0]]).items()}
 
 
 def datasets_on_rank_0(stock: Callable[..., Any], *, rank: int) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from zorse_megatron.adapter.checkpoint.before_load import (
     same_on_all,
 )
 from zorse_megatron.adapter.checkpoint.saved_optimizer import PARALLEL_HOOKS
+from zorse_megatron.adapter.checkpoint.saved_parameters import saved_as_nothing
 from zorse_megatron.adapter.checkpoint.saving import MANIFEST_HOOKS, written_alone
 from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameters
 from zorse_megatron.adapter.groups import global_groups
@@ -29,6 +30,8 @@ from zorse_megatron.adapter.loss import IdleReplicaLosses, tell_last_rank
 from zorse_megatron.adapter.model.expert_layers import with_plan_layers
 from zorse_megatron.adapter.model.uneven_tp_shards import (
     LocalSizes,
+    SelfAttentionToNothing,
+    layer_spec_with,
     size_hooks,
     with_sequence_parallelism,
 )
@@ -222,6 +225,10 @@ def _configure(cfg: Any, at: RankPlan) -> LocalSizes | None:
     recompute = settings_of_rank(at.plan, at.rank).recompute
     if recompute is not None:
         set_recompute(cfg.model.transformer, recompute)
+    shared = at.expert_place
+    if shared is not None and not shared.tokens[shared.index]:
+        given = cfg.model.transformer_layer_spec
+        cfg.model.transformer_layer_spec = layer_spec_with(SelfAttentionToNothing, given)
     if at.place is None or at.place.tp_shards.are_equal:
         return None
     local_sizes = LocalSizes(cfg.model, at.place)
@@ -266,8 +273,12 @@ def _hooks(
     if session.weight_gradients is not None:
         hooks["linear_backward"] = partial(delaying_weights, session.weight_gradients)
     if get_args().num_experts is not None:
-        hooks["experts_spec"] = partial(with_plan_layers, get_args().micro_batch_size, at.place)
+        hooks["experts_spec"] = partial(
+            with_plan_layers, get_args().micro_batch_size, at.place, at.expert_place
+        )
         hooks["router_losses"] = session.logging_router_losses
+    if at.expert_place is not None:
+        hooks["split_gate"] = saved_as_nothing  # others' experts have no rows here
     if at.samples.are_packed:
         hooks["count_sequences"] = partial(
             counting_each_chunk, loop=training, num_chunks=at.num_chunks, device=at.device

@@ -39,7 +39,7 @@ from zorse_megatron.runtime.host_link import HostWorker
 from zorse_megatron.runtime.step_times import CudaClock, StepTimes
 from zorse_megatron.schedule.actions import edges_of
 from zorse_megatron.schedule.pipeline_schedules import Worker
-from zorse_megatron.schedule.samples import replica_micro_batches
+from zorse_megatron.schedule.samples import rank_micro_batches
 from zorse_megatron.trace import Clock
 
 # Agree on other counts of micro-batches, and on the iteration from which on they count.
@@ -133,7 +133,7 @@ class Switching:
         plans = (self.balancer.plan, prepared.plan)
         fewest = min(count for plan in plans for row in counts_of(plan) for count in row if count)
         first = done + batches_ahead(num_prefetched=self.num_prefetched, fewest=fewest)
-        if mine := replica_micro_batches(prepared.plan, self.rank):
+        if mine := rank_micro_batches(prepared.plan, self.rank):
             self.assignment.change(first, mine)
         self._agreed = first, prepared
 

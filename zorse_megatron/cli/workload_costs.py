@@ -200,7 +200,7 @@ def workload_problems(plan: Plan, workload: Workload, source: str = "plan") -> I
     yield from fingerprint_problems(
         plan, fingerprint_of(workload.model, workload.computing), source
     )
-    widest = max(len(each.ranks) for group in plan.groups for each in group.replicas)
+    widest = max(each.tp_degree for group in plan.groups for each in group.replicas)
     experts = workload.model.experts
     if experts is not None and experts.shared_ffn_hidden_size and widest > 1:
         yield no_tp_with_shared_experts(f"{source}: ranks of a replica", str(widest))

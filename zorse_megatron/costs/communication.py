@@ -581,7 +581,7 @@ def once_s(
     """
 
     def bytes_to(count: int) -> float:
-        return num_bytes * tp_costs.share_of_tokens(degree, count)
+        return num_bytes * tp_costs.share_of_tokens(tp_costs.num_experts // degree * count)
 
     assert isinstance(comm, GraphComm), "stock's layouts are costed on a cluster"
     groups = (tuple(ranks[at : at + degree]) for at in range(0, len(ranks), degree))

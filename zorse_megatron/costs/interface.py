@@ -5,12 +5,12 @@ Implementations: `costs.profiled_compute` (from a profile, or analytic where not
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.inputs.model import JobRecompute
-from zorse_megatron.plan.plan import Replica, TpShards
+from zorse_megatron.plan.plan import ExpertParallel, Replica, TpShards
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
 RecomputeMode = Literal["none", "selective", "full"]
@@ -159,10 +159,16 @@ class TpShard:
     index: int = 0
     expert_parallel: int = 1
     """Over how many ranks stock spreads the experts of each layer, without TP groups."""
+    shared: ExpertParallel | None = None
+    """What ranks have that share experts alone; then `degree` is 1."""
 
     @classmethod
     def of(cls, replica: Replica, rank: int) -> "TpShard":
         """That of a plan's rank."""
+        if replica.expert_parallel is not None:
+            # Costs do not depend on who owns what.
+            shared = replace(replica.expert_parallel, shard_weights=None)
+            return cls(shared=shared, index=replica.ranks.index(rank))
         degree, tp_shards = len(replica.ranks), replica.uneven_tp_shards
         if tp_shards is None or degree == 1:
             return cls(degree=degree)
@@ -195,8 +201,16 @@ class TpCosts(Protocol):
     def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
         """Costs of a rank with this part; None: in the type of the job."""
 
-    def share_of_tokens(self, expert_parallel: int, count: int) -> float:
-        """Tokens that pass an expert of `count` of the ranks that stock spreads a layer's over."""
+    def share_of_tokens(self, count: int) -> float:
+        """Of all tokens those that pass one of `count` experts of a layer at least."""
+
+    @property
+    def num_experts(self) -> int:
+        """Of each layer."""
+
+    @property
+    def experts_per_token(self) -> int:
+        """Those that a token passes."""
 
     @property
     def has_shared_expert(self) -> bool:

@@ -177,13 +177,14 @@ def _misfit(compared: ComparedSystem) -> Problem:
 
 
 def _members(group: Group) -> str:
-    """How many ranks a group has, those of tensor-parallel groups together."""
-    degrees = Counter(len(replica.ranks) for replica in group.replicas)
-    alone = degrees.pop(1, 0)
-    sets = [
-        (f"{count} TP groups" if count > 1 else "a TP group") + f" of {degree}"
-        for degree, count in sorted(degrees.items(), reverse=True)
-    ]
+    """How many ranks a group has, those of replicas of several together."""
+    sizes = Counter((len(each.ranks), each.expert_parallel is not None) for each in group.replicas)
+    alone = sizes.pop((1, False), 0)
+    sets = []
+    for (ranks, share), count in sorted(sizes.items(), reverse=True):
+        times = f"{count} times " if count > 1 else ""
+        in_tp_groups = (f"{count} TP groups" if count > 1 else "a TP group") + f" of {ranks}"
+        sets.append(f"{times}{ranks} that share experts" if share else in_tp_groups)
     return " + ".join([*sets, *([str(alone)] if alone else [])])
 
 

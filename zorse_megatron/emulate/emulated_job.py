@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zorse_megatron.costs.interface import DtypeCosts, MemoryCost, ModelSection
+from zorse_megatron.costs.shared_experts import TokenMessages
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 from zorse_megatron.simulate.assumptions import Perturbation
 
@@ -15,8 +16,19 @@ VARIABLE = "ZORSE_EMULATION"
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobSharing:
+    """Ranks of a job that share experts alone."""
+
+    ranks: tuple[int, ...]
+    size: int
+    """Samples of a micro-batch on all of them."""
+    messages: TokenMessages
+    """Of one layer of the real model."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobTpGroups:
-    """The tensor-parallel groups of a job."""
+    """The tensor-parallel groups of a job, and its ranks that share experts."""
 
     ranks: tuple[tuple[int, ...], ...]
     """Rank of the job -> the ranks of its TP group."""
@@ -31,6 +43,8 @@ class JobTpGroups:
     """Of the real model."""
     adapter_share: float
     """Width of A x beside the model's, of its adapters; 0 without any."""
+    sharing: tuple[JobSharing | None, ...]
+    """Rank -> those with which it shares experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +69,7 @@ class EmulatedJob:
     hidden_size: int
     """Hidden size of the tiny model."""
     tp_groups: JobTpGroups | None
-    """None: every rank is a TP group of its own."""
+    """None: every rank has all of each layer."""
     directory: Path
     """Where ranks write their reports."""
 

@@ -14,17 +14,18 @@ from typing import Any
 
 from zorse_megatron.costs.interface import WHOLE, DtypeCosts, ModelSection, TpCosts, TpShard
 from zorse_megatron.costs.process_memory import fixed_bytes
+from zorse_megatron.costs.shared_experts import TokenMessages
 from zorse_megatron.emulate.conductor import conducted
-from zorse_megatron.emulate.emulated_job import VARIABLE, EmulatedJob, JobTpGroups
+from zorse_megatron.emulate.emulated_job import VARIABLE, EmulatedJob, JobSharing, JobTpGroups
 from zorse_megatron.emulate.link_clock import LinkModel
 from zorse_megatron.emulate.rank_jobs import SERVER, ForkClient, RankJob, RanksEnd
 from zorse_megatron.emulate.tiny_model import HIDDEN_SIZE, TinyTraining, training_flags
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.inputs.lora import LORA_FLAG, parse_lora
 from zorse_megatron.launch.rank_environment import stock_environment
+from zorse_megatron.plan.divided_replicas import replicas_of_several_ranks
 from zorse_megatron.plan.plan import Plan, Replica, tp_group_of_rank
 from zorse_megatron.plan.plan_file import save_plan
-from zorse_megatron.plan.rules import tp_groups_of
 from zorse_megatron.planner.baselines.stock_layouts import Grid
 from zorse_megatron.planner.baselines.stock_plans import layout_flags
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -313,12 +314,12 @@ def costs_of_ranks(inputs: Inputs, plan: Plan | None, world_size: int) -> tuple[
 
 
 def tp_groups_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobTpGroups | None:
-    """What ranks need to know of their TP groups; None where each rank is one.
+    """What ranks need to know of others of their replicas; None where there are none.
 
     `kinds`: of each rank's GPU.
     """
     tp_costs = inputs.tp_costs
-    if tp_costs is None or not list(tp_groups_of(plan)):
+    if tp_costs is None or not any(replicas_of_several_ranks(plan)):
         return None
     ranks, trained = range(plan.world_size), inputs.model.lora
     lora = None if trained is None else parse_lora(trained, [])
@@ -329,7 +330,23 @@ def tp_groups_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobT
         cut_parameters={each: dict(tp_costs.cut_parameters(each)) for each in _SECTIONS},
         sequence_length=inputs.sequence_length,
         adapter_share=0.0 if lora is None else lora.rank / (inputs.model.hidden_size or 1),
+        sharing=tuple(_sharing(inputs, *_place(plan, rank)) for rank in ranks),
     )
+
+
+def _sharing(inputs: Inputs, replica: Replica, dtype: ComputeDtype | None) -> JobSharing | None:
+    """Of a rank of the replica."""
+    if replica.expert_parallel is None:
+        return None
+    assert inputs.tp_costs is not None
+    messages = TokenMessages.of(
+        replica,
+        replica.micro_batch_size,
+        tp_costs=inputs.tp_costs,
+        boundary_bytes=_whole(inputs, dtype).memory.boundary_bytes,
+        sequence_length=inputs.sequence_length,
+    )
+    return JobSharing(ranks=replica.ranks, size=replica.micro_batch_size, messages=messages)
 
 
 def _place(plan: Plan, rank: int) -> tuple[Replica, ComputeDtype | None]:

@@ -3,21 +3,22 @@ one."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.inputs.lora import LORA_FLAG, TARGETS, Lora
 from zorse_megatron.inputs.model import JobRecompute, ModelShape, PositionEmbedding
+from zorse_megatron.plan.divided_replicas import replicas_that_share_experts, tp_groups_of
 from zorse_megatron.plan.plan import ModelFingerprint, Plan, Replica, TpShards
-from zorse_megatron.plan.rules import tp_groups_of
 
 # Sizes of the tiny model, such that TP groups cut it as they cut the real one.
 #
 # Without TP groups its sizes do not matter. With them it has as many KV groups as the real model, a
 # sequence and a vocabulary that all TP groups divide, and as many columns as make uneven TP shards
-# come out in the real proportion.
+# come out in the real proportion. It has experts where plans let ranks share them alone, as few as
+# their parts allow.
 
 
 # No parameter is padded, so that buckets end where the real model's do.
@@ -26,6 +27,7 @@ SEQUENCE_LENGTH = 32
 NUM_HEADS = 2
 FFN_HIDDEN_SIZE = 4 * HIDDEN_SIZE
 VOCABULARY = 256
+EXPERT_FFN_HIDDEN_SIZE = 16
 _POSITIONS = {"learned": "learned_absolute", "rope": "rope", "none": "none"}
 """As Megatron's flag names them."""
 LORA_RANK = 4
@@ -45,13 +47,15 @@ class TinyShape:
     """Padding included."""
     position_embedding: PositionEmbedding | None = None
     """The real model's, where there are TP groups: of learned positions they sum more."""
+    num_experts: int = 0
 
     @classmethod
-    def of(cls, model: ModelShape, plans: Iterable[Plan]) -> "TinyShape":
+    def of(cls, model: ModelShape, plans: Collection[Plan]) -> "TinyShape":
         """That in which the real model's plans can be trained."""
         replicas = [replica for plan in plans for _, replica in tp_groups_of(plan)]
+        num_experts = _fewest_experts(plans)
         if not replicas:
-            return cls()
+            return cls(num_experts=num_experts)
         degrees = math.lcm(*(len(replica.ranks) for replica in replicas))
         columns = math.lcm(degrees, *_units(replicas))
         return cls(
@@ -60,13 +64,21 @@ class TinyShape:
             ffn_hidden_size=_least_multiple(columns, FFN_HIDDEN_SIZE),
             vocabulary_rows=_least_multiple(degrees, VOCABULARY),
             position_embedding=model.position_embedding,
+            num_experts=num_experts,
         )
 
     def flags(self) -> list[str]:
         """Megatron's, beyond those of any tiny model; to come last."""
+        experts = [
+            *("--num-experts", str(self.num_experts), "--moe-router-topk", "2"),
+            *("--moe-ffn-hidden-size", str(EXPERT_FFN_HIDDEN_SIZE), "--disable-bias-linear"),
+            *("--moe-router-load-balancing-type", "none"),
+        ]
+        experts = experts if self.num_experts else []
         if self.position_embedding is None:
-            return []
+            return experts
         return [
+            *experts,
             *("--position-embedding-type", _POSITIONS[self.position_embedding]),
             *("--kv-channels", str(max(2, HIDDEN_SIZE // self.num_heads))),  # rotated in pairs
             *("--ffn-hidden-size", str(self.ffn_hidden_size)),
@@ -83,7 +95,12 @@ class TinyShape:
         return dataclasses.replace(plan, model=model, groups=groups)
 
     def _replica(self, replica: Replica) -> Replica:
-        tp_shards = replica.tp_shards
+        tp_shards, shared = replica.tp_shards, replica.expert_parallel
+        if shared is not None:
+            counts = _in_proportion(shared.experts, self.num_experts)
+            assert counts is not None
+            shared = dataclasses.replace(shared, experts=counts)
+            return dataclasses.replace(replica, expert_parallel=shared)
         if tp_shards is None:
             return replica
         scaled = TpShards(
@@ -102,6 +119,15 @@ def _units(replicas: Iterable[Replica]) -> Iterator[int]:
             units = sum(counts) // math.gcd(*counts)
             if units <= _MOST_UNITS:
                 yield units
+
+
+def _fewest_experts(plans: Iterable[Plan]) -> int:
+    """Of which all ranks that share experts have their parts; each token has two."""
+    shared = [each for plan in plans for *_, each in replicas_that_share_experts(plan)]
+    if not shared:
+        return 0
+    unit = math.gcd(*(count for each in shared for count in each.experts))
+    return max(2, sum(shared[0].experts) // unit)
 
 
 def _least_multiple(of: int, least: int) -> int:

@@ -25,9 +25,9 @@ from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.live.batch_schedule import BatchSchedule
+from zorse_megatron.plan.divided_replicas import DividedSizes, divided_problems, tp_groups_of
 from zorse_megatron.plan.memory_settings import said_settings
-from zorse_megatron.plan.plan import Plan, has_equal_tp_shards
-from zorse_megatron.plan.rules import DividedSizes, tp_groups_of, tp_problems
+from zorse_megatron.plan.plan import Plan, Replica, has_equal_tp_shards
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 
 Filled = Iterator[Mapping[str, object]]
@@ -413,10 +413,16 @@ def micro_batches_are_no_blocks(case: Case, plan: Plan, name: str) -> Filled:
     if not auxiliary_losses(case.args).get("aux_loss"):
         return
     for number, group in enumerate(plan.groups):
-        sizes = {size for replica in group.replicas for size in replica.sizes}
+        sizes = {size for replica in group.replicas for size in _samples_of_routers(replica)}
         if size := next((each for each in sorted(sizes) if each % own), None):
             yield {"size": size, "group": number, "own": own}
             return
+
+
+def _samples_of_routers(replica: Replica) -> tuple[int, ...]:
+    """Those of micro-batches, or a rank's own samples of them, where it shares experts alone."""
+    shared = replica.expert_parallel
+    return replica.sizes if shared is None else shared.samples
 
 
 def optimizer_state_waits(case: Case, plan: Plan, name: str) -> Filled:
@@ -484,7 +490,7 @@ def tp_groups_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
         num_experts=None if known.ffn_hidden_size else case.integer("num_experts") or 0,
         sequence_length=case.integer("seq_length") if case.value("sequence_parallel") else None,
     )
-    for each in tp_problems(plan, sizes):
+    for each in divided_problems(plan, sizes):
         yield {
             "of": each.where,
             "counts": each.found,

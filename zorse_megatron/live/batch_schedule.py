@@ -75,8 +75,9 @@ def plan_for_batch(plan: Plan, size: int) -> Plan:
     """The plan, with the counts of micro-batches that make `size` samples soonest.
 
     Who runs micro-batches under the plan runs at least one, and none takes longer than there. Where
-    micro-batches are too large for that, a group's are halved until they are not. Raises ValueError
-    where single samples are too large, too.
+    micro-batches are too large for that, a group's are halved until they are not, but for those of
+    ranks that share experts alone. Raises ValueError where single samples, or these micro-batches,
+    are too large, too.
     """
     groups = tuple(_group_for_batch(group, size) for group in plan.groups)
     return replace(plan, groups=groups, global_batch_size=size, predictions=None)
@@ -87,9 +88,10 @@ def _group_for_batch(group: Group, size: int) -> Group:
     try:
         counts = iter(best_counts(active, batch=size))
     except ValueError:
-        if all(each.micro_batch_size == 1 for each in active):
+        halves = tuple(each if each.expert_parallel else _halved(each) for each in group.replicas)
+        if halves == group.replicas:
             raise
-        return _group_for_batch(replace(group, replicas=tuple(map(_halved, group.replicas))), size)
+        return _group_for_batch(replace(group, replicas=halves), size)
     replicas = tuple(
         each.with_count(next(counts)) if each.num_microbatches else each for each in group.replicas
     )

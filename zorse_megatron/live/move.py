@@ -20,7 +20,7 @@ from zorse_megatron.files.read_write import kind_of, read_input, write_text
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.inputs.model import ModelShape
-from zorse_megatron.plan.plan import Chunk, Plan
+from zorse_megatron.plan.plan import Chunk, Plan, Replica
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.schedule.shards import intersection, shard_bounds
 from zorse_megatron.schedule.tensor_parallel_parts import TensorBlock
@@ -241,7 +241,8 @@ def take_request(directory: Path) -> bytes | None:
 #
 # Who owns what is known to the byte only where the model is built (`adapter.moving`). Here a shard
 # is a part of its chunk's layers in their order, which differs in the order of parameters within a
-# layer, and a TP group's ranks own equal parts of what their replica owns.
+# layer, and a TP group's ranks own equal parts of what their replica owns; ranks that share experts
+# alone own parts by their experts, and by their weights of all else.
 
 
 # Of an element: main parameter and two moments, in fp32.
@@ -285,11 +286,23 @@ def owners(plan: Plan, model: ModelShape) -> Owners:
         replicas = plan.groups[chunk.group].replicas
         bounds = shard_bounds(sum(parts.values()), [each.shard_weight for each in replicas])
         for replica, (first, stop) in zip(replicas, bounds, strict=True):
-            of_tp_group = shard_bounds(stop - first, [1.0] * len(replica.ranks))
-            for rank, (start, end) in zip(replica.ranks, of_tp_group, strict=True):
+            of_ranks = shard_bounds(stop - first, _shares_of_ranks(replica, model))
+            for rank, (start, end) in zip(replica.ranks, of_ranks, strict=True):
                 for name, block in _blocks(parts, first + start, first + end):
                     found[rank].setdefault(name, []).append(block)
     return found
+
+
+def _shares_of_ranks(replica: Replica, model: ModelShape) -> list[float]:
+    """Of what their replica owns."""
+    shared = replica.expert_parallel
+    if shared is None:
+        return [1.0] * len(replica.ranks)
+    experts = model.expert_parameters / model.layer_parameters()
+    return [
+        experts * count / sum(shared.experts) + (1 - experts) * shared.weight_of(index)
+        for index, count in enumerate(shared.experts)
+    ]
 
 
 def _parts(number: int, chunk: Chunk, plan: Plan, model: ModelShape) -> dict[str, int]:

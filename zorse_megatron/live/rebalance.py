@@ -24,7 +24,7 @@ from zorse_megatron.schedule.actions import (
 )
 from zorse_megatron.schedule.lower import in_flight_limits, lower_plan
 from zorse_megatron.schedule.pipeline_schedules import Worker
-from zorse_megatron.schedule.samples import replica_micro_batches
+from zorse_megatron.schedule.samples import rank_micro_batches
 from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 from zorse_megatron.schedule.validate import check_executable
 
@@ -362,7 +362,7 @@ def held_by_ranks(plan: Plan, lists: ActionLists) -> tuple[Held, ...]:
     layers = [last - first for first, last in (chunk.layers for chunk in plan.chunks)]
     found = []
     for rank, actions in enumerate(lists.ranks):
-        sizes = [each.size for each in replica_micro_batches(plan, rank)]
+        sizes = [each.size for each in rank_micro_batches(plan, rank)]
         found.append(held(actions, sizes, layers))
     return tuple(found)
 

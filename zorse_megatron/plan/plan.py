@@ -61,6 +61,23 @@ class TpShards:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class ExpertParallel:
+    """What each rank of a replica has whose ranks share nothing but the experts of each layer."""
+
+    experts: tuple[Count, ...]
+    """Whole experts of each layer, in their order; all others go through messages."""
+    samples: tuple[Count, ...]
+    """Samples of each micro-batch; they add up to its size."""
+    shard_weights: tuple[Weight, ...] | None = None
+    """Relative shares of the replica's training state, of all but experts; absent: equal ones."""
+
+    def weight_of(self, index: int) -> float:
+        """Which part of the replica's share rank `index` owns."""
+        weights = self.shard_weights or (1.0,) * len(self.experts)
+        return weights[index] / sum(weights)
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Recompute:
     """Which activations are computed again in the backward pass instead of being kept."""
 
@@ -106,7 +123,8 @@ class Replica:
     """One data-parallel member of a group, and its share of the work and of the state."""
 
     ranks: Annotated[tuple[int, ...], Field(min_length=1)]
-    """Global ranks of this replica: one rank, or the ranks of a tensor-parallel group in order."""
+    """Global ranks of this replica: one rank, or those of a tensor-parallel group or of ranks that
+    share experts (`expert_parallel`), in order."""
     micro_batch_size: Positive
     """Samples that the replica runs at once."""
     num_microbatches: Count
@@ -128,6 +146,9 @@ class Replica:
     tp_shards: TpShards | None = None
     """Uneven TP shards of the ranks of a tensor-parallel group, in their order; absent: equal
     parts."""
+    expert_parallel: ExpertParallel | None = None
+    """What each rank has, in their order, if they are no tensor-parallel group but share experts
+    alone."""
     recompute: Recompute | None = None
     """Activation recomputation of this replica; absent: as its group."""
     offload: Offload | None = None
@@ -169,9 +190,14 @@ class Replica:
         return dataclasses.replace(self, num_microbatches=num_microbatches, halved=halved)
 
     @property
+    def tp_degree(self) -> int:
+        """Among how many ranks a layer is cut; 1 where they share experts alone."""
+        return 1 if self.expert_parallel else len(self.ranks)
+
+    @property
     def uneven_tp_shards(self) -> TpShards | None:
         """The parts, as far as they are not those of a plan that says none."""
-        if self.tp_shards is None or len(self.ranks) == 1:
+        if self.tp_shards is None or self.tp_degree == 1:
             return None
         return self.tp_shards.unequal()
 
@@ -351,12 +377,15 @@ class Plan:
 
 def tp_group_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
     """The tensor-parallel group of `rank`: the ranks of its replica, in order of their parts."""
-    group, replica = plan.replica_of_rank(rank)
-    return plan.groups[group].replicas[replica].ranks
+    group, index = plan.replica_of_rank(rank)
+    replica = plan.groups[group].replicas[index]
+    return (rank,) if replica.expert_parallel else replica.ranks
 
 
 def has_equal_tp_shards(group: Group) -> bool:
     """Whether all replicas cut layers into the same parts, so that each rank has twins."""
+    if any(replica.expert_parallel for replica in group.replicas):
+        return False
     return len({(len(replica.ranks), replica.uneven_tp_shards) for replica in group.replicas}) == 1
 
 

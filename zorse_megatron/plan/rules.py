@@ -7,12 +7,12 @@ that a bad plan gets all its errors at once.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
+from zorse_megatron.plan.divided_replicas import expert_parallel_problems, tp_shards_problems
 from zorse_megatron.plan.plan import (
     Group,
     Plan,
@@ -48,6 +48,7 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         _halves,
         _shard_weights,
         tp_shards_problems,
+        expert_parallel_problems,
         _recomputed_layers,
         hierarchical_problems,
         _lengths,
@@ -419,7 +420,7 @@ def _settings(where: str, group: Group) -> Iterator[Problem]:
     if not has_equal_tp_shards(group):
         yield Problem(
             where=f"{where}.hierarchical",
-            found="true, with replicas that cut their layers differently",
+            found="true, with replicas that cut their layers differently or share experts",
             expected="replicas of equal numbers of ranks, with equal parts",
             remedy="Remove it: such replicas exchange parts directly.",
         )
@@ -430,147 +431,3 @@ def _settings(where: str, group: Group) -> Iterator[Problem]:
             expected="one of the two",
             remedy="Remove one: 16-bit gradients go to their owners directly.",
         )
-
-
-# What a model must be like for TP groups to hold parts of its layers. Sizes that are not known are
-# not compared: a plan may leave them out, and the training command has them all.
-
-_TITLES = {
-    "kv_groups": "KV groups",
-    "mlp_columns": "columns of the MLP",
-    "vocabulary_rows": "rows of the vocabulary",
-    "experts": "experts",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DividedSizes:
-    """Sizes of a model that TP groups divide."""
-
-    num_attention_heads: int | None = None
-    num_query_groups: int | None = None
-    ffn_hidden_size: int | None = None
-    vocab_size: int | None = None
-    """Padding included."""
-    num_experts: int | None = None
-    """Of each layer; 0: the model has none."""
-    sequence_length: int | None = None
-    """None without sequence parallelism, which divides it."""
-
-
-def sizes_of(plan: Plan) -> DividedSizes:
-    """What the plan itself says of its model."""
-    model = plan.model
-    says_experts = model.num_experts is not None or model.ffn_hidden_size is not None
-    return DividedSizes(
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups or model.num_attention_heads,
-        ffn_hidden_size=None if model.num_experts else model.ffn_hidden_size,
-        vocab_size=model.vocab_size,
-        num_experts=(model.num_experts or 0) if says_experts else None,
-    )
-
-
-def tp_groups_of(plan: Plan) -> Iterator[tuple[str, Replica]]:
-    """Yield the replicas of several ranks, with their place in the plan."""
-    for number, group in enumerate(plan.groups):
-        for index, replica in enumerate(group.replicas):
-            if len(replica.ranks) > 1:
-                yield f"groups[{number}].replicas[{index}].ranks", replica
-
-
-def tp_problems(plan: Plan, sizes: DividedSizes) -> Iterator[Problem]:
-    """Yield every TP group that cannot hold parts of a model of these sizes."""
-    for where, replica in tp_groups_of(plan):
-        degree = len(replica.ranks)
-        given = (
-            {title: getattr(replica.tp_shards, field) for field, title in _TITLES.items()}
-            if replica.tp_shards
-            else {}
-        )
-        for name, size, remedy in _divided(sizes):
-            counts = given.get(name)
-            if counts is not None and size is not None and sum(counts) != size:
-                yield Problem(
-                    where=where.replace(".ranks", ".tp_shards"),
-                    found=f"{list(counts)}, {sum(counts)} {name} in all",
-                    expected=f"{size}, as the model has",
-                    remedy="Parts neither overlap nor leave anything out: correct the numbers.",
-                )
-            elif counts is None and size and name == "experts":
-                yield Problem(
-                    where=where.replace(".ranks", ".tp_shards"),
-                    found=f"no experts, of a model with {size} in each layer",
-                    expected=f"how many of them each of the {degree} ranks has",
-                    remedy=remedy,
-                )
-            elif counts is None and size is not None and size % degree:
-                larger = name == "KV groups" and size < degree
-                yield Problem(
-                    where=where,
-                    found=f"{degree} ranks {list(replica.ranks)} for {size} {name}",
-                    expected=f"at most {size} ranks" if larger else f"a divisor of {size}",
-                    remedy=remedy,
-                )
-
-
-def tp_shards_problems(plan: Plan) -> Iterator[Problem]:
-    """Parts have one entry per rank, and together they are the whole, where that is known."""
-    model = plan.model
-    wholes = {
-        "kv_groups": model.num_query_groups or model.num_attention_heads,
-        "mlp_columns": model.ffn_hidden_size,
-        "vocabulary_rows": model.vocab_size,
-        "experts": model.num_experts,
-    }
-    for index, group in enumerate(plan.groups):
-        for number, replica in enumerate(group.replicas):
-            for name, whole in wholes.items() if replica.tp_shards else ():
-                counts = getattr(replica.tp_shards, name)
-                where = f"groups[{index}].replicas[{number}].tp_shards.{name}"
-                if counts is not None:
-                    yield from _counts_problems(where, replica, counts, whole)
-
-
-def _counts_problems(
-    where: str, replica: Replica, counts: tuple[int, ...], whole: int | None
-) -> Iterator[Problem]:
-    degree = len(replica.ranks)
-    if len(counts) != degree:
-        yield Problem(
-            where=where,
-            found=f"{len(counts)} entries",
-            expected=f"{degree}, one per rank of the replica",
-            remedy="Give one entry per rank in the order of ranks, or leave it out.",
-        )
-    elif sum(counts) != (whole or sum(counts)) or not sum(counts):
-        yield Problem(
-            where=where,
-            found=f"{list(counts)}, {sum(counts)} in all",
-            expected=f"{whole or 'more than 0'} in all, as the model has",
-            remedy="Parts neither overlap nor leave anything out: correct the numbers.",
-        )
-
-
-def _divided(sizes: DividedSizes) -> Iterator[tuple[str, int | None, str]]:
-    whole = "Each rank holds whole KV groups: use a TP group of fewer ranks, or give its tp_shards."
-    yield "KV groups", sizes.num_query_groups, whole
-    if sizes.num_query_groups is None:
-        yield "attention heads", sizes.num_attention_heads, whole
-    yield (
-        "columns of the MLP",
-        sizes.ffn_hidden_size,
-        "Use a TP group of another number of ranks, or give its tp_shards.",
-    )
-    yield (
-        "rows of the vocabulary",
-        sizes.vocab_size,
-        "Pad the vocabulary to a multiple (--make-vocab-size-divisible-by), or give its tp_shards.",
-    )
-    yield "experts", sizes.num_experts, 'Give one number per rank, as in "experts": [5, 3].'
-    yield (
-        "positions of a sequence",
-        sizes.sequence_length,
-        "Sequence parallelism divides the sequence: remove --sequence-parallel, or change "
-        "--seq-length.",
-    )

@@ -139,8 +139,8 @@ def _kinds_in_tp_groups(inputs: Inputs, plan: Plan) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for group in plan.groups:
         for replica in group.replicas:
-            for rank in replica.ranks if len(replica.ranks) > 1 else ():
-                found.setdefault(inputs.kinds[rank], set()).add(len(replica.ranks))
+            for rank in replica.ranks if replica.tp_degree > 1 else ():
+                found.setdefault(inputs.kinds[rank], set()).add(replica.tp_degree)
     return found
 
 
@@ -492,6 +492,7 @@ _SAID = {
     "halved": "whole micro-batches",
     "shard_weight": "equal shards",
     "ranks": "one tensor-parallel degree",
+    "expert_parallel": "Megatron's own expert parallelism, equal on all ranks",
     "tp_shards": "even TP shards in tensor parallelism",
     "recompute": "one recompute setting",
     "parameters": "parameters on the GPUs alone",

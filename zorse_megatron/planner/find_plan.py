@@ -7,9 +7,10 @@ from itertools import islice
 
 from zorse_megatron.costs.process_memory import deadlock_risk
 from zorse_megatron.errors import Problem
+from zorse_megatron.plan.divided_replicas import replicas_that_share_experts, tp_groups_of
 from zorse_megatron.plan.memory_settings import offloads_anything, said_settings
 from zorse_megatron.plan.plan import Plan, Predictions
-from zorse_megatron.plan.rules import STOCK_EXPERT_PARALLEL, tp_groups_of
+from zorse_megatron.plan.rules import STOCK_EXPERT_PARALLEL
 from zorse_megatron.planner.baselines.lower_bounds import link_bound, lower_bound_s
 from zorse_megatron.planner.baselines.published_planners import (
     cephalo_inputs,
@@ -48,6 +49,7 @@ from zorse_megatron.planner.search.finish_plan import (
     with_plans_of_shorter,
 )
 from zorse_megatron.planner.search.local_moves import with_changes
+from zorse_megatron.planner.search.shared_experts import with_shared_experts
 from zorse_megatron.planner.search.tensor_parallel_search import search_with_tp
 from zorse_megatron.planner.search.zorse_search import SearchResult
 from zorse_megatron.planner.shortage import no_plan
@@ -193,7 +195,7 @@ def _searched(
             # Its plans are for a part of the batch.
             lambda part: _searched_in_all(part, lambda told: on_progress(replace(told, best=None))),
         )
-        # Stock's layouts, but for those with expert parallelism, are plans: ours is never slower.
+        # Stock's layouts are plans: ours is never slower than one without expert parallelism.
         evaluations = best_first([*found.evaluations, *stock_plans(evaluator, stock)])
         return _Searched(evaluator=evaluator, evaluations=evaluations, before=found.considered)
     inputs = _of_baselines(inputs)
@@ -224,7 +226,10 @@ def _finished(
     evaluator, found = search.evaluator, search.evaluations
     if strategy == "stock":  # unmodified Megatron has nothing of this
         return found[0]
-    ways, space = [found], evaluator.inputs.space
+    space = evaluator.inputs.space
+    # Those whose ranks share experts are climbed from at the end.
+    found = [each for each in found if not any(replicas_that_share_experts(each.plan))] or found[:1]
+    ways = [found]
     if space.offload_activations:
         ways.append([each for each in found if not _keeps_in_host(each.plan)])
     if any(tp_groups_of(found[0].plan)):
@@ -240,7 +245,25 @@ def _finished(
         best = with_best_levels(evaluator, best)
         best = with_narrow_gradients(evaluator, best)
         finished.append(with_changes(evaluator, best) if strategy == "zorse" else best)
+    if strategy == "zorse":
+        finished = [_sharing_experts(search, each, on_progress) for each in finished]
     return min(finished, key=lambda each: each.iteration_s)
+
+
+def _sharing_experts(
+    search: _Searched, best: Evaluation, on_progress: Callable[[SearchProgress], None]
+) -> Evaluation:
+    """The plan, or a faster one whose ranks share experts."""
+    evaluator = search.evaluator
+    if evaluator.inputs.model.num_experts is None or best.is_extrapolated:
+        return best
+    others = search.evaluations
+    if not any(tp_groups_of(best.plan)):  # as if it had been asked for no TP groups
+        others = [each for each in others if not any(tp_groups_of(each.plan))]
+    while (found := with_shared_experts(evaluator, best, others, on_progress)) is not None:
+        best = climbed_from(evaluator, [found], _climb(evaluator.inputs), on_progress)
+        others = []
+    return best
 
 
 def _climb(inputs: Inputs) -> int:

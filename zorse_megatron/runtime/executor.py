@@ -242,7 +242,7 @@ class Executor:
         if target in self.chunks:
             key = kind is Kind.SEND_F, target, micro_batch.index
             self.handed_over[key] = tensor
-        else:
+        elif micro_batch.size:  # a rank that shares experts may have no samples
             self.to_send[kind, chunk, micro_batch.index] = tensor
 
     def _send(

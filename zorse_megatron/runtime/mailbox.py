@@ -46,6 +46,24 @@ class TpRank:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertRank:
+    """One of the ranks of a replica that share the experts of its layers, and nothing else."""
+
+    index: int
+    group: dist.ProcessGroup
+    """The ranks, in order."""
+    parts: TpPartition
+    """Which experts its ranks hold."""
+    tokens: tuple[int, ...]
+    """Of a micro-batch, on each rank."""
+
+    @property
+    def experts(self) -> range:
+        """Those that this rank holds."""
+        return self.parts.experts_of(self.index)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActivationSpec:
     """What a boundary activation looks like: [sequence_length, samples, hidden_size].
 
@@ -180,6 +198,8 @@ class Mailbox:
 
     def take(self, *, activation: bool, chunk: int, micro_batch: MicroBatch) -> torch.Tensor:
         """Wait for all pieces of a micro-batch; join them along the batch dimension."""
+        if not micro_batch.size:
+            return self.spec.empty(0, self.spec.dtype)
         parts = self.incoming.pop((activation, chunk, micro_batch.index))
         parts.sort(key=lambda piece: piece.order)
         for piece in parts:

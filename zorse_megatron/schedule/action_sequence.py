@@ -2,7 +2,7 @@
 
 In the sequence a transfer is a single event, which stands after the computation that produces it
 and before the one that consumes it; a collective is a single event of all ranks of its group; and
-a computation is one of all ranks of a tensor-parallel group, as collectives are inside.
+a computation is one of all ranks of a replica, as collectives are inside.
 Each rank's list is the part of the sequence that the rank takes part in. So the first action of
 the sequence that is not done yet can always be done: no order of execution can deadlock, not even
 if every send waited for its receive and every collective for all of its ranks.
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
-from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan import Plan, Replica
 from zorse_megatron.schedule.actions import Action, Kind
+from zorse_megatron.schedule.rank_messages import RankMessage, rank_messages
 from zorse_megatron.schedule.samples import Boundaries, MicroBatch, Piece
-from zorse_megatron.schedule.tensor_parallel_parts import SlicePair, slice_pairs
 
 # Events of a simulated schedule: computations of replicas, and actions of entire groups.
 #
@@ -172,8 +172,7 @@ def cut_into_lists(
 class _Sequence:
     def __init__(self, plan: Plan, boundaries: Boundaries) -> None:
         self.boundaries = boundaries
-        self.ranks = [[replica.ranks for replica in group.replicas] for group in plan.groups]
-        """Group -> replica -> its ranks."""
+        self.replicas = [group.replicas for group in plan.groups]
         self.offloads_parameters = ranks_that_offload_parameters(plan)
         self.lists: list[list[Action]] = [[] for _ in range(plan.world_size)]
 
@@ -181,7 +180,7 @@ class _Sequence:
         """Append a forward, a backward or a weight gradient."""
         micro_batch = event.micro_batch
         action = Action(event.kind, event.chunk, micro_batch.index)
-        for rank in self._ranks(event.chunk, micro_batch):
+        for rank in self._replica(event.chunk, micro_batch).ranks:
             self.lists[rank].append(action)
 
     def act(self, event: GroupEvent) -> None:
@@ -190,8 +189,8 @@ class _Sequence:
         Copies of shards between GPU and host: of the ranks that offload parameters.
         """
         of_all = [action for action in event.actions if action.kind not in _COPIES]
-        for ranks in self.ranks[event.group]:
-            for rank in ranks:
+        for replica in self.replicas[event.group]:
+            for rank in replica.ranks:
                 offloads = rank in self.offloads_parameters
                 self.lists[rank] += event.actions if offloads else of_all
 
@@ -205,18 +204,14 @@ class _Sequence:
         boundary = self.boundaries.after_chunk[lower]
         by_producer = boundary.by_source if event.forward else boundary.by_target
         for piece in by_producer[event.micro_batch.key]:
-            lowers = self._ranks(lower, piece.source)
-            uppers = self._ranks(lower + 1, piece.target)
-            for pair in slice_pairs(len(lowers), len(uppers)):
-                ends = lowers[pair.source], uppers[pair.target]
-                self._transfer(lower, piece, ends, pair, gradient=not event.forward)
+            replicas = self._replica(lower, piece.source), self._replica(lower + 1, piece.target)
+            for message in rank_messages(piece, *replicas):
+                self._transfer(lower, piece, message, gradient=not event.forward)
 
-    def _transfer(
-        self, chunk: int, piece: Piece, ends: tuple[int, int], pair: SlicePair, *, gradient: bool
-    ) -> None:
+    def _transfer(self, chunk: int, piece: Piece, message: RankMessage, *, gradient: bool) -> None:
         """Append one transfer between `chunk` and `chunk + 1` to both ranks' lists."""
-        lower, upper = ends
-        samples, positions = (piece.start, piece.stop), pair.positions
+        lower, upper = message.source, message.target
+        samples, positions = message.samples, message.positions
         at_lower, at_upper = _GRADIENT if gradient else _ACTIVATION
         self.lists[lower].append(
             Action(at_lower, chunk, piece.source.index, upper, samples, positions)
@@ -225,8 +220,8 @@ class _Sequence:
             Action(at_upper, chunk + 1, piece.target.index, lower, samples, positions)
         )
 
-    def _ranks(self, chunk: int, micro_batch: MicroBatch) -> tuple[int, ...]:
-        return self.ranks[self.boundaries.groups[chunk]][micro_batch.replica]
+    def _replica(self, chunk: int, micro_batch: MicroBatch) -> Replica:
+        return self.replicas[self.boundaries.groups[chunk]][micro_batch.replica]
 
 
 # When a group unshards and reshards its chunks' parameters.

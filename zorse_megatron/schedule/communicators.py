@@ -24,8 +24,8 @@ from zorse_megatron.schedule.actions import (
     edges_of,
 )
 from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.rank_messages import rank_messages
 from zorse_megatron.schedule.samples import Boundaries
-from zorse_megatron.schedule.tensor_parallel_parts import slice_pairs
 from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 
 # All communicators of a GPU share this part of its multiprocessors, or have one each if that is
@@ -280,23 +280,23 @@ def most_waiting(
 
 def links_of(plan: Plan) -> tuple[Link, ...]:
     """Return all links of training, sorted: activations one way, their gradients the other."""
-    ranks = [[replica.ranks for replica in group.replicas] for group in plan.groups]
     boundaries = Boundaries(plan)
     found: set[Link] = set()
     for chunk, boundary in enumerate(boundaries.after_chunk):
         if boundary.is_local:
             continue
-        here, there = (ranks[boundaries.groups[number]] for number in (chunk, chunk + 1))
-        pairs = {
-            (piece.source.replica, piece.target.replica)
-            for pieces in boundary.by_source.values()
-            for piece in pieces
-        }
-        for source, target in pairs:
-            senders, receivers = here[source], there[target]
-            for pair in slice_pairs(len(senders), len(receivers)):
-                sender, receiver = senders[pair.source], receivers[pair.target]
-                found |= {(sender, receiver), (receiver, sender)}
+        here, there = (
+            plan.groups[boundaries.groups[number]].replicas for number in (chunk, chunk + 1)
+        )
+        # Between two replicas all pieces have the same ends, unless ranks have samples of theirs.
+        pieces = [piece for each in boundary.by_source.values() for piece in each]
+        if not any(replica.expert_parallel for replica in (*here, *there)):
+            pieces = list({(p.source.replica, p.target.replica): p for p in pieces}.values())
+        for piece in pieces:
+            ends = here[piece.source.replica], there[piece.target.replica]
+            for message in rank_messages(piece, *ends):
+                edge = message.source, message.target
+                found |= {edge, edge[::-1]}
     return tuple(sorted(found))
 
 

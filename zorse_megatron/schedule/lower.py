@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.plan.divided_replicas import (
+    divided_problems,
+    replicas_of_several_ranks,
+    sizes_of,
+)
 from zorse_megatron.plan.memory_settings import (
     MemorySettings,
     ranks_that_offload_gradients,
     said_settings,
 )
 from zorse_megatron.plan.plan import Group, Plan, has_equal_tp_shards
-from zorse_megatron.plan.rules import (
-    STOCK_EXPERT_PARALLEL,
-    sizes_of,
-    tp_groups_of,
-    tp_problems,
-)
+from zorse_megatron.plan.rules import STOCK_EXPERT_PARALLEL
 from zorse_megatron.schedule.action_sequence import (
     Event,
     GroupEvent,
@@ -142,11 +142,11 @@ def _not_lowered(plan: Plan) -> Iterator[Problem]:
         yield Problem(
             where=f"schedule.parameters.{STOCK_EXPERT_PARALLEL}",
             found=degree,
-            expected="nothing: expert parallelism is of unmodified Megatron alone",
-            remedy="Start it with zorse launch --stock, or remove the setting: then each rank has "
-            "all experts.",
+            expected="nothing: this is expert parallelism of unmodified Megatron alone",
+            remedy="Start it with zorse launch --stock, or remove the setting and let ranks of a "
+            "replica share experts (expert_parallel).",
         )
-    of_tp_groups = tuple(_tensor_parallel(plan))
+    of_replicas = tuple(_of_several_ranks(plan))
     for number in range(len(plan.groups)):
         chunks = plan.chunks_of_group(number)
         if plan.schedule.name == "1f1b" and len(chunks) > 1:
@@ -165,7 +165,7 @@ def _not_lowered(plan: Plan) -> Iterator[Problem]:
                 expected="them under interleaved or 1f1b, where pipelines fill and drain once",
                 remedy="Remove halved.",
             )
-        yield from (each for each in of_tp_groups if each.where.startswith(f"groups[{number}]."))
+        yield from (each for each in of_replicas if each.where.startswith(f"groups[{number}]."))
     yield from _not_released(plan)
 
 
@@ -213,6 +213,9 @@ def _mixed_tp_replicas(
     if has_equal_tp_shards(group):
         return
     degrees = " and ".join(str(degree) for degree in sorted({len(r.ranks) for r in group.replicas}))
+    shares = any(replica.expert_parallel for replica in group.replicas)
+    found = "replicas that share experts" if shares else f"replicas of {degrees} ranks"
+    expected = "all experts on each rank" if shares else "replicas of equal numbers of ranks"
     settings = {
         f"groups[{number}].grad_reduce_dtype": group.grad_reduce_dtype,
         **dict.fromkeys(offloads_of_shards, True),
@@ -221,14 +224,14 @@ def _mixed_tp_replicas(
         if value:
             yield Problem(
                 where=where,
-                found=f"{str(value).lower()}, with replicas of {degrees} ranks",
-                expected="replicas of equal numbers of ranks with it",
-                remedy="Remove it, or give the replicas of this group equal numbers of ranks.",
+                found=f"{str(value).lower()}, with {found}",
+                expected=f"{expected} with it",
+                remedy=f"Remove it, or give the replicas of this group {expected}.",
             )
 
 
-def _tensor_parallel(plan: Plan) -> Iterator[Problem]:
-    for where, replica in tp_groups_of(plan):
+def _of_several_ranks(plan: Plan) -> Iterator[Problem]:
+    for where, replica in replicas_of_several_ranks(plan):
         if replica.ranks != tuple(sorted(replica.ranks)):
             yield Problem(
                 where=where,
@@ -236,4 +239,4 @@ def _tensor_parallel(plan: Plan) -> Iterator[Problem]:
                 expected=f"{sorted(replica.ranks)}, in ascending order",
                 remedy="Process groups number their ranks in this order, and with them the parts.",
             )
-    yield from tp_problems(plan, sizes_of(plan))
+    yield from divided_problems(plan, sizes_of(plan))

@@ -16,12 +16,12 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import attrgetter
 
-from zorse_megatron.plan.plan import Group, Plan
+from zorse_megatron.plan.plan import Group, Plan, Replica
 
 # Samples of a plan whose replicas are in several regions: few of them change region.
 #
@@ -204,11 +204,25 @@ def pieces(sources: Sequence[MicroBatch], targets: Sequence[MicroBatch]) -> tupl
     return tuple(found)
 
 
-def replica_micro_batches(plan: Plan, rank: int) -> tuple[MicroBatch, ...]:
-    """The micro-batches that `rank` runs, in execution order."""
-    group, replica = plan.replica_of_rank(rank)
+def rank_micro_batches(plan: Plan, rank: int) -> tuple[MicroBatch, ...]:
+    """The micro-batches that `rank` runs, in execution order.
+
+    Of a replica whose ranks share experts alone: its own samples of each, which may be none.
+    """
+    group, index = plan.replica_of_rank(rank)
+    replica = plan.groups[group].replicas[index]
     laid_out = micro_batches(plan.groups[group], Lanes.of(plan))
-    return tuple(m for m in laid_out if m.replica == replica)
+    place = replica.ranks.index(rank)
+    return tuple(rank_part(each, replica, place) for each in laid_out if each.replica == index)
+
+
+def rank_part(micro_batch: MicroBatch, replica: Replica, index: int) -> MicroBatch:
+    """The samples of a micro-batch that rank `index` of the replica has."""
+    if replica.expert_parallel is None:
+        return micro_batch
+    samples = replica.expert_parallel.samples
+    start = micro_batch.start + sum(samples[:index])
+    return replace(micro_batch, start=start, stop=start + samples[index])
 
 
 # What travels between neighbouring chunks, laid out once for a whole plan.

@@ -43,7 +43,13 @@ class TpPartition:
 
     @classmethod
     def of(cls, replica: Replica) -> "TpPartition":
-        """Those of a plan's replica; equal ones that it names are as if it named none."""
+        """Those of a plan's replica; equal ones that it names are as if it named none.
+
+        Of ranks that share experts alone it is true of these only.
+        """
+        if replica.expert_parallel is not None:
+            tp_shards = TpShards(experts=replica.expert_parallel.experts)
+            return cls(degree=len(replica.ranks), tp_shards=tp_shards)
         return cls(degree=len(replica.ranks), tp_shards=replica.uneven_tp_shards or TpShards())
 
     @property

@@ -14,6 +14,7 @@ from zorse_megatron.costs.interface import (
     TpComputeCost,
     TpShard,
 )
+from zorse_megatron.costs.shared_experts import SharedExpertsCompute, TokenMessages
 from zorse_megatron.costs.stage_formulas import exchanges_s, pass_s
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.schedule.actions import Kind
@@ -221,7 +222,7 @@ class CollectiveCosts:
             return 0.0
         gradient_bytes = sizes.memory_of(chunk).gradient_bytes(number)
         return max(
-            comm.all_reduce_s(replica.ranks, gradient_bytes) if len(replica.ranks) > 1 else 0.0
+            comm.all_reduce_s(replica.ranks, gradient_bytes) if replica.tp_degree > 1 else 0.0
             for replica in sizes.group_of(chunk).replicas
         )
 
@@ -434,6 +435,8 @@ class ActionCosts(CollectiveCosts):
     ) -> PassTimes:
         assert self._inside is not None
         sizes, inside = self.sizes, self._inside
+        if sizes.replica(ranks[0]).expert_parallel is not None:
+            return self._between_experts(ranks, chunk, size)
         num_bytes, tokens = sizes.boundary_bytes(size, chunk), size * sizes.costs.sequence_length
 
         def of(section: ModelSection) -> PassTimes:
@@ -459,14 +462,51 @@ class ActionCosts(CollectiveCosts):
             + sum(e.backward_s for e in ends),
         )
 
+    def _between_experts(self, ranks: tuple[int, ...], chunk: int, size: int) -> PassTimes:
+        """Tokens on their way to other ranks' experts and back (`adapter.model.expert_exchange`).
+
+        Routing is even: a token is sent once to each rank that has any of its experts. All ranks
+        are told the experts and weights of all tokens. Links are taken to be idle. What goes back
+        last is hidden behind gradients of experts' weights, if these are not apart.
+        """
+        sizes, layers = self.sizes, self.sizes.num_layers(chunk)
+        assert sizes.tp_costs is not None
+        messages = TokenMessages.of(
+            sizes.replica(ranks[0]),
+            size,
+            tp_costs=sizes.tp_costs,
+            boundary_bytes=lambda own: sizes.boundary_bytes(own, chunk),
+            sequence_length=sizes.costs.sequence_length,
+        )
+        there = messages.there
+        back = {pair[::-1]: num_bytes for pair, num_bytes in there.items()}
+        there_s, back_s = (self.loads.exchanges([(each, 1)]).alone_s for each in (there, back))
+        both_s = there_s + back_s
+        hidden_s = 0.0
+        if not sizes.group_of(chunk).split_backward:
+            hidden_s = max(self._row_gradients_s(rank, chunk, size) for rank in ranks)
+        told_s = self.loads.exchanges([(messages.told, 1)]).alone_s
+        mode, recomputed = sizes.recompute(ranks[0], chunk)
+        again = recomputed if mode == "full" else 0
+        return PassTimes(
+            forward_s=layers * (both_s + told_s),
+            backward_s=layers * (there_s + max(0.0, back_s - hidden_s) + told_s / 2)
+            + again * (both_s + told_s),
+        )
+
+    def _row_gradients_s(self, rank: int, chunk: int, size: int) -> float:
+        compute = self._tp_compute(rank, chunk)
+        assert isinstance(compute, SharedExpertsCompute), "of a rank that shares experts"
+        return compute.row_gradients_s(self.kinds[rank], size)
+
     def _is_measured_together(self, rank: int, chunk: int, section: ModelSection) -> bool:
         compute = self._tp_compute(rank, chunk)
         return compute is not None and compute.includes_collectives(self.kinds[rank], section)
 
     def _tp_compute(self, rank: int, chunk: int) -> TpComputeCost | None:
-        """What a rank of a TP group of several computes with."""
+        """What a rank of a replica of several computes with."""
         part, tp_costs = self.sizes.part(rank), self.sizes.tp_costs
-        if tp_costs is None or part.degree == 1:
+        if tp_costs is None or (part.degree == 1 and part.shared is None):
             return None
         return tp_costs.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
 

@@ -228,7 +228,7 @@ def _may_be_merged(sizes: RankSizes) -> bool:
     plan = sizes.plan
     swaps = sizes.tied and plan.chunks[0].group != plan.chunks[-1].group
     halves = any(each.halved for group in plan.groups for each in group.replicas)
-    if swaps or halves or sizes.has_tp_groups or Lanes.of(plan) is not None:
+    if swaps or halves or sizes.has_wide_replicas or Lanes.of(plan) is not None:
         return False
     offloads = ranks_that_offload_parameters(plan), ranks_that_offload_gradients(plan)
     return all(_is_even(group, offloads) for group in plan.groups)

@@ -28,6 +28,7 @@ from zorse_megatron.costs.stage_formulas import (
 )
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.inputs.model import JobRecompute
+from zorse_megatron.plan.divided_replicas import replicas_of_several_ranks
 from zorse_megatron.plan.memory_settings import settings_by_rank
 from zorse_megatron.plan.plan import (
     Group,
@@ -37,7 +38,6 @@ from zorse_megatron.plan.plan import (
     has_equal_tp_shards,
     ranks_by_region,
 )
-from zorse_megatron.plan.rules import tp_groups_of
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 from zorse_megatron.schedule.shards import RegionShards, intersection, regions_of
@@ -82,7 +82,7 @@ class RankSizes:
         self.costs = costs
         self.framework = framework
         self.memory = costs.memory
-        self.has_tp_groups = bool(list(tp_groups_of(plan)))
+        self.has_wide_replicas = any(replicas_of_several_ranks(plan))
         self.tp_costs = self._costs_of_parts()
         """Costs of ranks with a part of each layer; None: all have whole layers."""
         self._parts: dict[int, TpShard] = {}
@@ -122,7 +122,7 @@ class RankSizes:
         """Which part of each layer the rank has."""
         if self.tp_costs is None:
             return WHOLE
-        if not self.has_tp_groups:
+        if not self.has_wide_replicas:
             return TpShard(expert_parallel=self.framework.expert_parallel)
         found = self._parts.get(rank)
         if found is None:
@@ -502,11 +502,11 @@ class RankSizes:
 
     def _costs_of_parts(self) -> TpCosts | None:
         """Those of tensor-parallel groups, or of ranks that share experts."""
-        if not self.has_tp_groups and self.framework.expert_parallel == 1:
+        if not self.has_wide_replicas and self.framework.expert_parallel == 1:
             return None
         if self.costs.tp_costs is None:
             raise SimulationError(
-                "found a tensor-parallel group; expected the costs of TP groups with it"
+                "found a replica of several ranks; expected the costs of TP groups with it"
             )
         return self.costs.tp_costs
 

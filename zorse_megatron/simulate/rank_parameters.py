@@ -9,7 +9,7 @@ shards are off the runtime's by its rounding to 64 elements of each tensor.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zorse_megatron.plan.plan import Replica
 from zorse_megatron.schedule.shards import shard_bounds
@@ -38,15 +38,29 @@ class MixedTpUnit:
 
     def blocks(self, replicas: Sequence[Replica]) -> Iterator[OwnedBlock]:
         """Who owns what of one of them."""
-        weights = [replica.shard_weight for replica in replicas]
+        apart = [part for replica in replicas for part in _apart(replica)]
         for kind, elements in self.cut.items():
+            holders = replicas if kind == "experts" else apart
             if elements:
-                yield from owned_blocks([_cut(each, kind, elements) for each in replicas], weights)
+                weights = [each.shard_weight for each in holders]
+                yield from owned_blocks([_cut(each, kind, elements) for each in holders], weights)
         if self.whole:
             whole = TensorPart(shape=(self.whole,), axis=None)
             yield from owned_blocks(
-                [dict.fromkeys(each.ranks, whole) for each in replicas], weights
+                [dict.fromkeys(each.ranks, whole) for each in apart],
+                [each.shard_weight for each in apart],
             )
+
+
+def _apart(replica: Replica) -> Iterator[Replica]:
+    """The replica; of ranks that share experts alone one for each, as to all else."""
+    shared = replica.expert_parallel
+    if shared is None:
+        yield replica
+        return
+    for index, rank in enumerate(replica.ranks):
+        weight = replica.shard_weight * shared.weight_of(index)
+        yield replace(replica, ranks=(rank,), shard_weight=weight, expert_parallel=None)
 
 
 def _cut(replica: Replica, kind: UnitKind, elements: int) -> dict[int, TensorPart]:

@@ -150,8 +150,13 @@ class MatchedTransfers:
             wanted: Samples = 0
             if not self.sizes.has_own_input(action):
                 assert action.micro_batch is not None
-                size = self.sizes.size_of(rank, action.micro_batch)
-                wanted = Fraction(size, len(self.sizes.replica(rank).ranks))
+                size, replica = (
+                    self.sizes.size_of(rank, action.micro_batch),
+                    self.sizes.replica(rank),
+                )
+                wanted = Fraction(size, len(replica.ranks))
+                if replica.expert_parallel is not None:
+                    wanted = replica.expert_parallel.samples[replica.ranks.index(rank)]
             if received.get(consumer, 0) != wanted:
                 raise SimulationError(
                     f"rank {rank} receives {received.get(consumer, 0)} samples for {action}; "

@@ -312,7 +312,7 @@ def uneven_bucket_groups(ddp: Any) -> list[UnevenBucketGroup]:
             ddp.ddp_config,
             ddp.intra_dp_cp_group,
             ddp.comm_dtype,
-            tp_group=None if ddp.place is None else ddp.place.group,
+            tp_group=ddp.tp_group,
             regions=ddp.regions,
         )
         for group in ddp.bucket_groups

@@ -33,7 +33,7 @@ from zorse_megatron.inputs.lora import is_adapter
 from zorse_megatron.plan.plan import Group
 from zorse_megatron.runtime.hierarchical_collectives import CommDtype, RegionGroups
 from zorse_megatron.runtime.host_link import HostLink
-from zorse_megatron.runtime.mailbox import TpRank
+from zorse_megatron.runtime.mailbox import ExpertRank, TpRank
 from zorse_megatron.runtime.mixed_tp_exchange import MixedTpTensor
 from zorse_megatron.schedule.shards import Interval, intersection
 from zorse_megatron.schedule.tensor_parallel_parts import Run, runs_of_rows
@@ -55,15 +55,15 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     `sharded`: have unsharded parameters and gradients only between `shards.gather` and
     `shards.release`, and between the first backward of a step and the reduction. Such a chunk is
     cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce has no
-    effect on it. `link`: for shards of parameters that may wait in
-    the host. `comm_dtype`: how gradients, which are then fp32, are sent; None: as they are kept.
-    `is_mixed`: groups compute in different types (see `compute_dtype`). `place`: this rank's in its
-    tensor-parallel group. `mixed_group`: the plan's group, if its replicas cut layers differently:
-    what a rank owns is packed then (see `mixed_tp_shards`), and `sharded` says whether it is all it
-    keeps. `delays_weights`: weight gradients come after their backward (see
-    `adapter.model.weight_gradients`). `reduces_in_list`: no reduction starts within a backward,
-    before its place in the list: overlap_grad_reduce has no effect. `regions`: of a hierarchical
-    group. Options that unequal shards cannot keep have been refused as flags
+    effect on it. `link`: for shards of parameters that may wait in the host. `comm_dtype`: how
+    gradients, which are then fp32, are sent; None: as they are kept. `is_mixed`: groups compute in
+    different types (see `compute_dtype`). `place`: this rank's in its tensor-parallel group, or
+    among ranks that share experts. `mixed_group`: the plan's group, if its replicas cut layers
+    differently or share experts: what a rank owns is packed then (see `mixed_tp_shards`), and
+    `sharded` says whether it is all it keeps. `delays_weights`: weight gradients come after their
+    backward (see `adapter.model.weight_gradients`). `reduces_in_list`: no reduction starts within a
+    backward, before its place in the list: overlap_grad_reduce has no effect. `regions`: of a
+    hierarchical group. Options that unequal shards cannot keep have been refused as flags
     (`zorse_megatron.flags`).
     """
 
@@ -85,20 +85,22 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         link: HostLink | None = None,
         comm_dtype: CommDtype | None = None,
         is_mixed: bool = False,
-        place: TpRank | None = None,
+        place: TpRank | ExpertRank | None = None,
         mixed_group: Group | None = None,
         delays_weights: bool = False,
         reduces_in_list: bool = False,
         regions: RegionGroups | None = None,
     ) -> None:
-        self.has_uneven_tp_shards = place is not None and not place.tp_shards.are_equal
+        self.has_uneven_tp_shards = (
+            not place.tp_shards.are_equal if isinstance(place, TpRank) else place is not None
+        )
         if sharded or mixed_group is not None or self.has_uneven_tp_shards:
             ddp_config = _without_overlap(ddp_config)
             disable_bucketing = False
             full_param_layout = bucket_per_layer(module, ddp_config, pg_collection)
         elif delays_weights or reduces_in_list:
             ddp_config = _without_overlap(ddp_config)
-        self.place = place
+        self.tp_group = place.group if isinstance(place, TpRank) else None
         self.delays_weights = delays_weights
         super().__init__(
             config=config,

@@ -14,12 +14,13 @@ packed buffer is beside them then.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
-from zorse_megatron.adapter.parameter_parts import part_of_whole
+from zorse_megatron.adapter.parameter_parts import expert_of, part_of_whole
 from zorse_megatron.plan.plan import Group
 from zorse_megatron.runtime.mixed_tp_exchange import (
     MixedTpTensor,
@@ -182,22 +183,22 @@ def mixed_tp_tensor(
 
     `name`: in the model; `mine`: what this rank holds; `axis`: that which is cut.
     """
-    replicas = [
-        {
-            rank: part_of_whole(
-                name,
-                mine.shape,
-                axis,
-                TpPartition.of(replica),
-                is_gated=is_gated,
-                index=index,
-            )
-            for index, rank in enumerate(replica.ranks)
-        }
-        for replica in group.replicas
-    ]
-    weights = [replica.shard_weight for replica in group.replicas]
-    return MixedTpTensor(part=mine, blocks=owned_blocks(replicas, weights))
+    part_of = partial(part_of_whole, name, mine.shape, axis, is_gated=is_gated)
+    holders: list[dict[int, TensorPart]] = []
+    weights: list[float] = []
+    for replica in group.replicas:
+        shared, alone = replica.expert_parallel, TpPartition(degree=1)
+        if shared is not None and expert_of(name) is None:
+            # Each rank has the whole of it, and samples of its own.
+            for index, rank in enumerate(replica.ranks):
+                holders.append({rank: part_of(tp_shards=alone, index=0)})
+                weights.append(replica.shard_weight * shared.weight_of(index))
+            continue
+        parts = TpPartition.of(replica)
+        ranks = enumerate(replica.ranks)
+        holders.append({rank: part_of(tp_shards=parts, index=index) for index, rank in ranks})
+        weights.append(replica.shard_weight)
+    return MixedTpTensor(part=mine, blocks=owned_blocks(holders, weights))
 
 
 def _units(

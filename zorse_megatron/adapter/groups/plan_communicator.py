@@ -20,7 +20,7 @@ from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.plan.plan import Group, Plan
 from zorse_megatron.runtime.mailbox import Mailbox
 from zorse_megatron.schedule.actions import RECEIVES, TRANSFERS, Action, Kind
-from zorse_megatron.schedule.samples import MicroBatch, replica_micro_batches
+from zorse_megatron.schedule.samples import MicroBatch, rank_micro_batches
 
 
 class PlanCommunicator(P2PCommunicator):
@@ -36,7 +36,7 @@ class PlanCommunicator(P2PCommunicator):
     ) -> None:
         """`actions`: the rank's list; `config`: of the model, as stock takes it."""
         self.mailbox = mailbox
-        self.micro_batches = replica_micro_batches(plan, rank)
+        self.micro_batches = rank_micro_batches(plan, rank)
         self._cuts_micro_batches = len(set(map(_samples_of, repeat(plan), plan.groups))) > 1
         self._chunks = plan.chunks_of_group(plan.group_of_rank(rank))
         self._transfers = [action for action in actions if action.kind in TRANSFERS]
@@ -162,6 +162,6 @@ def _samples_of(plan: Plan, group: Group) -> frozenset[tuple[int, int]]:
     """Samples of each micro-batch of a group's replicas."""
     return frozenset(
         (micro_batch.start, micro_batch.stop)
-        for replica in group.replicas
-        for micro_batch in replica_micro_batches(plan, replica.ranks[0])
+        for rank in group.ranks
+        for micro_batch in rank_micro_batches(plan, rank)
     )

@@ -1,16 +1,18 @@
 """The process groups of a plan, as Megatron's `ProcessGroupCollection`.
 
 The counterpart of Megatron's `RankGenerator` and `initialize_model_parallel`, which only know grids
-of equal groups. A replica is a tensor-parallel group. The data-parallel group of a rank is made of
-the ranks that hold the same part of the same layers; where replicas of a plan's group cut their
-layers differently there are no such ranks, and it is all ranks of the group. A rank is its own
-context- and expert-parallel group. The group of a distributed optimizer's instance, over which the
-gradients' norm is summed, is the world. Over the model-parallel group `train_step` and
-`training_log` reduce, in three calls, what ranks without an optimizer do not know: whether the step
-was made, the norm, the learning rate. Under a plan every rank has an optimizer and knows all three,
-so a rank is its own model-parallel group, which saves three round trips through the whole cluster
-in each step. The pipeline has no group of ranks, because a rank has no single previous and next
-rank: stock asks its pipeline group for a position only (`PipelinePosition`).
+of equal groups. A replica is a tensor-parallel group; or ranks that share experts alone, which are
+an expert-parallel group, and a tensor-parallel group each. The data-parallel group of a rank is
+made of the ranks that hold the same part of the same layers; where replicas of a plan's group cut
+their layers differently there are no such ranks, and it is all ranks of the group. A rank is its
+own context-parallel group, and else its own expert-parallel one. The group of a distributed
+optimizer's instance, over which the gradients' norm is summed, is the world. Over the
+model-parallel group `train_step` and `training_log` reduce, in three calls, what ranks without an
+optimizer do not know: whether the step was made, the norm, the learning rate. Under a plan every
+rank has an optimizer and knows all three, so a rank is its own model-parallel group, which saves
+three round trips through the whole cluster in each step. The pipeline has no group of ranks,
+because a rank has no single previous and next rank: stock asks its pipeline group for a position
+only (`PipelinePosition`).
 """
 
 import copy
@@ -26,7 +28,14 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from zorse_megatron.log import say
-from zorse_megatron.plan.plan import Plan, communicating_ranks, data_parallel_ranks, ranks_by_region
+from zorse_megatron.plan.plan import (
+    Group,
+    Plan,
+    communicating_ranks,
+    data_parallel_ranks,
+    ranks_by_region,
+    tp_group_of_rank,
+)
 from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
 from zorse_megatron.runtime.host_budget import node_name
@@ -76,8 +85,10 @@ class PlanGroups:
 
     group: dist.ProcessGroup
     """The ranks that hold the same part of the same layers; or, without such, all of the group."""
+    replica: dist.ProcessGroup
+    """The ranks of this rank's replica, which compute together."""
     tp_group: dist.ProcessGroup
-    """The ranks of this rank's replica."""
+    """The same of a tensor-parallel group; else this rank alone."""
     everyone: dist.ProcessGroup
     """The ranks that hold the same layers."""
     alone: dist.ProcessGroup
@@ -138,7 +149,8 @@ def create_groups(
     assert dist.group.WORLD is not None
     return PlanGroups(
         group=mine.get("group", alone),
-        tp_group=mine.get("tp_group", alone),
+        replica=mine.get("tp_group", alone),
+        tp_group=mine.get("tp_group", alone) if len(tp_group_of_rank(plan, rank)) > 1 else alone,
         everyone=next((mine[use] for use in _LARGEST_FIRST if use in mine), alone),
         alone=alone,
         world=dist.group.WORLD,
@@ -165,8 +177,13 @@ def _region_groups(
 def _ranks_of_groups(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Use and ranks of each group of several ranks, in one order."""
     ranks_of, made = PlanRankGenerator(plan), set()
-    for use, token in (("group", "dp"), ("tp_group", "tp"), ("everyone", "tp-dp")):
-        for ranks in map(tuple, ranks_of.get_ranks(token)):
+    replicas = [list(replica.ranks) for group in plan.groups for replica in group.replicas]
+    for use, found in (
+        ("group", ranks_of.get_ranks("dp")),
+        ("tp_group", replicas),
+        ("everyone", ranks_of.get_ranks("tp-dp")),
+    ):
+        for ranks in map(tuple, found):
             if len(ranks) > 1 and (use != "everyone" or ranks not in made):
                 made.add(ranks)
                 yield use, ranks
@@ -214,7 +231,7 @@ def shard_weights_by_group_rank(plan: Plan, *, rank: int) -> tuple[float, ...]:
     group = plan.groups[plan.group_of_rank(rank)]
     weights = {
         member: replica.shard_weight for replica in group.replicas for member in replica.ranks
-    }
+    }  # not used where what ranks own is packed
     (ranks,) = (ranks for ranks in data_parallel_ranks(group) if rank in ranks)
     return tuple(weights[member] for member in ranks)
 
@@ -222,8 +239,9 @@ def shard_weights_by_group_rank(plan: Plan, *, rank: int) -> tuple[float, ...]:
 def collection_of(groups: PlanGroups) -> ProcessGroupCollection:
     """The collection that is passed to Megatron's models, DDP, optimizer and training loop."""
     alone, group, world, own_tp = groups.alone, groups.group, groups.world, groups.tp_group
+    shares_experts = groups.replica if groups.replica is not own_tp else alone
     collection = ProcessGroupCollection(
-        tp=own_tp, cp=alone, tp_cp=own_tp, ep=alone, expt_tp=own_tp, tp_ep=own_tp,
+        tp=own_tp, cp=alone, tp_cp=own_tp, ep=shares_experts, expt_tp=own_tp, tp_ep=own_tp,
         gtp_remat=alone, expt_gtp_remat=alone,
         dp=group, dp_cp=group, dp_cp_gtp_remat=group, intra_dp_cp=group,
         tp_dp_cp=groups.everyone,
@@ -244,6 +262,14 @@ def at_chunk(
     there = copy.copy(collection)
     there.pp = PipelinePosition(chunk, num_chunks)
     return there
+
+
+def _tp_groups(group: Group) -> Iterator[tuple[int, ...]]:
+    for replica in group.replicas:
+        if replica.expert_parallel is None:
+            yield replica.ranks
+        else:
+            yield from ((rank,) for rank in replica.ranks)
 
 
 # The ranks of each axis of parallelism, as Megatron's `RankGenerator` lists them, from a plan.
@@ -271,7 +297,7 @@ class PlanRankGenerator(RankGenerator):
         if not axes:
             return [[rank] for rank in range(self.world_size)]
         if axes == {"tp"}:
-            return [list(replica.ranks) for group in groups for replica in group.replicas]
+            return [list(ranks) for group in groups for ranks in _tp_groups(group)]
         if axes == {"dp"}:
             return [list(ranks) for group in groups for ranks in data_parallel_ranks(group)]
         if axes == {"tp", "dp"}:

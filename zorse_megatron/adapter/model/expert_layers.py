@@ -6,8 +6,9 @@ for how many tokens each one gets. Here tokens are sorted by expert on the devic
 stay stock's, with their names and in checkpoints; sums are in an order that does not depend on the
 run.
 
-Each rank has all experts, or in a tensor-parallel group some of them, any number. There all ranks
-route all tokens alike; each computes what its own experts return, and what these returned is added
+Each rank has all experts, or some of them, any number. Of ranks that share experts alone, each has
+tokens of its own, and sends them (`expert_exchange`). In a tensor-parallel group all ranks route
+all tokens alike; each computes what its own experts return, and what these returned is added
 up as the parts of a dense layer are: one sum, or with sequence parallelism a gather and a
 reduce-scatter, of as much as a token has, however many experts it goes to. Of experts that others
 have a rank has parameters without elements.
@@ -38,19 +39,24 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
+from zorse_megatron.adapter.model.expert_exchange import TokensByRank
 from zorse_megatron.adapter.model.experts import PlanRouter
 from zorse_megatron.adapter.model.uneven_tp_shards import without_columns, without_rows
 from zorse_megatron.adapter.parameter_parts import expert_of, unit_of
 from zorse_megatron.kernels.grouped_gemm import GroupedProduct, grouped_linear, placed_counts
-from zorse_megatron.runtime.mailbox import TpRank
+from zorse_megatron.runtime.mailbox import ExpertRank, TpRank
 
 
 def with_plan_layers(
-    block_samples: int, place: TpRank | None, stock: Callable[..., Any]
+    block_samples: int,
+    place: TpRank | None,
+    expert_place: ExpertRank | None,
+    stock: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Wrap `get_moe_module_spec_for_backend`: its layers are those below.
 
-    `block_samples`: see `PlanRouter`. `place`: of a rank in a tensor-parallel group.
+    `block_samples`: see `PlanRouter`. `place`: of a rank in a tensor-parallel group;
+    `expert_place`: of one that shares experts alone.
     """
 
     def get_moe_module_spec_for_backend(*args: Any, **kwargs: Any) -> Any:
@@ -61,6 +67,7 @@ def with_plan_layers(
         return partial(
             PlanMoELayer,
             place=place,
+            expert_place=expert_place,
             submodules=replace(
                 submodules,
                 router=partial(PlanRouter, block_samples=block_samples),
@@ -72,7 +79,7 @@ def with_plan_layers(
 
 
 class PlanMoELayer(MoELayer):
-    """Stock's, with all experts on the rank, or in a tensor-parallel group those of its place."""
+    """Stock's, with all experts on the rank, or those of its place among ranks that share them."""
 
     def __init__(
         self,
@@ -80,21 +87,35 @@ class PlanMoELayer(MoELayer):
         *args: Any,
         submodules: Any,
         place: TpRank | None,
+        expert_place: ExpertRank | None,
         pg_collection: Any = None,
         **kwargs: Any,
     ) -> None:
         if pg_collection.tp.size() == 1:  # also where the whole model is built
             place = None
+        shared = expert_place if pg_collection.ep.size() > 1 else None
         alone = copy.copy(pg_collection)
-        alone.tp = alone.tp_cp = alone.tp_ep = alone.expt_tp = pg_collection.cp
+        alone.ep = alone.tp = alone.tp_cp = alone.tp_ep = alone.expt_tp = pg_collection.cp
         experts = range(config.num_moe_experts)
+        parts, index = None, 0
         if place is not None:
-            experts = place.tp_shards.experts_of(place.index)
-            submodules = replace(submodules, experts=partial(submodules.experts, place=place))
+            parts, index = place.tp_shards, place.index
+        elif shared is not None:
+            parts, index = shared.parts, shared.index
+        if parts is not None:
+            experts = parts.experts_of(index)
+            held = partial(submodules.experts, held=experts, index=index)
+            submodules = replace(submodules, experts=held)
         super().__init__(config, *args, submodules=submodules, pg_collection=alone, **kwargs)
         self.gathers = place is not None and config.sequence_parallel
         tp_group = None if place is None else place.group
-        self.token_dispatcher = TokensByExpert(config, alone, experts=experts, tp_group=tp_group)
+        self.token_dispatcher = (
+            TokensByExpert(config, alone, experts=experts, tp_group=tp_group)
+            if shared is None
+            else TokensByRank(config, alone, shared)
+        )
+        if isinstance(self.token_dispatcher, TokensByRank):
+            self.experts.delay_weights(self.token_dispatcher.left.append)
         # Whose copies are one to checkpoints, and whose gradients are complete.
         self.router.tp_group = pg_collection.tp
         for parameter in self.router.parameters():
@@ -111,6 +132,13 @@ class PlanMoELayer(MoELayer):
             hidden_states, tensor_parallel_output_grad=False, group=dispatcher.tp_group
         )
         return super().forward(whole, *args, **kwargs)
+
+    def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """As stock's, which cannot shape what is computed of no samples."""
+        if self.use_shared_expert and not hidden_states.numel():
+            return hidden_states
+        found: torch.Tensor | None = super().shared_experts_compute(hidden_states)
+        return found
 
 
 class TokensByExpert(MoETokenDispatcher):
@@ -267,11 +295,11 @@ class GroupedExperts(SequentialMLP):
     """Stock's experts, computed together."""
 
     def __init__(
-        self, *args: Any, submodules: Any, place: TpRank | None = None, **kwargs: Any
+        self, *args: Any, submodules: Any, held: range | None = None, index: int = 0, **kwargs: Any
     ) -> None:
-        """`place`: of a rank in a tensor-parallel group, which has a part of the experts."""
-        if place is not None:
-            held = place.tp_shards.experts_of(place.index)
+        """`held`: those that this rank has, if others have the rest; `index`: of the rank among
+        them."""
+        if held is not None:
             submodules = replace(
                 submodules,
                 linear_fc1=_EachExpert(submodules.linear_fc1, without_rows, held),
@@ -279,8 +307,8 @@ class GroupedExperts(SequentialMLP):
             )
         super().__init__(*args, submodules=submodules, **kwargs)
         experts = list(self.local_experts)
-        self.held = held = range(len(experts)) if place is None else held
-        self.tp_index = 0 if place is None else place.index
+        self.held = held = range(len(experts)) if held is None else held
+        self.index = index
         both = [_AllExperts([getattr(each, name) for each in experts], held) for name in _LINEARS]
         # Not a submodule: parameters are those of the experts alone.
         self.__dict__["together"] = SimpleNamespace(
@@ -316,7 +344,7 @@ class GroupedExperts(SequentialMLP):
             if isinstance(entry, ShardedObject):
                 # They are empty, so it matters not whose are saved. Where replicas cut layers
                 # differently, who holds an expert need not be the first with its part.
-                entry.replica_id = (pipeline, self.tp_index, data)
+                entry.replica_id = (pipeline, self.index, data)
             elif expert_of(name) not in self.held:
                 entry.replica_id = (pipeline, 1, data)
         return found

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
@@ -24,6 +25,8 @@ from megatron.core.utils import unwrap_model
 _AUX_LOSS, _Z_LOSS = "load_balancing_loss", "z_loss"
 # Type in --moe-router-load-balancing-type -> its name in the log (`training_log`).
 _LOGGED_AS = {"aux_loss": _AUX_LOSS, "seq_aux_loss": "seq_load_balancing_loss"}
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class PlanRouter(TopKRouter):
@@ -46,6 +49,14 @@ class PlanRouter(TopKRouter):
         if self.enable_expert_bias:
             self.local_tokens_per_expert = self.local_tokens_per_expert.float()
 
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """As stock's, which cannot reshape logits of no tokens."""
+        if input.numel():
+            return super().gating(input)
+        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
+        logits: torch.Tensor = F.linear(input.to(dtype), self.weight.to(dtype))
+        return logits
+
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """As stock's; logits [tokens of a sample, samples, experts].
 
@@ -62,6 +73,8 @@ class PlanRouter(TopKRouter):
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
+        if not self.num_samples:  # on a rank that has experts alone
+            return logits
         return self._attached(logits, z_loss_func(logits, coefficient), coefficient, _Z_LOSS)
 
     def _apply_aux_loss(
@@ -73,7 +86,7 @@ class PlanRouter(TopKRouter):
     ) -> torch.Tensor:
         """Of each block, as `switch_load_balancing_loss_func` has it of a micro-batch."""
         coefficient = self.get_aux_loss_coeff("aux_loss")
-        if coefficient == 0:
+        if coefficient == 0 or not self.num_samples:
             return probs
         num_experts, samples = routing_map.shape[-1], self.block_samples
         assert self.num_samples % samples == 0, "a micro-batch that is no multiple of a block"
@@ -96,6 +109,8 @@ class PlanRouter(TopKRouter):
         **__: Any,
     ) -> torch.Tensor:
         """As stock's, for a mean over the samples."""
+        if not self.num_samples:
+            return activation
         return self._attached(activation, aux_loss, aux_loss_coeff, aux_loss_name)
 
     def _attached(

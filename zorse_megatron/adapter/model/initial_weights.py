@@ -194,7 +194,7 @@ def _build_whole(
     object.__setattr__(config, "transformer", transformer)
     alone = copy.copy(collection)
     alone.pp = PipelinePosition(0, 1)
-    alone.tp = alone.tp_cp = alone.expt_tp = alone.tp_ep = collection.cp
+    alone.tp = alone.tp_cp = alone.expt_tp = alone.tp_ep = alone.ep = collection.cp
     with REGISTRY.applied({"build_module": partial(_dropping_layers, targets, source)}):
         builder = config.get_builder_cls()(config)
         whole: torch.nn.Module = builder.build_model(alone, pre_process=True, post_process=True)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models.gpt import default_layer_spec
 
@@ -41,7 +42,7 @@ class LocalSizes:
         layer_spec = model_config.transformer_layer_spec
         if not local_groups:  # a number that stock divides by: it is told one group per rank
             local_groups = place.degree
-            layer_spec = layer_spec_without_heads(layer_spec)
+            layer_spec = layer_spec_with(SelfAttentionWithoutHeads, layer_spec)
         in_transformer: dict[str, Any] = {
             "num_query_groups": local_groups,
             "num_attention_heads": local_groups * heads,
@@ -171,6 +172,22 @@ class SelfAttentionWithoutHeads(SelfAttention):
         return self.linear_proj(nothing)
 
 
+class SelfAttentionToNothing(SelfAttention):
+    """Of a rank that shares experts and has no samples; its gradients are zeros."""
+
+    def forward(self, hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:
+        """[sequence, 0, hidden], which Megatron's own cannot divide into heads, and no bias."""
+        return hidden_states, None
+
+
+class MLPToNothing(MLP):
+    """The same of a dense layer, whose fused activation cannot be shaped without elements."""
+
+    def forward(self, hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:
+        """[sequence, 0, hidden], and no bias."""
+        return hidden_states, None
+
+
 def without_rows(
     build: Callable[..., Any], input_size: int, output_size: int, **kwargs: Any
 ) -> Any:
@@ -189,7 +206,7 @@ def without_columns(
     return linear
 
 
-def layer_spec_without_heads(given: Any) -> Callable[..., Any]:
+def layer_spec_with(attention: type[SelfAttention], given: Any) -> Callable[..., Any]:
     """What takes the place of a model config's `transformer_layer_spec`, which is `given`."""
 
     def transformer_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
@@ -202,29 +219,33 @@ def layer_spec_without_heads(given: Any) -> Callable[..., Any]:
         else:
             spec = given(model_config)
         for layer in getattr(spec, "layer_specs", [spec]):
-            _leave_out_heads(layer)
+            _replace_attention(layer, attention)
         return spec
 
     return transformer_layer_spec
 
 
-def _leave_out_heads(layer: Any) -> None:
+def _replace_attention(layer: Any, taken: type[SelfAttention]) -> None:
     attention = layer.submodules.self_attention
-    if attention.module is SelfAttentionWithoutHeads:  # layers of experts share one spec
+    if attention.module is taken:  # layers of experts share one spec
         return
     if attention.module is not SelfAttention:
         raise PlanError(
-            "The plan has a rank without KV groups",
+            "The plan has a rank without KV groups, or without samples",
             [
                 Problem(
                     where="the layers of the model",
                     found=f"attention of class {attention.module}",
                     expected="Megatron's SelfAttention",
-                    remedy="Give each rank of a TP group at least one KV group.",
+                    remedy="Give each rank of a TP group at least one KV group, and each of those "
+                    "that share experts a sample.",
                 )
             ],
         )
-    attention.module = SelfAttentionWithoutHeads
+    attention.module = taken
+    dense = layer.submodules.mlp
+    if taken is SelfAttentionToNothing and getattr(dense, "func", None) == MLP.as_mlp_submodule:
+        layer.submodules.mlp = partial(MLPToNothing.as_mlp_submodule, *dense.args, **dense.keywords)
 
 
 # Embedding and loss on a rank that holds no row of the vocabulary.

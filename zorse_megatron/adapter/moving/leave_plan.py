@@ -161,7 +161,7 @@ class _Leaving:
     def _groups(self) -> list[dist.ProcessGroup]:
         """Those of the plan that is left, in the order in which all ranks have made theirs."""
         groups = self.at.groups
-        found = [groups.alone, groups.group, groups.tp_group, groups.everyone]
+        found = [groups.alone, groups.group, groups.replica, groups.everyone]
         if groups.regions is not None:
             inside = groups.regions.inside
             found += [] if inside is None else [inside]

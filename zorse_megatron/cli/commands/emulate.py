@@ -50,6 +50,7 @@ from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.rank_placement import refuse_other_cluster
 from zorse_megatron.launch.training_command import without_layout
+from zorse_megatron.plan.divided_replicas import replicas_that_share_experts, tp_groups_of
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import load_plan
 from zorse_megatron.schedule.lower import refuse_unsupported
@@ -107,12 +108,29 @@ class EmulationOptions:
                 expected=f"at most {MAX_RANKS}: each is a process on this machine",
                 remedy="Emulate a part of the cluster, or use zorse explain.",
             )
+        if _divides_both_ways([plan]):
+            where, *_ = next(replicas_that_share_experts(plan))
+            yield Problem(
+                where=f"{source}: {where}.expert_parallel",
+                found="it in a plan with tensor-parallel groups",
+                expected="one of the two in a plan that is emulated",
+                remedy="Use zorse explain, or plan with --max-tp 1.",
+            )
         given = {"--rebalance": self.rebalance, "--status": self.status}
         yield from conflicts(
             [name for name, value in given.items() if self.stock and value],
             "--stock",
             remedy="Stock Megatron has no such thing; leave one of them out.",
         )
+
+
+def _divides_both_ways(plans: Sequence[Plan]) -> bool:
+    """Whether there are TP groups, and ranks that share experts alone.
+
+    For these the tiny model has experts, which no TP group of the emulation divides.
+    """
+    have_tp_groups = any(any(tp_groups_of(plan)) for plan in plans)
+    return have_tp_groups and any(any(replicas_that_share_experts(plan)) for plan in plans)
 
 
 @answers
@@ -457,6 +475,25 @@ def _compared(  # noqa: PLR0917
     return ComparisonReport.of(found, inputs, title=title, notes=notes)
 
 
+def _layouts(found: Sequence["ComparedSystem"]) -> list[Plan]:
+    systems = [compared.system for compared in found if compared.system is not None]
+    layouts = [system.plan or system.stock_layout for system in systems]
+    return [plan for plan in layouts if plan is not None]
+
+
+def emulated_together(found: Sequence["ComparedSystem"]) -> list["ComparedSystem"]:
+    """The rows, of which some are not to be emulated where one tiny model cannot be all of them."""
+    if not _divides_both_ways(_layouts(found)):
+        return list(found)
+    reason = "simulated: the emulation has no TP groups beside ranks that share experts"
+    return [
+        replace(each, system=None, is_emulated=False, reason=each.reason or reason)
+        if any(any(tp_groups_of(plan)) for plan in _layouts([each]))
+        else each
+        for each in found
+    ]
+
+
 def _trained(
     found: Sequence["ComparedSystem"],
     costs: WorkloadCosts,
@@ -467,9 +504,8 @@ def _trained(
     """Train all systems from the same weights, on the same data; what is equal once."""
     from zorse_megatron.emulate.emulator import EmulatedRun, emulator
 
-    systems = [compared.system for compared in found if compared.system is not None]
-    layouts = [system.plan or system.stock_layout for system in systems]
-    training = _tiny(costs, [plan for plan in layouts if plan is not None], iterations)
+    found = emulated_together(found)
+    training = _tiny(costs, _layouts(found), iterations)
     runs: dict[object, EmulatedRun] = {}
     results = []
     with emulator(costs.inputs, training, perturbation=perturbation, tell=tell) as emulated:

@@ -5,7 +5,8 @@ links say so; asynchronous operations stay asynchronous. Until the rank's clock 
 plain gloo.
 
 What an operation costs is asked of its tensors through `ModelSizes`, as a tiny model stands for a
-large one. In a rank's own tensor-parallel group collectives are those inside layers.
+large one. In a rank's own tensor-parallel group collectives are those inside layers, as are
+exchanges of ranks that share experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -132,7 +133,10 @@ class EmulatedGroup(dist.ProcessGroup):
         if not self.clock.is_running or self.size() == 1:
             return start()
         sizes = self.sizes.exchange_bytes(exchanged)
-        payload = self._payload_of(start)
+        return self.exchange(sizes, self._payload_of(start))
+
+    def exchange(self, sizes: Mapping[tuple[int, int], int], payload: Any) -> EmulatedWork:
+        """Post messages of these bytes, (source, target) -> bytes; `payload` carries the data."""
         messages = tuple((*pair, num_bytes) for pair, num_bytes in sorted(sizes.items()))
         operation = PartExchange(ranks=self.ranks, messages=messages)
         return EmulatedWork(self.clock, self.clock.post((self.label,), operation), payload)
@@ -292,11 +296,11 @@ _COLLECTIVES: dict[str, Describe] = {
     "reduce_scatter_tensor_coalesced": _evenly("reduce_scatter", 1),
 }
 
+# By any of its names: sends tokens to experts and back, in a group of ranks that share them.
+_EXCHANGES = ("alltoall_base", "all_to_all_single")
 # Nothing that trains under emulation calls these but bundled; they would be done in gloo's time.
 _REFUSED = (
     "alltoall",
-    "alltoall_base",
-    "all_to_all_single",
     "recv_anysource",
     "_start_coalescing",
     "_end_coalescing",
@@ -308,6 +312,8 @@ _GLOO_ONLY = ("gather", "scatter", "monitored_barrier")
 def _add_methods() -> None:
     for method, describe in _COLLECTIVES.items():
         setattr(EmulatedGroup, method, _emulated(method, describe))
+    for method in _EXCHANGES:
+        setattr(EmulatedGroup, method, _exchanging(method))
     for method in _REFUSED:
         setattr(EmulatedGroup, method, _refused(method))
     for method in _GLOO_ONLY:
@@ -317,6 +323,20 @@ def _add_methods() -> None:
 def _emulated(method: str, describe: Describe) -> Callable[..., Any]:
     def call(self: EmulatedGroup, *args: Any, **kwargs: Any) -> Any:
         return self._collective(method, describe, (*args, *kwargs.values()))
+
+    return call
+
+
+def _exchanging(method: str) -> Callable[..., Any]:
+    of_others = _refused(method)
+
+    def call(self: EmulatedGroup, received: torch.Tensor, rows: torch.Tensor, *args: Any) -> Any:
+        sharing, clock = self.sizes.sharing, self.clock
+        is_part = self._bundled is not None
+        if is_part or not clock.is_running or sharing is None or sharing.ranks != self.ranks:
+            return of_others(self, received, rows, *args)
+        payload = getattr(self.payload, method)(received, rows, *args)
+        return self.exchange(self.sizes.token_messages(rows), payload)
 
     return call
 

@@ -8,7 +8,8 @@ samples, and a part of its sequence as that part.
 Of what tensor-parallel groups communicate, an activation counts by its number of elements; what the
 loss sums, and samples that are broadcast, by the number of tokens; gradients that are summed over
 the TP group because all its ranks have the whole parameter, and what replicas that differ in TP
-shards exchange, by how many parameters are cut in one way.
+shards exchange, by how many parameters are cut in one way. Tokens on their way to experts of other
+ranks count as those of the real model where routing is even, wherever the tiny one's go.
 """
 
 import bisect
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zorse_megatron.costs.interface import ModelSection
-from zorse_megatron.emulate.emulated_job import EmulatedJob, JobTpGroups
+from zorse_megatron.emulate.emulated_job import EmulatedJob, JobSharing, JobTpGroups
 from zorse_megatron.emulate.tiny_model import LORA_RANK
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged, MixedTpTensor
 from zorse_megatron.schedule.shards import shard_bounds
@@ -73,7 +74,12 @@ class ModelSizes:
         self.ranks: tuple[int, ...] = (rank,)
         """Of this rank's tensor-parallel group."""
         self.measured: frozenset[ModelSection] = frozenset()
+        self.sharing: JobSharing | None = None
+        """Whom this rank shares experts with."""
+        self.tokens_return = False
+        """Whether tokens that are exchanged come from experts, rather than go to them."""
         if job.tp_groups is not None:
+            self.sharing = job.tp_groups.sharing[rank]
             self.whole_memory = job.tp_groups.memories[rank]
             self.ranks = job.tp_groups.ranks[rank]
             self.measured = job.tp_groups.measured[rank]
@@ -89,6 +95,10 @@ class ModelSizes:
     def in_tp_group(self) -> bool:
         """Whether the rank computes parts of layers, with others."""
         return len(self.ranks) > 1
+
+    def micro_batch_size(self, hidden: torch.Tensor) -> int:
+        """As costs have it, of an activation [sequence, samples, hidden]."""
+        return int(hidden.shape[1]) if self.sharing is None else self.sharing.size
 
     def add(self, chunk: "ChunkView") -> None:
         """Learn the buffers of a chunk."""
@@ -207,6 +217,21 @@ class ModelSizes:
         """Of an activation of so many elements."""
         length, hidden = self._tiny
         return self.whole_memory.boundary_bytes(1) * num_elements // (length * hidden)
+
+    def token_messages(self, rows: torch.Tensor) -> Mapping[tuple[int, int], int]:
+        """(source, target) -> bytes, of one of the exchanges of ranks that share experts.
+
+        `rows`: what this rank sends, an activation of each token or a number for each of its
+        experts.
+        """
+        assert self.sharing is not None, "of ranks that share experts"
+        messages = self.sharing.messages
+        sent = messages.there
+        if rows.shape[1] != self._tiny[1]:  # numbers of experts, or weights
+            sent = {pair: num_bytes // 2 for pair, num_bytes in messages.told.items()}
+        if self.tokens_return:
+            return {pair[::-1]: num_bytes for pair, num_bytes in sent.items()}
+        return sent
 
     def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
         """(source, target) -> what one sends the other."""

@@ -7,7 +7,9 @@ is a recomputation. Nothing else takes time: like the planner's costs, it has no
 
 In a tensor-parallel group attention and MLP of a layer have a time each, which forward passes
 before the product that ends in a sum over the TP group. The sums are Megatron's own collectives, so
-a rank waits there for the slowest of its TP group.
+a rank waits there for the slowest of its TP group. Ranks that share experts compute what is done
+with their own samples before tokens leave, and rows of their experts between exchanges; while
+gradients of tokens go back last, they compute those of experts' weights.
 """
 
 import json
@@ -15,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -92,12 +95,15 @@ class Pacer:
             how: RecomputeMode = "full" if recomputed else chunk.recompute
             if self.sizes.in_tp_group:
                 self._watch_layer_of_tp_group(layer, how)
+            elif self.sizes.sharing is not None:
+                self._watch_shared_experts(layer, how)
             else:
                 layer.register_forward_hook(partial(self._layer, how))
         for layer, weight in zip(chunk.layers, chunk.delayed_weights, strict=False):
             self._splits = True
-            self._left[layer] = left = deque[int]()
-            weight.register_hook(partial(self._weight_gradients, left))
+            if self.sizes.sharing is None:
+                self._left[layer] = left = deque[int]()
+                weight.register_hook(partial(self._weight_gradients, left))
         if chunk.embedding is not None:
             self._watch_embedding(chunk.embedding)
         if chunk.output_layer is not None:
@@ -117,6 +123,47 @@ class Pacer:
         mlp.linear_fc2.register_forward_pre_hook(partial(self._half, how, "mlp"))
         layer.register_forward_hook(partial(self._layer_of_tp_group, how))
 
+    def _watch_shared_experts(self, layer: Any, how: RecomputeMode) -> None:
+        mlp = layer.mlp
+
+        def enter(module: Any, inputs: Any) -> None:
+            self._tokens_go()
+            self._half(how, "attention", module, inputs)
+            self._after_attention(how, module, inputs, inputs)
+
+        mlp.register_forward_pre_hook(enter)
+        mlp.experts.register_forward_pre_hook(partial(self._half, how, "mlp"))
+        mlp.experts.register_forward_hook(self._experts)
+        mlp.register_forward_hook(lambda *args: on_backward(args[-1], self._tokens_go))
+        layer.register_forward_hook(partial(self._layer_of_tp_group, how))
+
+    def _tokens_go(self) -> None:
+        self.sizes.tokens_return = False
+
+    def _experts(self, module: Any, _inputs: Any, output: Any) -> None:
+        """Tokens go back, as do their gradients when those of rows are there."""
+        self.sizes.tokens_return = True
+        size = self.sizes.micro_batch_size(_first(output))
+        compute: Any = self.compute  # a `SharedExpertsCompute`
+        later_s = 0.0 if self._splits else compute.row_gradients_s(self.kind, size)
+        backward_s = self._halves(size).mlp.backward_s - later_s
+
+        def accumulate(_gathered: object = None) -> None:
+            if self._splits:
+                self._take_apart(size)
+            else:
+                self._take("B", later_s)
+
+        def begin() -> None:
+            self._take("B", backward_s)
+            self.sizes.tokens_return = True
+            # Beside what experts' weight gradients are made of.
+            module.together.linear_fc1.leave(
+                SimpleNamespace(accumulate=accumulate, start=lambda: None, tensors=())
+            )
+
+        on_backward(output, begin)
+
     def _watch_embedding(self, embedding: Any) -> None:
         embedding.register_forward_pre_hook(self._entering("embedding"))
         if self.sizes.in_tp_group:  # it ends in a sum
@@ -124,7 +171,7 @@ class Pacer:
             table.register_forward_pre_hook(lambda _, inputs: self._embed(inputs[0].shape[0]))
         else:
             embedding.register_forward_hook(
-                lambda _module, _inputs, output: self._embed(output.shape[1])
+                lambda *args: self._embed(self.sizes.micro_batch_size(args[-1]))
             )
         embedding.register_forward_hook(self._embedding)
 
@@ -198,18 +245,25 @@ class Pacer:
 
     def _drop(self, layer: Any, size: int, how: RecomputeMode) -> None:
         """A layer's activations go; what its weight gradients are made of stays."""
+        if not self._splits:
+            self.cap.drop_layer(size, how)
+            return
+        arriving = self.cap.memory.arriving_bytes(size)
+        self.cap.keep(arriving)
         self.cap.drop_layer(size, how)
-        if self._splits:
-            if layer in self._left:
-                self._left[layer].append(size)
-            self.cap.keep(self.cap.memory.delayed_bytes(size))
+        if layer in self._left:
+            self._left[layer].append(size)
+        self.cap.keep(self.cap.memory.delayed_bytes(size))
+        self.cap.drop(arriving)
 
     def _weight_gradients(self, left: deque[int], gradient: torch.Tensor | None) -> None:
         """Those of one layer: they are there all at once, in the order of its backwards."""
         if gradient is not None:
-            size = left.popleft()
-            self._take("W", self._apart_s(size))
-            self.cap.drop(self.cap.memory.delayed_bytes(size))
+            self._take_apart(left.popleft())
+
+    def _take_apart(self, size: int) -> None:
+        self._take("W", self._apart_s(size))
+        self.cap.drop(self.cap.memory.delayed_bytes(size))
 
     def _entering(self, section: ModelSection) -> Callable[..., None]:
         """What notes which section of the model the rank computes."""
@@ -228,7 +282,7 @@ class Pacer:
 
     def _half(self, how: RecomputeMode, half: str, _module: Any, inputs: Any) -> None:
         """Before the product that ends attention or MLP in a sum over the TP group."""
-        size = inputs[0].shape[1]
+        size = self.sizes.micro_batch_size(inputs[0])
         halves = self._halves(size)
         forward_s = (halves.attention if half == "attention" else halves.mlp).forward_s
         if torch._C._current_graph_task_id() != -1:  # a forward within a backward
@@ -240,7 +294,7 @@ class Pacer:
             self._take("F", forward_s)
 
     def _after_attention(self, how: RecomputeMode, _module: Any, _inputs: Any, output: Any) -> None:
-        size = _first(output).shape[1]
+        size = self.sizes.micro_batch_size(_first(output))
         backward_s = self._halves(size).attention.backward_s
         if how == "selective":
             backward_s += self.compute.recompute_s(self.kind, size, how)
@@ -249,11 +303,13 @@ class Pacer:
     def _layer_of_tp_group(self, how: RecomputeMode, layer: Any, _inputs: Any, output: Any) -> None:
         """The layer's memory, and when the backward of its MLP begins."""
         hidden = _first(output)
-        size = hidden.shape[1]
+        size = self.sizes.micro_batch_size(hidden)
         if torch._C._current_graph_task_id() == -1 and layer.training:
             self.cap.keep_layer(size, how)
             self.host.forward_bytes += self.cap.layer_bytes(size, how)
         backward_s, enter = self._halves(size).mlp.backward_s, self._entering("layer")
+        if self.sizes.sharing is not None:  # it takes its time within
+            backward_s = 0.0
 
         def begin() -> None:
             enter()
@@ -270,7 +326,7 @@ class Pacer:
 
     def _embedding(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
         times, enter = (
-            self.compute.embedding(self.kind, output.shape[1]),
+            self.compute.embedding(self.kind, self.sizes.micro_batch_size(output)),
             self._entering("embedding"),
         )
 
@@ -282,10 +338,11 @@ class Pacer:
 
     def _head(self, _module: Any, _inputs: Any, output: Any) -> None:
         logits = _first(output)
-        times = self.compute.head(self.kind, logits.shape[1])
+        size = self.sizes.micro_batch_size(logits)
+        times = self.compute.head(self.kind, size)
         self._take("F", times.forward_s)
         if logits.requires_grad:
-            kept, enter = self.cap.memory.head_bytes(logits.shape[1]), self._entering("head")
+            kept, enter = self.cap.memory.head_bytes(size), self._entering("head")
             self.cap.keep(kept)
 
             def begin() -> None:

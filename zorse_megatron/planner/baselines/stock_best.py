@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from zorse_megatron.errors import Problem
+from zorse_megatron.plan.plan import ExpertParallel, Plan, Replica
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.baselines.stock_costs import GridEstimate, grid_estimates
 from zorse_megatron.planner.baselines.stock_layouts import no_grid, subsets
@@ -240,11 +241,41 @@ def stock_plans(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Ev
     """Evaluations of layouts on all GPUs, in their order; this runtime may prefer another one.
 
     This runtime's transfers are under way while it computes, which takes memory for a few more
-    activations: a layout that fills a GPU under unmodified Megatron may not fit. Those with expert
-    parallelism are no plans.
+    activations: a layout that fills a GPU under unmodified Megatron may not fit. With expert
+    parallelism ranks share experts.
     """
-    plans = [each.plan_on(evaluator.inputs) for each in layouts if each.grid.expert_parallel == 1]
+    plans = [_as_plan(evaluator.inputs, each) for each in layouts]
     return [each for plan in plans if (each := evaluator.evaluate_plan(plan)) is not None]
+
+
+def _as_plan(inputs: Inputs, layout: StockLayout) -> Plan:
+    degree = layout.grid.expert_parallel
+    plan = layout.plan_on(inputs, is_written=degree == 1)
+    if degree == 1:
+        return plan
+    held = (inputs.model.num_experts or 0) // degree
+    return replace(
+        plan,
+        groups=tuple(
+            replace(group, replicas=tuple(_sharing(group.replicas, degree, held)))
+            for group in plan.groups
+        ),
+    )
+
+
+def _sharing(replicas: Sequence[Replica], degree: int, held: int) -> Iterator[Replica]:
+    """Each `degree` of them as one, whose ranks have so many experts."""
+    for first in range(0, len(replicas), degree):
+        some = replicas[first : first + degree]
+        yield replace(
+            some[0],
+            ranks=tuple(sorted(rank for each in some for rank in each.ranks)),
+            micro_batch_size=sum(each.micro_batch_size for each in some),
+            shard_weight=sum(each.shard_weight for each in some),
+            expert_parallel=ExpertParallel(
+                experts=(held,) * degree, samples=tuple(each.micro_batch_size for each in some)
+            ),
+        )
 
 
 def stock_runs(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Evaluation]:

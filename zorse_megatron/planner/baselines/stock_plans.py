@@ -48,7 +48,7 @@ def grid_of_plan(
         micro_batch_size=replicas[0].micro_batch_size,
         mode=recompute.mode,
         recomputed=recompute.num_layers,
-        tensor=len(replicas[0].ranks),
+        tensor=replicas[0].tp_degree,
         virtual=len(plan.chunks) // len(stages),
         distributed=plan.schedule.parameters.get(STOCK_OPTIMIZER) != REPLICATED,
         expert_parallel=int(plan.schedule.parameters.get(STOCK_EXPERT_PARALLEL, "1")),
@@ -152,6 +152,12 @@ def _unlike(replica: Replica, first: Replica, of_group: Replica) -> Iterator[tup
             yield field, f"{found}", f"{wanted}{why}"
     if replica.shard_weight != of_group.shard_weight or not of_group.shard_weight:
         yield "shard_weight", f"{replica.shard_weight:g}", "equal shards in a group"
+    if replica.expert_parallel is not None:
+        yield (
+            "expert_parallel",
+            "ranks that share experts",
+            "each rank as a replica, and stock_expert_parallel in schedule.parameters",
+        )
     if replica.uneven_tp_shards is not None:
         yield "tp_shards", "uneven TP shards", "equal ones in each TP group"
     if replica.ranks != tuple(sorted(replica.ranks)):
@@ -171,7 +177,7 @@ def _unlike(replica: Replica, first: Replica, of_group: Replica) -> Iterator[tup
 _LIKE_THE_FIRST: tuple[tuple[str, str, Callable[[Replica], int]], ...] = (
     ("micro_batch_size", ", the one size of the job", lambda each: each.micro_batch_size),
     ("num_microbatches", ", as groups[0].replicas[0] has", lambda each: each.num_microbatches),
-    ("ranks", " of them, the one tensor-parallel degree", lambda each: len(each.ranks)),
+    ("ranks", " of them, the one tensor-parallel degree", lambda each: each.tp_degree),
 )
 """Field of a replica, why it is the same everywhere, and what to compare."""
 

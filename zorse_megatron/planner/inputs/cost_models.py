@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zorse_megatron.costs.analytic_compute import is_sixteen_bit
-from zorse_megatron.costs.interface import ByKind, ModelSection, TpComputeCost, TpRankCosts, TpShard
+from zorse_megatron.costs.interface import (
+    ByKind,
+    MemoryCost,
+    ModelSection,
+    TpComputeCost,
+    TpRankCosts,
+    TpShard,
+)
 from zorse_megatron.costs.model_memory import (
     TransformerMemory,
     attention_by_kind,
@@ -21,6 +28,11 @@ from zorse_megatron.costs.model_memory import (
 )
 from zorse_megatron.costs.own_speeds import equal_kinds
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
+from zorse_megatron.costs.shared_experts import (
+    SharedExpertsCompute,
+    SharedExpertsMemory,
+    Sharing,
+)
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import memory as spelled
 from zorse_megatron.gpus.gpu import (
@@ -33,7 +45,7 @@ from zorse_megatron.gpus.gpu import (
     common_dtype,
 )
 from zorse_megatron.inputs.cluster import Cluster
-from zorse_megatron.inputs.model import Computing, ExpertsOfRank, ModelShape
+from zorse_megatron.inputs.model import Computing, Experts, ExpertsOfRank, ModelShape
 from zorse_megatron.inputs.profile import Profile
 from zorse_megatron.plan.plan import GradReduceDtype
 from zorse_megatron.schedule.tensor_parallel_parts import TpPartition, UnitKind
@@ -114,27 +126,67 @@ class CostModels:
     def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
         """Costs of a rank of a TP group, each found once; None: in the type of the job."""
         key = part, dtype
+        if key not in self._of_ranks and part.shared is not None:
+            self._of_ranks[key] = self._sharing(part, dtype)
         if key not in self._of_ranks:
             model = told_local_sizes(self.model, part)
             split = replace(self, model=model, tensor_parallel=part.degree, whole=self.model)
             self._of_ranks[key] = split._in_type(dtype)
             if part.expert_parallel > 1:  # keeps what a rank with all experts keeps
-                whole = self._in_type(dtype).memory
-                assert isinstance(whole, TransformerMemory)
-                memory = replace(whole, model=model)
+                memory = replace(_formula(self._in_type(dtype).memory), model=model)
                 self._of_ranks[key] = replace(self._of_ranks[key], memory=memory)
         return self._of_ranks[key]
+
+    def _sharing(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
+        """Of a rank that shares experts alone."""
+        assert part.shared is not None
+        model, experts = self.model, self._experts
+        held = part.shared.experts[part.index]
+        width = experts.shared_ffn_hidden_size
+        routed = replace(experts, shared_ffn_hidden_size=0, has_shared_gate=False)
+        others = {
+            "dense": replace(model, experts=None, ffn_hidden_size=width),
+            "bare": replace(model, experts=None, ffn_hidden_size=0),
+            "routed": _with_held(model, routed, held, are_sent_tokens=True),
+            "held": _with_held(model, experts, held),
+        }
+        found = {name: replace(self, model=other) for name, other in others.items()}
+        memory = {name: each._in_type(dtype).memory for name, each in found.items()}
+        memory["whole"] = self._in_type(dtype).memory
+        own = self.dtype if dtype is None else DTYPE_OF[dtype]
+        computes = {name: _computes(each, own) for name, each in found.items() if name != "held"}
+        return TpRankCosts(
+            compute=SharedExpertsCompute(
+                sharing=Sharing.of(part), whole=_computes(self, own), **computes
+            ),
+            memory=SharedExpertsMemory.of(
+                part, **{name: _formula(memory[name]) for name in ("held", "whole", "dense")}
+            ),
+        )
 
     def _in_type(self, dtype: ComputeDtype | None) -> TpRankCosts:
         if dtype is not None:
             return self.costs_in(DTYPE_OF[dtype])
         return TpRankCosts(compute=self.compute, memory=self.memory[0])
 
-    def share_of_tokens(self, expert_parallel: int, count: int) -> float:
-        """Tokens that pass an expert of `count` of the ranks that stock spreads a layer's over."""
-        assert self.model.experts is not None
-        held = self.model.experts.num_experts // expert_parallel
-        return self.model.experts.share_of_tokens(count * held)
+    def share_of_tokens(self, count: int) -> float:
+        """Of all tokens those that pass one of `count` experts of a layer at least."""
+        return self._experts.share_of_tokens(count)
+
+    @property
+    def num_experts(self) -> int:
+        """Of each layer."""
+        return self._experts.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        """Those that a token passes."""
+        return self._experts.per_token
+
+    @property
+    def _experts(self) -> Experts:
+        assert self.model.experts is not None, "asked of a model with experts"
+        return self.model.experts
 
     @property
     def has_shared_expert(self) -> bool:
@@ -190,8 +242,7 @@ def told_local_sizes(model: ModelShape, part: TpShard) -> ModelShape:
     experts = model.experts
     if part.expert_parallel > 1 and experts is not None:
         held = experts.num_experts // part.expert_parallel
-        own = ExpertsOfRank(**vars(experts), held=held, are_sent_tokens=True)
-        return replace(model, experts=own)
+        return _with_held(model, experts, held, are_sent_tokens=True)
     if part.tp_shards is None:
         return model
     tp_groups = TpPartition(degree=part.degree, tp_shards=part.tp_shards)
@@ -211,6 +262,18 @@ def told_local_sizes(model: ModelShape, part: TpShard) -> ModelShape:
         vocab_size=told("vocabulary_rows", model.vocab_size),
         experts=experts,
     )
+
+
+def _with_held(
+    model: ModelShape, experts: Experts, held: int, *, are_sent_tokens: bool = False
+) -> ModelShape:
+    own = ExpertsOfRank(**vars(experts), held=held, are_sent_tokens=are_sent_tokens)
+    return replace(model, experts=own)
+
+
+def _formula(memory: MemoryCost) -> TransformerMemory:
+    assert isinstance(memory, TransformerMemory)
+    return memory
 
 
 def _computes(models: CostModels, dtype: DtypeChoice) -> dict[str, ProfiledCompute]:

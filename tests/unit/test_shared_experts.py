@@ -1,0 +1,286 @@
+"""Ranks with samples of their own that share experts: costs, simulation, and the plans found."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.test_expert_costs import EXPERT, HIDDEN, MODEL, NUMBER, TOKENS
+from tests.unit.test_stock_expert_parallel import (
+    MIXED,
+    ONE_NODE,
+    TWO_NODES,
+    WIDE,
+    inputs_of,
+)
+from zorse_megatron.costs.interface import TpShard
+from zorse_megatron.inputs.model import Experts
+from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
+from zorse_megatron.plan.plan import (
+    Chunk,
+    ExpertParallel,
+    Group,
+    Offload,
+    Plan,
+    Replica,
+    Schedule,
+)
+from zorse_megatron.planner import find_plan as find_plan_module
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.evaluate import Evaluator
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.search.shared_experts import with_shared_experts
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.schedule.actions import Kind
+from zorse_megatron.schedule.lower import refuse_unsupported
+from zorse_megatron.simulate.action_costs import ActionCosts
+from zorse_megatron.simulate.network import NetworkLoads
+from zorse_megatron.simulate.rank_bytes import RankSizes
+
+LAYERS = 4
+
+
+def sharing(ranks, experts, samples, count, weight=1.0, **more):
+    return Replica(
+        ranks=tuple(ranks),
+        micro_batch_size=sum(samples),
+        num_microbatches=count,
+        shard_weight=weight,
+        expert_parallel=ExpertParallel(experts=tuple(experts), samples=tuple(samples), **more),
+    )
+
+
+def plan_of(inputs, *replicas):
+    return Plan(
+        schema_version=2,
+        global_batch_size=inputs.global_batch_size,
+        model=inputs.model,
+        groups=(Group(replicas=replicas),),
+        chunks=(Chunk(group=0, layers=(0, LAYERS)),),
+        schedule=Schedule(name="1f1b"),
+    )
+
+
+def costs_of(inputs, plan):
+    return ActionCosts(RankSizes(plan, inputs), NetworkLoads(inputs.comm))
+
+
+# What ranks compute, hold and own.
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_equal_parts_cost_what_stock_computes_and_holds(degree):
+    """Stock's are costed by other formulas; exchanges are apart."""
+    inputs = inputs_of(batch=4 * degree)
+    part = TpShard(
+        shared=ExpertParallel(experts=(NUMBER // degree,) * degree, samples=(2,) * degree), index=1
+    )
+    found = inputs.tp_costs.of_rank(part, None)
+    stock = inputs.tp_costs.of_rank(TpShard(expert_parallel=degree), None)
+    for name in ("layer", "embedding", "head"):
+        mine, its = getattr(found.compute, name), getattr(stock.compute, name)
+        assert mine("A100-40", 2 * degree) == its("A100-40", 2), name
+    again_s = found.compute.recompute_s("A100-40", 2 * degree, "full")
+    assert again_s == pytest.approx(stock.compute.recompute_s("A100-40", 2, "full"), rel=1e-9)
+    for mode in ("none", "selective", "full"):
+        kept = found.memory.activation_bytes(2 * degree, mode)
+        assert kept == stock.memory.activation_bytes(2, mode)
+    assert found.memory.layer_parameters() == stock.memory.layer_parameters()
+    for name in ("delayed_bytes", "boundary_bytes", "head_bytes"):
+        assert getattr(found.memory, name)(2 * degree) == getattr(stock.memory, name)(2), name
+    weights_s = found.compute.weight_gradients_s("A100-40", 2 * degree)
+    assert weights_s == pytest.approx(stock.compute.weight_gradients_s("A100-40", 2), rel=1e-9)
+
+
+def test_parts_add_up_to_the_whole():
+    """Of ranks with unequal ones, also none, of samples and of experts."""
+    inputs, samples, experts = inputs_of(), (120, 0, 40), (1, NUMBER - 1, 0)
+    shared = ExpertParallel(experts=experts, samples=samples)
+    parts = [TpShard(shared=shared, index=index) for index in range(3)]
+    of_ranks = [inputs.tp_costs.of_rank(part, None) for part in parts]
+    size = sum(samples)
+    apart = replace(inputs.tp_costs, model=replace(MODEL, experts=None, ffn_hidden_size=0))
+    dense = apart.of_rank(TpShard(), None)
+    for index, each in enumerate(of_ranks):
+        times = each.compute.layer_in_two("A100-40", size)
+        own = samples[index]
+        expected = dense.compute.layer("A100-40", own).forward_s if own else 0.0
+        assert times.attention.forward_s == pytest.approx(expected, rel=1e-9)
+    # Rows and weights of all experts once; what is read again for tokens that have none is not.
+    rows_s = sum(each.compute.layer_in_two("A100-40", size).mlp.forward_s for each in of_ranks)
+    whole_s = inputs.compute.layer("A100-40", size).forward_s
+    others_s = dense.compute.layer("A100-40", size).forward_s
+    # Each rank reads a router's matrix.
+    assert rows_s == pytest.approx(whole_s - others_s, rel=1e-5)
+    held = [each.memory.layer_parameters() for each in of_ranks]
+    others = inputs.memory.layer_parameters() - NUMBER * EXPERT
+    assert held == [others + number * EXPERT for number in experts]
+    kept = [each.memory.activation_bytes(size, "none") for each in of_ranks]
+    assert sum(kept) == pytest.approx(inputs.memory.activation_bytes(size, "none"), abs=3)
+    assert kept[2] == dense.memory.activation_bytes(40, "none")
+
+
+def test_an_owner_of_an_expert_holds_it():
+    """All of the state is somebody's; experts that one rank has are its own, of others what the
+    ranks that have them say."""
+    inputs = inputs_of()
+    pair = sharing((0, 1), (12, 4), (2, 2), 2, shard_weights=(0.0, 1.0))
+    other = Replica(ranks=(2,), micro_batch_size=4, num_microbatches=2, shard_weight=3.0)
+    sizes = RankSizes(plan_of(inputs, pair, other), inputs)
+    experts = LAYERS * EXPERT
+    dense = sizes.parameters[0] - NUMBER * experts
+    owned = sizes.shards[0]
+    assert sum(owned.values()) == sizes.parameters[0]
+    assert owned[0] == pytest.approx(12 * experts / 4, rel=1e-3)
+    assert owned[1] == pytest.approx(4 * experts / 4 + dense / 4, rel=1e-3)
+    assert owned[2] == pytest.approx(NUMBER * experts * 3 / 4 + dense * 3 / 4, rel=1e-3)
+    alone = RankSizes(plan_of(inputs, sharing((0, 1), (12, 4), (2, 2), 4)), inputs).shards[0]
+    assert alone[0] == pytest.approx(12 * experts + dense / 2, rel=1e-3)
+
+
+# Time.
+
+
+@pytest.mark.parametrize("text", [ONE_NODE, TWO_NODES])
+def test_tokens_cross_once_to_each_rank_with_any_of_their_experts(text):
+    """Of all choices of experts, each made by one token: counted one by one."""
+    inputs = inputs_of(text, batch=8)
+    experts, samples = (7, 0, 8, 1), (1, 2, 1, 0)
+    assert sum(experts) == NUMBER
+    plan = plan_of(inputs, sharing(range(4), experts, samples, 2))
+    costs = costs_of(inputs, plan)
+    owner = [rank for rank, number in enumerate(experts) for _ in range(number)]
+    choices = list(itertools.combinations(range(NUMBER), MODEL.experts.per_token))
+    token_bytes, routes_bytes = 2 * HIDDEN, 8 * MODEL.experts.per_token
+    there, told = {}, {}
+    for source, target in itertools.permutations(range(4), 2):
+        passing = sum(any(owner[e] == target for e in choice) for choice in choices)
+        own = samples[source] * TOKENS
+        if own:
+            there[source, target] = own * token_bytes * passing / len(choices)
+            told[source, target] = own * routes_bytes
+    back = {pair[::-1]: number for pair, number in there.items()}
+    there_s, back_s, told_s = (
+        costs.loads.exchanges([(each, 1)]).alone_s for each in (there, back, told)
+    )
+    found = costs.tp_collectives((0, 1, 2, 3), 0, 4, gathers=False)
+    assert found.forward_s == pytest.approx(LAYERS * (there_s + back_s + told_s), rel=1e-6)
+    hidden_s = max(
+        costs.sizes.tp_costs.of_rank(costs.sizes.part(rank), None).compute.row_gradients_s(
+            "A100-40", 4
+        )
+        for rank in range(4)
+    )
+    left_s = max(0.0, back_s - hidden_s)
+    assert found.backward_s == pytest.approx(LAYERS * (there_s + left_s + told_s / 2), rel=1e-6)
+
+
+def test_ranks_wait_for_the_slowest_in_attention_and_in_experts():
+    inputs = inputs_of(MIXED)
+    others = sharing((1, 3), (8, 8), (1, 1), 4)
+
+    def plan(experts):
+        return plan_of(inputs, sharing((0, 2), experts, (1, 1), 4), others)
+
+    even, uneven = (costs_of(inputs, plan(experts)) for experts in ((8, 8), (14, 2)))
+    before, after = (
+        [each.seconds(rank, 0, Kind.FORWARD, 2, splits=False) for rank in (0, 2)]
+        for each in (even, uneven)
+    )
+    assert before[1][1] > 3 * before[0][1], "the T4's experts take longer"
+    assert after[1][1] == pytest.approx(before[1][1] / 4, rel=1e-3)
+    task_s = {
+        experts: simulate_plan(inputs, plan(experts)).usage[2].busy_s
+        for experts in ((8, 8), (14, 2))
+    }
+    assert task_s[14, 2] < task_s[8, 8]
+
+
+def test_of_experts_that_one_rank_has_nothing_is_summed():
+    inputs = inputs_of()
+    all_share = costs_of(inputs, plan_of(inputs, sharing(range(4), (4,) * 4, (1,) * 4, 4)))
+    pairs = costs_of(
+        inputs,
+        plan_of(
+            inputs,
+            sharing((0, 1), (8, 8), (1, 1), 4),
+            sharing((2, 3), (8, 8), (1, 1), 4),
+        ),
+    )
+    experts = LAYERS * NUMBER * EXPERT
+    for costs, summed in ((all_share, 0), (pairs, experts)):
+        sizes = costs.sizes
+        moved = sum(times * sum(messages.values()) for messages, times in sizes.mixed_tp[0].sums)
+        # Each element goes to its owner once from each other rank that has a sum of it.
+        dense = sizes.parameters[0] - experts
+        assert moved == pytest.approx(3 * dense + summed, rel=1e-3)
+
+
+# Plans.
+
+
+def evaluated(inputs):
+    return Evaluator(inputs, Estimator(inputs))
+
+
+def test_the_plan_found_shares_experts_as_no_other_number_of_them_would():
+    """Three GPUs of three kinds: all ways to deal eight experts out, by brute force."""
+    text = b"nodes:\n  - {name: a, gpus: [1 x A100-40, 1 x A10G, 1 x T4], nics: 100 Gb/s}\n"
+    inputs = inputs_of(
+        text, replace(MODEL, experts=Experts(num_experts=8, per_token=2, ffn_hidden_size=8192))
+    )
+    evaluator = evaluated(inputs)
+    start = evaluator.evaluate_plan(plan_of(inputs, sharing((0, 1, 2), (3, 3, 2), (2, 1, 1), 4)))
+    found = with_shared_experts(evaluator, start, [start], lambda progress: None)
+    assert found is not None and found.iteration_s < 0.9 * start.iteration_s
+    (replica,) = found.plan.groups[0].replicas
+    times_s = {}
+    for a, b in itertools.product(range(9), repeat=2):
+        if a + b <= 8:
+            experts = (a, b, 8 - a - b)
+            shared = replace(replica.expert_parallel, experts=experts)
+            other = replace(replica, expert_parallel=shared)
+            plan = replace(found.plan, groups=(replace(found.plan.groups[0], replicas=(other,)),))
+            each = evaluator.evaluate_plan(plan)
+            if each is not None and each.fits:
+                times_s[experts] = each.iteration_s
+    assert len(times_s) > 20
+    assert found.iteration_s <= 1.002 * min(times_s.values())
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_plans_share_experts_where_that_is_faster(monkeypatch):
+    inputs = inputs_of(ONE_NODE, WIDE)
+    outcome = find_plan(inputs)
+    assert any(replicas_that_share_experts(outcome.plan))
+    assert outcome.simulation.iteration_s == pytest.approx(outcome.iteration_s)
+    monkeypatch.setattr(find_plan_module, "with_shared_experts", lambda *given: None)
+    assert find_plan(inputs).iteration_s > 1.2 * outcome.iteration_s
+
+
+@pytest.mark.parametrize("offload", [None, Offload(parameters=True, gradients=True)])
+def test_what_is_tried_can_be_run(offload):
+    """From replicas of which some are idle, and that have in the host what cannot be packed."""
+    inputs = inputs_of(MIXED, batch=8)
+    replicas = [
+        Replica(ranks=(rank,), micro_batch_size=2, num_microbatches=count, shard_weight=1.0)
+        for rank, count in enumerate((3, 1, 0, 0))
+    ]
+    start = plan_of(inputs, *replicas)
+    group = replace(start.groups[0], offload=offload)
+    start = replace(start, groups=(group,), schedule=Schedule(name="breadth_first"))
+    tried, evaluator = [], evaluated(inputs)
+    simulate = evaluator.simulated
+    evaluator.simulated = lambda plan: (tried.append(plan), simulate(plan))[1]
+    before = evaluator.evaluate_plan(start)
+    with_shared_experts(evaluator, before, [], lambda progress: None)
+    assert len(tried) > 5
+    for plan in tried[1:]:
+        refuse_unsupported(plan)
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_all_samples_may_be_on_some_of_the_ranks():
+    """Such ranks are not halved into some that have none."""
+    outcome = find_plan(inputs_of(MIXED, replace(MODEL, num_layers=1), batch=8))
+    assert outcome.iteration_s > 0

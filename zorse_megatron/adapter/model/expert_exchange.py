@@ -1,0 +1,284 @@
+"""Tokens on their way to experts of other ranks, and back.
+
+Ranks that share experts alone each have samples of their own. A token is sent once to each rank
+that has any of its experts, and from each it gets the weighted sum of what these returned. All
+ranks are told which experts all tokens go to, so that each knows what it will receive, and in
+which order: the host waits once per layer, for numbers of rows. Gradients of experts' weights are
+computed while those of tokens are on their way back. Sums are in an order that does not depend on
+the run.
+
+Source: `MoETokenDispatcher` in megatron/core/transformer/moe/token_dispatcher.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+from zorse_megatron.kernels.grouped_gemm import GroupedProduct
+from zorse_megatron.runtime.mailbox import ExpertRank
+
+
+class TokensByRank(MoETokenDispatcher):
+    """Nothing of a micro-batch stays here once its forward is over."""
+
+    def __init__(self, config: Any, pg_collection: Any, place: ExpertRank) -> None:
+        super().__init__(config, pg_collection)
+        self.place = place
+        self.ranks = len(place.tokens)
+        counts = torch.tensor(place.parts.proportions("experts"))
+        self.left: list[GroupedProduct] = []
+        """What experts' weight gradients are made of: computed while tokens' gradients leave."""
+        self.owners = torch.arange(self.ranks).repeat_interleave(counts)
+        """Of each expert, the index of the rank that holds it."""
+
+    def dispatch_preprocess(
+        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`tokens` [length, samples, width]; `routing_map` and `probs` [tokens, experts].
+
+        Returns what is sent to each rank [rows, width], and weights of each token's experts
+        [tokens, k].
+        """
+        self.shape, copies = tokens.shape, int(self.config.moe_router_topk)
+        # Each row has k of them.
+        chosen = routing_map.byte().topk(copies, dim=1).indices.sort(dim=1).values
+        self.owners = self.owners.to(chosen.device)
+        everyone = _told_to_all(chosen.to(torch.int32), self.place).long()
+        self.routes = _routes(chosen, everyone, self.owners, self.place)
+        flat = tokens.reshape(-1, self.shape[-1])
+        return _copied(flat, self.routes.sent), probs.gather(1, chosen)
+
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """To the ranks of its experts: rows [received, width], and all weights [all tokens, k]."""
+        rows, weights = _ToExperts.apply(
+            hidden_states, probs, self.routes.exchange, self.place, self.left
+        )
+        return rows, weights
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens by expert, each as often as it has experts here, counts, and their weights."""
+        routes = self.routes
+        weights = probs.reshape(-1).index_select(0, routes.pairs)
+        return _copied(hidden_states, routes.computed), routes.counts, weights
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The sum of what a row's experts here have returned."""
+        return _summed(hidden_states, self.routes.computed)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Back to the tokens' ranks."""
+        back = self.routes.exchange.reversed
+        rows: torch.Tensor = _Exchanged.apply(hidden_states, back, self.place.group)
+        return rows
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As the layer was given them."""
+        total = _summed(hidden_states, self.routes.sent).view(self.shape)
+        del self.routes  # the graph has what a backward needs
+        return total
+
+
+# Which rows go where.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Rows that are copied from those of another tensor, and whose sums go back to it."""
+
+    rows: torch.Tensor
+    """Of each copy, the row that it is of."""
+    pieces: Sequence[Any]
+    """Copies, as slices or their numbers; each piece has a row once at most."""
+    total: int
+    """Rows of the other tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How many rows go to each rank, and come from it."""
+
+    sent: list[int]
+    received: list[int]
+
+    @property
+    def reversed(self) -> "Exchange":
+        """The way back."""
+        return Exchange(sent=self.received, received=self.sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """Those of a micro-batch in one layer."""
+
+    sent: Copies
+    """Tokens as they are sent, by rank."""
+    exchange: Exchange
+    computed: Copies
+    """What is received, by expert."""
+    pairs: torch.Tensor
+    """Of each of these, its place among all tokens' experts."""
+    counts: torch.Tensor
+    """Rows of each of this rank's experts."""
+
+
+def _routes(
+    chosen: torch.Tensor, everyone: torch.Tensor, owners: torch.Tensor, place: ExpertRank
+) -> Routes:
+    """`chosen` [tokens, k]: experts of this rank's tokens; `everyone`: of all ranks' tokens."""
+    ranks, experts, (_, copies) = len(place.tokens), place.experts, everyone.shape
+    goes = (owners[chosen].unsqueeze(2) == torch.arange(ranks, device=chosen.device)).any(dim=1)
+    is_here = owners[everyone] == place.index
+    arrives = is_here.any(dim=1)
+    keys = torch.where(is_here, everyone - experts.start, len(experts)).view(-1)
+    counts = keys.new_zeros(len(experts) + 1).scatter_add_(0, keys, torch.ones_like(keys))[:-1]
+    earlier = is_here.long().cumsum(dim=1)  # how many of a row's experts here, up to each
+    of_source = torch.stack([each.sum() for each in arrives.split(place.tokens)])
+    most = min(copies, len(experts))
+    of_turn = torch.stack([(earlier[:, -1] > turn).sum() for turn in range(most)] or [counts.sum()])
+    # The one wait for the device.
+    found = torch.cat([goes.sum(dim=0), of_source, of_turn]).tolist()
+    sent, received, turns = found[:ranks], found[ranks : 2 * ranks], found[2 * ranks :]
+    # What is true comes first, and stays in order.
+    order = (~goes.t()).reshape(-1).byte().argsort(stable=True)[: sum(sent)]
+    pairs = keys.argsort(stable=True)[: sum(turns)]
+    row_of = arrives.long().cumsum(dim=0) - 1
+    by_turn = earlier.view(-1)[pairs].argsort(stable=True)
+    return Routes(
+        sent=Copies(rows=order % max(1, len(chosen)), pieces=_slices(sent), total=len(chosen)),
+        exchange=Exchange(sent=sent, received=received),
+        computed=Copies(
+            rows=row_of[pairs // copies], pieces=by_turn.split(turns), total=sum(received)
+        ),
+        pairs=pairs,
+        counts=counts,
+    )
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    stops = [sum(counts[: number + 1]) for number in range(len(counts))]
+    return [slice(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
+
+# Copies and their sums, each of which is the other one's backward. No sum depends on which thread
+# comes first.
+
+
+def _copied(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+    found: torch.Tensor = _Copied.apply(rows, copies)
+    return found
+
+
+def _summed(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+    found: torch.Tensor = _Summed.apply(rows, copies)
+    return found
+
+
+def _sum(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+    dtype = torch.promote_types(rows.dtype, torch.float32)  # 16 bits would round each addition
+    total = rows.new_zeros(copies.total, rows.shape[1], dtype=dtype)
+    for piece in copies.pieces:
+        total.index_add_(0, copies.rows[piece], rows[piece].to(dtype))
+    return total.to(rows.dtype)
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+        ctx.copies = copies
+        return rows.index_select(0, copies.rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _sum(gradient, ctx.copies), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+        ctx.copies = copies
+        return _sum(rows, copies)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient.index_select(0, ctx.copies.rows), None
+
+
+# What is sent.
+
+
+def _start(
+    rows: torch.Tensor, exchange: Exchange, group: dist.ProcessGroup
+) -> Callable[[], torch.Tensor]:
+    """Returns what waits for what is received."""
+    rows, received = rows.contiguous(), rows.new_empty(sum(exchange.received), *rows.shape[1:])
+    counts = exchange.received, exchange.sent
+    work = dist.all_to_all_single(received, rows, *counts, group=group, async_op=True)
+    assert work is not None, "this rank is in the group"
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return received
+
+    return wait
+
+
+def _exchange(rows: torch.Tensor, exchange: Exchange, group: dist.ProcessGroup) -> torch.Tensor:
+    return _start(rows, exchange, group)()
+
+
+def _told_to_all(own: torch.Tensor, place: ExpertRank) -> torch.Tensor:
+    """What each rank has of its tokens, one rank after the other."""
+    ranks = len(place.tokens)
+    exchange = Exchange(sent=[len(own)] * ranks, received=list(place.tokens))
+    return _exchange(own.repeat(ranks, 1), exchange, place.group)
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, exchange: Exchange, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.exchange, ctx.group = exchange, group
+        return _exchange(rows, exchange, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _exchange(gradient, ctx.exchange.reversed, ctx.group), None, None
+
+
+class _ToExperts(torch.autograd.Function):
+    """Rows to their experts' ranks, and all tokens' weights to all; one function, so that all ranks
+    have the two gradients' messages in one order."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  (torch's way)
+        ctx: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        exchange: Exchange,
+        place: ExpertRank,
+        left: list[GroupedProduct],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.exchange, ctx.place, ctx.left = exchange, place, left
+        return _exchange(rows, exchange, place.group), _told_to_all(weights, place)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, of_weights: torch.Tensor) -> tuple[Any, ...]:
+        place: ExpertRank = ctx.place
+        arriving = _start(gradient, ctx.exchange.reversed, place.group)
+        while ctx.left:
+            ctx.left.pop(0).accumulate()
+        own, ranks = place.tokens[place.index], len(place.tokens)
+        back = Exchange(sent=list(place.tokens), received=[own] * ranks)
+        # Of each weight one rank has a gradient, all others zeros.
+        parts = _exchange(of_weights, back, place.group)
+        of_own = parts.view(ranks, own, of_weights.shape[1]).sum(dim=0)
+        return arriving(), of_own, None, None, None

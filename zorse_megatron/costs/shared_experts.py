@@ -1,0 +1,226 @@
+"""Costs of a rank that shares experts with others and has samples of its own (`ExpertParallel`).
+
+Sizes of micro-batches are those of all its ranks together. Of each the rank has its own samples,
+and of the rows of all tokens' experts those of the experts that it holds. Routing is taken to be
+even. Rows are computed by formula, at the ratio by which measured layers differ from it.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from zorse_megatron.costs.interface import (
+    NO_TIME,
+    LayerTimes,
+    ModelSection,
+    PassTimes,
+    RecomputeMode,
+    TpCosts,
+    TpShard,
+)
+from zorse_megatron.costs.model_memory import TransformerMemory
+from zorse_megatron.costs.profiled_compute import ProfiledCompute
+from zorse_megatron.plan.plan import Replica
+
+_ROUTE_BYTES = 8  # the number of an expert, and its weight in fp32; back goes its gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What a rank has of a micro-batch."""
+
+    own: int
+    """Samples, of `total`."""
+    total: int
+    experts: float
+    """Of all experts, the part that it holds."""
+
+    @classmethod
+    def of(cls, part: TpShard) -> "Sharing":
+        """That of a plan's rank."""
+        shared = part.shared
+        assert shared is not None, "of ranks that share experts"
+        return cls(
+            own=shared.samples[part.index],
+            total=sum(shared.samples),
+            experts=shared.experts[part.index] / sum(shared.experts),
+        )
+
+    def samples(self, size: int) -> int:
+        """Its own of a micro-batch of `size`."""
+        return size * self.own // self.total
+
+    def rows(self, size: int) -> float:
+        """Samples with as many rows as its experts have."""
+        return size * self.experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMessages:
+    """What a layer sends of a micro-batch: (source, target) -> bytes. Routing is even."""
+
+    there: Mapping[tuple[int, int], int]
+    """Tokens, once to each rank that has any of their experts. As many bytes go back."""
+    told: Mapping[tuple[int, int], int]
+    """The experts and weights of all tokens, to all ranks. Gradients of weights go back."""
+
+    @classmethod
+    def of(
+        cls,
+        replica: Replica,
+        size: int,
+        *,
+        tp_costs: TpCosts,
+        boundary_bytes: Callable[[int], int],
+        sequence_length: int,
+    ) -> "TokenMessages":
+        """Those of `size` samples, which have `boundary_bytes` between layers."""
+        shared, ranks = replica.expert_parallel, replica.ranks
+        assert shared is not None, "of ranks that share experts"
+        routes_bytes = tp_costs.experts_per_token * sequence_length * _ROUTE_BYTES
+        there: dict[tuple[int, int], int] = {}
+        told: dict[tuple[int, int], int] = {}
+        for (source, samples), (target, held) in itertools.product(
+            zip(ranks, shared.samples, strict=True), zip(ranks, shared.experts, strict=True)
+        ):
+            own = size * samples // sum(shared.samples)
+            if source != target and own:
+                told[source, target] = own * routes_bytes
+                sent = boundary_bytes(own) * tp_costs.share_of_tokens(held)
+                there[source, target] = round(sent)
+        return cls(there=there, told=told)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertsCompute:
+    """`TpComputeCost` of the rank; by kind, of models that differ in experts alone."""
+
+    sharing: Sharing
+    whole: Mapping[str, ProfiledCompute]
+    """All experts, as they may have been measured."""
+    dense: Mapping[str, ProfiledCompute]
+    """None but the shared one, which each rank has."""
+    routed: Mapping[str, ProfiledCompute]
+    """Those that the rank holds, and no shared one."""
+    bare: Mapping[str, ProfiledCompute]
+    """No experts and no MLP."""
+
+    def layer_in_two(self, kind: str, micro_batch_size: int) -> LayerTimes:
+        """What is computed of the rank's own samples, and of its experts' rows."""
+        own, rows = self.sharing.samples(micro_batch_size), self.sharing.rows(micro_batch_size)
+        measured = self.whole[kind].layer(kind, max(1, own))
+        formula = self.whole[kind].analytic.layer(kind, max(1, own))
+        forward = measured.forward_s / formula.forward_s
+        backward = measured.backward_s / formula.backward_s
+
+        def scaled(times: PassTimes, less: PassTimes = NO_TIME) -> PassTimes:
+            return PassTimes(
+                forward_s=forward * (times.forward_s - less.forward_s),
+                backward_s=backward * (times.backward_s - less.backward_s),
+            )
+
+        of_rows, of_own = NO_TIME, NO_TIME
+        if rows:
+            with_rows = self.routed[kind].analytic.layer(kind, rows)
+            of_rows = scaled(with_rows, self.bare[kind].analytic.layer(kind, rows))
+        if own:
+            of_own = scaled(self.dense[kind].analytic.layer(kind, own))
+        return LayerTimes(attention=of_own, mlp=of_rows)
+
+    def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Both."""
+        times = self.layer_in_two(kind, micro_batch_size)
+        return times.attention + times.mlp
+
+    def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Of its own samples, as is the head."""
+        own = self.sharing.samples(micro_batch_size)
+        return self.whole[kind].embedding(kind, own) if own else NO_TIME
+
+    def head(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """See `embedding`."""
+        own = self.sharing.samples(micro_batch_size)
+        return self.whole[kind].head(kind, own) if own else NO_TIME
+
+    def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
+        """What recomputing one layer adds to its backward."""
+        if mode == "full":
+            return self.layer(kind, micro_batch_size).forward_s
+        own = self.sharing.samples(micro_batch_size)
+        return self.dense[kind].recompute_s(kind, own, mode) if own else 0.0  # attention
+
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        """What gradients of its matrices take of one layer's backward."""
+        own = self.sharing.samples(micro_batch_size)
+        own_s = self.dense[kind].analytic.weight_gradients_s(kind, own) if own else 0.0
+        return own_s + self.row_gradients_s(kind, micro_batch_size)
+
+    def row_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        """Those of its experts."""
+        rows = self.sharing.rows(micro_batch_size)
+        if not rows:
+            return 0.0
+        routed_s = self.routed[kind].analytic.weight_gradients_s(kind, rows)
+        return routed_s - self.bare[kind].analytic.weight_gradients_s(kind, rows)
+
+    def step_s(self, kind: str, num_parameters: int) -> float:
+        """Optimizer step on a shard of `num_parameters`."""
+        return self.whole[kind].step_s(kind, num_parameters)
+
+    def includes_collectives(self, kind: str, section: ModelSection) -> bool:
+        """Exchanges of tokens are never measured with it."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertsMemory(TransformerMemory):
+    """`MemoryCost` of the rank; `model` has the experts that it holds."""
+
+    sharing: Sharing
+    whole: TransformerMemory
+    """With all experts."""
+    dense: TransformerMemory
+    """With none but the shared one."""
+
+    @classmethod
+    def of(
+        cls,
+        part: TpShard,
+        held: TransformerMemory,
+        whole: TransformerMemory,
+        dense: TransformerMemory,
+    ) -> "SharedExpertsMemory":
+        """Those of a plan's rank; `held`: of the model with the experts that it holds."""
+        same = {each.name: getattr(held, each.name) for each in fields(TransformerMemory)}
+        return cls(**same, sharing=Sharing.of(part), whole=whole, dense=dense)
+
+    def activation_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> int:
+        """What one layer keeps of its own samples, and of its experts' rows."""
+        own = self.dense.activation_bytes(self.sharing.samples(micro_batch_size), mode, kind)
+        with_rows = self.whole.activation_bytes(micro_batch_size, mode, kind)
+        return own + self._of_rows(
+            with_rows - self.dense.activation_bytes(micro_batch_size, mode, kind)
+        )
+
+    def delayed_bytes(self, micro_batch_size: int) -> int:
+        """What one layer keeps from a backward to weight gradients that are computed apart."""
+        own = self.dense.delayed_bytes(self.sharing.samples(micro_batch_size))
+        with_rows = self.whole.delayed_bytes(micro_batch_size)
+        return own + self._of_rows(with_rows - self.dense.delayed_bytes(micro_batch_size))
+
+    def arriving_bytes(self, micro_batch_size: int) -> int:
+        """Gradients of what a layer's last matrices return."""
+        return self._of_rows(self.whole.arriving_bytes(micro_batch_size))
+
+    def boundary_bytes(self, micro_batch_size: int) -> int:
+        """One activation between two layers, as it is sent."""
+        return self.whole.boundary_bytes(self.sharing.samples(micro_batch_size))
+
+    def head_bytes(self, micro_batch_size: int) -> int:
+        """Logits and what the loss keeps while the head runs."""
+        return self.whole.head_bytes(self.sharing.samples(micro_batch_size))
+
+    def _of_rows(self, of_all: int) -> int:
+        return round(self.sharing.experts * of_all)
