@@ -44,7 +44,7 @@ def main() -> None:
     training.train = write_logits
     REGISTRY.apply(stock_fixes())
     if os.environ.get(OF_A_PLAN):
-        REGISTRY.apply({"experts_spec": partial(with_plan_layers, 1, None)})
+        REGISTRY.apply({"experts_spec": partial(with_plan_layers, 1, None, None)})
     gpt_entry.main()
 
 

@@ -151,7 +151,7 @@ def unlike_specs() -> list[str]:
 
     from zorse_megatron.adapter.model.uneven_tp_shards import (
         SelfAttentionWithoutHeads,
-        layer_spec_without_heads,
+        layer_spec_with,
     )
 
     config = model_config()
@@ -163,7 +163,9 @@ def unlike_specs() -> list[str]:
         "one of the stage": default_layer_spec,
     }
     found = {
-        name: layer_spec_without_heads(each)(config).submodules.self_attention.module
+        name: layer_spec_with(SelfAttentionWithoutHeads, each)(
+            config
+        ).submodules.self_attention.module
         for name, each in given.items()
     }
     unlike = [name for name, module in found.items() if module is not SelfAttentionWithoutHeads]

@@ -50,7 +50,7 @@ def _use_what_is_built(
     @functools.wraps(stock)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         # Layers of experts are those of a plan; micro-batches of any size are measured.
-        hooks = {"experts_spec": functools.partial(with_plan_layers, 1, None)}
+        hooks = {"experts_spec": functools.partial(with_plan_layers, 1, None, None)}
         with REGISTRY.applied({} if get_args().num_experts is None else hooks):
             (model,), optimizer, _scheduler = stock(*args, **kwargs)
             use(model, optimizer)

@@ -238,7 +238,9 @@ def _finished(
     for some in filter(None, ways):
         best, most = some[0], _climb(evaluator.inputs)
         is_behind = finished and best.iteration_s > _MOST_BEHIND * finished[0].iteration_s
-        if is_behind and is_short_climb(best.plan, most):
+        # Sharing experts may gain more.
+        has_experts = evaluator.inputs.model.num_experts is not None
+        if is_behind and is_short_climb(best.plan, most) and not has_experts:
             continue
         if strategy == "zorse":
             best = climbed_from(evaluator, some, most, on_progress)
