@@ -19,6 +19,7 @@ from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.orders import with_times
 from zorse_megatron.planner.outcome import SearchProgress, structure
+from zorse_megatron.planner.search.effort import Effort
 
 _STARTS, _OF_BEST = 5, 2
 """Plans that are climbed from; first those of the best plan."""
@@ -85,6 +86,7 @@ class _Climb:
         self.experts: int = self.inputs.model.num_experts
         self.space = evaluator.inputs.space
         self.simulated, self.computed = evaluator.num_simulated, evaluator.num_computations
+        self.most = min(_MOST_COMPUTATIONS, Effort.of(self.inputs).climb)
         self.limit = _OF_STARTS
         """Up to which part of what may be simulated it goes on."""
 
@@ -108,7 +110,7 @@ class _Climb:
         evaluator = self.evaluator
         return max(
             (evaluator.num_simulated - self.simulated) / _MOST_SIMULATED,
-            (evaluator.num_computations - self.computed) / _MOST_COMPUTATIONS,
+            (evaluator.num_computations - self.computed) / self.most,
         )
 
     def _ordered(self, plan: Plan) -> Plan:
