@@ -158,12 +158,8 @@ class _Climb:
 
     def _at_all(self, plan: Plan, numbers: Sequence[int], parts: Parts) -> Plan | None:
         """The plan whose groups have these replicas joined."""
-        for number in numbers:
-            group = self._with_joined(plan.groups[number], parts)
-            if group is None:
-                return None
-            plan = _with_group(plan, number, group)
-        return plan
+        groups = [self._with_joined(plan.groups[number], parts) for number in numbers]
+        return next(self._each_with(plan, numbers, groups), None)
 
     def _partitions(self, group: Group) -> Iterator[Parts]:
         """Which replicas of a group may share experts: all, those of a node, or pairs."""
@@ -273,11 +269,8 @@ class _Climb:
                     yield from self._changed(plan, numbers, at, change)
             if any(each.expert_parallel for each in first.replicas):
                 for settings in self._settings_near(first):
-                    found = plan
-                    for number in numbers:
-                        group = _with_settings(plan.groups[number], **settings)
-                        found = _with_group(found, number, group)
-                    yield found
+                    changed = [_with_settings(plan.groups[at], **settings) for at in numbers]
+                    yield from self._each_with(plan, numbers, changed)
                 halves = [self._in_two(plan.groups[number]) for number in numbers]
                 yield from self._each_with(plan, numbers, halves)
         yield from _layers_moved(plan)
@@ -304,10 +297,10 @@ class _Climb:
     ) -> Iterator[Plan]:
         if None in groups:
             return
-        for number, group in zip(numbers, groups, strict=True):
-            assert group is not None
-            plan = _with_group(plan, number, group)
-        yield plan
+        changed = dict(zip(numbers, groups, strict=True))
+        yield replace(
+            plan, groups=tuple(changed.get(at) or each for at, each in enumerate(plan.groups))
+        )
 
     def _changes(self, replica: Replica) -> Iterator[Change]:
         """Other numbers of micro-batches, and other parts of experts and of samples."""
@@ -428,10 +421,6 @@ def _with_own_settings(group: Group, replica: Replica) -> Replica:
         recompute=settings.recompute,
         offload=None if offload == Offload() else offload,
     )
-
-
-def _with_group(plan: Plan, number: int, group: Group) -> Plan:
-    return replace(plan, groups=(*plan.groups[:number], group, *plan.groups[number + 1 :]))
 
 
 def _with_settings(group: Group, **settings: object) -> Group:
