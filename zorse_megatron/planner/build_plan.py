@@ -8,6 +8,7 @@ from typing import Any
 from zorse_megatron.costs.topology import Topology
 from zorse_megatron.plan.plan import (
     Chunk,
+    ExpertParallel,
     Group,
     Offload,
     Plan,
@@ -225,3 +226,17 @@ def with_regions(plan: Plan, spec: Topology) -> Plan:
     if all(len({region_of(each) for each in group.replicas}) == 1 for group in plan.groups):
         return plan
     return replace(plan, groups=tuple(map(placed, plan.groups)))
+
+
+def sharing_experts(replicas: Sequence[Replica], experts: Sequence[int]) -> Replica:
+    """One replica of several single ranks, each with its samples; `experts`: of each rank, in
+    ascending order."""
+    members = sorted(replicas, key=lambda each: each.ranks)
+    samples = tuple(each.micro_batch_size for each in members)
+    return replace(
+        members[0],
+        ranks=tuple(rank for each in members for rank in each.ranks),
+        micro_batch_size=sum(samples),
+        shard_weight=sum(each.shard_weight for each in members),
+        expert_parallel=ExpertParallel(experts=tuple(experts), samples=samples),
+    )

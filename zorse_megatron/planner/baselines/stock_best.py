@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.plan.plan import ExpertParallel, Plan, Replica
+from zorse_megatron.plan.plan import Plan, Replica
 from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.baselines.stock_costs import GridEstimate, grid_estimates
 from zorse_megatron.planner.baselines.stock_layouts import no_grid, subsets
 from zorse_megatron.planner.baselines.stock_search import StockLayout, StockSearch, framework_of
+from zorse_megatron.planner.build_plan import sharing_experts
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs, on_ranks
 from zorse_megatron.planner.outcome import NoPlanError
@@ -266,16 +267,7 @@ def _as_plan(inputs: Inputs, layout: StockLayout) -> Plan:
 def _sharing(replicas: Sequence[Replica], degree: int, held: int) -> Iterator[Replica]:
     """Each `degree` of them as one, whose ranks have so many experts."""
     for first in range(0, len(replicas), degree):
-        some = replicas[first : first + degree]
-        yield replace(
-            some[0],
-            ranks=tuple(sorted(rank for each in some for rank in each.ranks)),
-            micro_batch_size=sum(each.micro_batch_size for each in some),
-            shard_weight=sum(each.shard_weight for each in some),
-            expert_parallel=ExpertParallel(
-                experts=(held,) * degree, samples=tuple(each.micro_batch_size for each in some)
-            ),
-        )
+        yield sharing_experts(replicas[first : first + degree], (held,) * degree)
 
 
 def stock_runs(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Evaluation]:

@@ -14,7 +14,7 @@ from itertools import permutations
 from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
 from zorse_megatron.plan.memory_settings import settings_in
 from zorse_megatron.plan.plan import ExpertParallel, Group, Offload, Plan, Recompute, Replica
-from zorse_megatron.planner.build_plan import with_regions
+from zorse_megatron.planner.build_plan import sharing_experts, with_regions
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.orders import with_times
@@ -207,24 +207,14 @@ class _Climb:
 
     def _joined(self, replicas: Sequence[Replica]) -> Replica:
         """One replica of several, which are in the order of their ranks."""
-        ranks = [rank for each in replicas for rank in each.ranks]
-        samples = [each.micro_batch_size for each in replicas]
         working = [each for each in replicas if each.num_microbatches]
-        limits = [each.max_in_flight for each in working]
-        waiting = [each.max_delayed_wgrad for each in working]
+        speeds = [self._speed(each.ranks[0]) for each in replicas]
         return replace(
-            replicas[0],
-            ranks=tuple(ranks),
-            micro_batch_size=sum(samples),
-            shard_weight=sum(each.shard_weight for each in replicas),
+            sharing_experts(replicas, _deal(self.experts, speeds)),
             halved=None,
             region=None,
-            max_in_flight=_sum(limits),
-            max_delayed_wgrad=_sum(waiting),
-            expert_parallel=ExpertParallel(
-                experts=_deal(self.experts, [self._speed(rank) for rank in ranks]),
-                samples=tuple(samples),
-            ),
+            max_in_flight=_sum([each.max_in_flight for each in working]),
+            max_delayed_wgrad=_sum([each.max_delayed_wgrad for each in working]),
         )
 
     def _speed(self, rank: int) -> float:
