@@ -28,6 +28,7 @@ from tests.megatron.plans import (
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes
+from zorse_megatron.costs.shared_experts import ExpertLoad
 from zorse_megatron.emulate import emulator as rank_server
 from zorse_megatron.emulate.emulator import System, emulator, flags_of_grid, tp_groups_of_job
 from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
@@ -46,7 +47,7 @@ from zorse_megatron.plan.plan import Group, Offload, Recompute, Schedule, TpShar
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.planner.baselines.stock_layouts import Grid, Placement, plan_of_grid
 from zorse_megatron.planner.baselines.stock_search import framework_of
-from zorse_megatron.planner.inputs.search_inputs import make_inputs, on_ranks
+from zorse_megatron.planner.inputs.search_inputs import make_inputs, on_ranks, with_load
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.simulate.assumptions import Perturbation, SlowSpell
 from zorse_megatron.simulate.iteration import simulate
@@ -428,23 +429,25 @@ SHARED = plan_of(
     ((expert_replica((0, 1), (6, 2), (2, 1), 2, weight=3.0), replica(2, 1, 2)), 2),
     ((expert_replica((3, 4, 5), (3, 0, 5), (2, 2, 0), 2, 2.0, 1.0, 3.0),), 2),
 )
+LOAD = ExpertLoad(shares=(0.05, 0.05, 0.3, 0.2, 0.2, 0.1, 0.1, 0.0))
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "all_inputs"),
     [
-        pytest.param(SHARED, id="1f1b"),
-        pytest.param(split(SHARED), id="weight gradients apart"),
-        pytest.param(changed(SHARED, FULL), id="recomputed"),
+        pytest.param(SHARED, WITH_EXPERTS, id="1f1b"),
+        pytest.param(split(SHARED), WITH_EXPERTS, id="weight gradients apart"),
+        pytest.param(changed(SHARED, FULL), WITH_EXPERTS, id="recomputed"),
+        pytest.param(SHARED, with_load(WITH_EXPERTS, LOAD), id="uneven routing"),
     ],
 )
-def test_ranks_that_share_experts_take_what_the_simulator_says(lab, monkeypatch, plan):
+def test_ranks_that_share_experts_take_what_the_simulator_says(lab, monkeypatch, plan, all_inputs):
     """Exchanges are 7 to 10 % of the iteration."""
     shape = TinyShape.of(MODEL, [plan])
     monkeypatch.setattr(lab, "training", dataclasses.replace(lab.training, shape=shape))
-    found = run(lab, System(name="plan", gpus=tuple(range(6)), plan=plan), WITH_EXPERTS)
+    found = run(lab, System(name="plan", gpus=tuple(range(6)), plan=plan), all_inputs)
     assert found.losses == pytest.approx(run(lab, stock(), WITH_EXPERTS).losses, abs=2e-5)
-    inputs = dataclasses.replace(WITH_EXPERTS, kinds=INPUTS.kinds[:6], gpus=None)
+    inputs = dataclasses.replace(all_inputs, kinds=INPUTS.kinds[:6], gpus=None)
     predicted = simulate_plan(inputs, plan)
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.01)
     expected = peaks_without(predicted, Category.BUFFERS)

@@ -1,21 +1,24 @@
-"""Options that perturb the simulated or emulated machines: parsed and validated."""
+"""Options that perturb the simulated or emulated machines, or routing: parsed and validated."""
 
 import difflib
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zorse_megatron.cli.console import refuse
+from zorse_megatron.cli.console import refusal, refuse
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 
 if TYPE_CHECKING:
     from zorse_megatron.costs.interface import CommCost
+    from zorse_megatron.costs.shared_experts import ExpertLoad
+    from zorse_megatron.inputs.model import Experts
     from zorse_megatron.simulate.assumptions import Perturbation
 
 
@@ -161,6 +164,57 @@ def _problems(
         else:
             continue
         yield Problem(where="--slow", found=f'"{text}"', expected=expected, remedy=remedy)
+
+
+ExpertLoadText = Annotated[
+    str | None,
+    typer.Option(
+        "--expert-load",
+        metavar="LOAD",
+        help="How uneven routing is: the busiest expert's tokens over the mean, as 2.5, or what "
+        "each expert of a layer gets in any unit, as 910,233,...",
+    ),
+]
+
+
+def with_expert_load(costs: WorkloadCosts, text: str) -> WorkloadCosts:
+    """The same where routing is as uneven as the option says. Raises CommandError."""
+    from zorse_megatron.planner.inputs.search_inputs import with_load
+
+    experts = costs.workload.model.experts
+    if experts is None:
+        raise refusal(
+            "--expert-load",
+            f"{text}, for a model without experts",
+            "a model with experts",
+            "Leave it out.",
+        )
+    return replace(costs, inputs=with_load(costs.inputs, _expert_load(text, experts)))
+
+
+def _expert_load(text: str, experts: "Experts") -> "ExpertLoad":
+    from zorse_megatron.costs.shared_experts import ExpertLoad
+
+    number, most = experts.num_experts, experts.num_experts / experts.per_token
+    try:
+        loads = [float(each) for each in text.split(",")]
+    except ValueError:
+        loads = []
+    total = math.fsum(loads)
+    busiest = loads[0] if len(loads) == 1 else max(loads, default=0) * number / (total or math.inf)
+    is_list = len(loads) == number and min(loads) >= 0
+    if not (len(loads) == 1 or is_list) or not 1 - 1e-9 <= busiest <= most * (1 + 1e-9):
+        raise refusal(
+            "--expert-load",
+            f'"{text}"',
+            f"a number from 1 to {most:g}, or {number} loads of which none is negative or above "
+            f"1/{experts.per_token} of their sum",
+            f"Each token passes {experts.per_token} of {number} experts, so that none can have "
+            f"more than {most:g} times the mean.",
+        )
+    if len(loads) == 1:
+        return ExpertLoad.falling(busiest, number)
+    return ExpertLoad(shares=tuple(load / total for load in loads))
 
 
 def link_names(comm: "CommCost", world_size: int) -> tuple[str, ...]:

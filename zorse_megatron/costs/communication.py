@@ -581,7 +581,8 @@ def once_s(
     """
 
     def bytes_to(count: int) -> float:
-        return num_bytes * tp_costs.share_of_tokens(tp_costs.num_experts // degree * count)
+        held = range(tp_costs.num_experts // degree * count)
+        return num_bytes * tp_costs.share_of_tokens(held)
 
     assert isinstance(comm, GraphComm), "stock's layouts are costed on a cluster"
     groups = (tuple(ranks[at : at + degree]) for at in range(0, len(ranks), degree))

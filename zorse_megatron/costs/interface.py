@@ -201,8 +201,8 @@ class TpCosts(Protocol):
     def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
         """Costs of a rank with this part; None: in the type of the job."""
 
-    def share_of_tokens(self, count: int) -> float:
-        """Of all tokens those that pass one of `count` experts of a layer at least."""
+    def share_of_tokens(self, experts: range) -> float:
+        """Of all tokens those that pass one of these experts of a layer at least."""
 
     @property
     def num_experts(self) -> int:

@@ -2,12 +2,16 @@
 
 Sizes of micro-batches are those of all its ranks together. Of each the rank has its own samples,
 and of the rows of all tokens' experts those of the experts that it holds. Routing is taken to be
-even. Rows are computed by formula, at the ratio by which measured layers differ from it.
+even unless an `ExpertLoad` is given. Rows are computed by formula, at the ratio by which measured
+layers differ from it.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+
+import numpy as np
 
 from zorse_megatron.costs.interface import (
     NO_TIME,
@@ -26,6 +30,96 @@ _ROUTE_BYTES = 8  # the number of an expert, and its weight in fp32; back goes i
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """How uneven routing is, alike in all layers: what each expert gets of all rows.
+
+    A token's experts are distinct, and otherwise independent of each other: of all choices with
+    these loads the one of the greatest entropy, in which a set S of experts is chosen in proportion
+    to the product of weights w over S (Chen, Dempster and Liu 1994, Biometrika 81, 457). Then the
+    tokens that pass none of some experts are e_k(w of the others) / e_k(w), where e_k is the
+    elementary symmetric polynomial; with equal loads a ratio of binomial coefficients.
+    """
+
+    shares: tuple[float, ...]
+    """Of all rows, expert by expert. They add up to 1, and are at most 1 over a token's experts."""
+    anywhere: bool = False
+    """Whether any rank may have the busiest experts of a layer, so that each costs what it would
+    with these: no order of the experts takes longer. Then `shares` descend."""
+
+    @classmethod
+    def falling(cls, busiest: float, number: int) -> "ExpertLoad":
+        """Loads that fall by a constant factor from expert to expert. `busiest`: the largest over
+        the mean, from 1 to `number`."""
+        low, high = 0.0, 1.0  # of the factor: the smaller, the larger is the first load
+        for _ in range(100):
+            middle = (low + high) / 2
+            loads = middle ** np.arange(number)
+            low, high = (middle, high) if number > busiest * loads.sum() else (low, middle)
+        loads = (low if busiest > 1 else 1.0) ** np.arange(number)
+        return cls(shares=tuple(map(float, loads / loads.sum())), anywhere=True)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all experts get the same."""
+        return len(set(self.shares)) == 1
+
+    def rows(self, experts: range) -> float:
+        """Share of all rows that a rank with these experts gets."""
+        return sum(self._of(experts))
+
+    def tokens(self, experts: range, per_token: int) -> float:
+        """Share of all tokens that pass at least one of them. `per_token`: experts of a token."""
+        weights = _weights(self.shares, per_token)
+        held = range(len(experts)) if self.anywhere else experts
+        others = [weight for at, weight in enumerate(weights) if at not in held]
+        return 1 - float(_symmetric(others, per_token) / _symmetric(weights, per_token))
+
+    def _of(self, experts: range) -> tuple[float, ...]:
+        if self.anywhere:
+            return self.shares[: len(experts)]
+        return self.shares[experts.start : experts.stop]
+
+
+_MOST_OFTEN = 1 - 1e-9  # an expert of every token would have an infinite weight
+
+
+@cache
+def _weights(shares: tuple[float, ...], per_token: int) -> tuple[float, ...]:
+    """Those with which experts are chosen as often as loads say; the method of Chen et al."""
+    wanted = np.minimum(np.array(shares) * per_token, _MOST_OFTEN)
+    weights = wanted / (1 - wanted)
+    number = len(shares)
+    for _ in range(2000):
+        # Of each expert, choices of the others beside it.
+        beside = np.zeros((number, per_token))
+        beside[:, 0] = 1.0
+        for at, weight in enumerate(weights):
+            factors = np.full((number, 1), weight)
+            factors[at] = 0.0
+            beside[:, 1:] += factors * beside[:, :-1]
+        whole = _symmetric(weights, per_token)
+        if np.abs(weights * beside[:, -1] / whole - wanted).max() < 1e-9:
+            break
+        weights = wanted * whole / beside[:, -1]
+    return tuple(map(float, weights))
+
+
+def _symmetric(weights: Sequence[float] | np.ndarray, degree: int) -> float:
+    """The elementary symmetric polynomial."""
+    found = np.zeros(degree + 1)
+    found[0] = 1.0
+    for weight in weights:
+        found[1:] += weight * found[:-1]
+    return float(found[-1])
+
+
+def parts_of(counts: Sequence[int]) -> list[range]:
+    """Experts of each rank, of which they have so many in order."""
+    stops = list(itertools.accumulate(counts))
+    return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sharing:
     """What a rank has of a micro-batch."""
 
@@ -33,18 +127,14 @@ class Sharing:
     """Samples, of `total`."""
     total: int
     experts: float
-    """Of all experts, the part that it holds."""
+    """Of all experts' rows, the part that its own have."""
 
     @classmethod
-    def of(cls, part: TpShard) -> "Sharing":
+    def of(cls, part: TpShard, experts: float) -> "Sharing":
         """That of a plan's rank."""
         shared = part.shared
         assert shared is not None, "of ranks that share experts"
-        return cls(
-            own=shared.samples[part.index],
-            total=sum(shared.samples),
-            experts=shared.experts[part.index] / sum(shared.experts),
-        )
+        return cls(own=shared.samples[part.index], total=sum(shared.samples), experts=experts)
 
     def samples(self, size: int) -> int:
         """Its own of a micro-batch of `size`."""
@@ -57,7 +147,7 @@ class Sharing:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMessages:
-    """What a layer sends of a micro-batch: (source, target) -> bytes. Routing is even."""
+    """What a layer sends of a micro-batch: (source, target) -> bytes, in the mean."""
 
     there: Mapping[tuple[int, int], int]
     """Tokens, once to each rank that has any of their experts. As many bytes go back."""
@@ -81,7 +171,8 @@ class TokenMessages:
         there: dict[tuple[int, int], int] = {}
         told: dict[tuple[int, int], int] = {}
         for (source, samples), (target, held) in itertools.product(
-            zip(ranks, shared.samples, strict=True), zip(ranks, shared.experts, strict=True)
+            zip(ranks, shared.samples, strict=True),
+            zip(ranks, parts_of(shared.experts), strict=True),
         ):
             own = size * samples // sum(shared.samples)
             if source != target and own:
@@ -185,14 +276,14 @@ class SharedExpertsMemory(TransformerMemory):
     @classmethod
     def of(
         cls,
-        part: TpShard,
+        sharing: Sharing,
         held: TransformerMemory,
         whole: TransformerMemory,
         dense: TransformerMemory,
     ) -> "SharedExpertsMemory":
         """Those of a plan's rank; `held`: of the model with the experts that it holds."""
         same = {each.name: getattr(held, each.name) for each in fields(TransformerMemory)}
-        return cls(**same, sharing=Sharing.of(part), whole=whole, dense=dense)
+        return cls(**same, sharing=sharing, whole=whole, dense=dense)
 
     def activation_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None

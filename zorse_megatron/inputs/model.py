@@ -55,7 +55,7 @@ class Experts:
         return self.num_experts
 
     @property
-    def num_computed(self) -> int:
+    def num_computed(self) -> float:
         """Of how many experts a rank computes what the tokens of a micro-batch pass."""
         return self.num_experts
 
@@ -99,9 +99,11 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsOfRank(Experts):
-    """The experts of a layer, of which a rank has some. Routing is even."""
+    """The experts of a layer, of which a rank has some."""
 
     held: int
+    computed: float | None = None
+    """How many get as many rows in the mean as those of a TP group's rank; None: `held`."""
     are_sent_tokens: bool = False
     """Whether ranks have tokens of their own and exchange them, so that each computes as many rows
     as with all experts: stock's expert parallelism. Else, in a TP group, all have the same."""
@@ -112,9 +114,11 @@ class ExpertsOfRank(Experts):
         return self.held
 
     @property
-    def num_computed(self) -> int:
+    def num_computed(self) -> float:
         """See `Experts`."""
-        return self.num_experts if self.are_sent_tokens else self.held
+        if self.are_sent_tokens:
+            return self.num_experts
+        return self.held if self.computed is None else self.computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +198,7 @@ class ModelShape:
         if self.experts is None:
             return (self._attention_matrices + feed_forward) // tensor_parallel
         # As many experts of each token as there are of all.
-        feed_forward = feed_forward * self.experts.num_computed // self.experts.num_experts
+        feed_forward = int(feed_forward * self.experts.num_computed / self.experts.num_experts)
         return self._attention_matrices // tensor_parallel + feed_forward + self._router
 
     def layer_parameters(self, tensor_parallel: int = 1) -> int:

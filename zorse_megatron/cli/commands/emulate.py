@@ -32,7 +32,7 @@ from zorse_megatron.cli.options import (
     answers,
     given_options,
 )
-from zorse_megatron.cli.perturbed import SlowMachines
+from zorse_megatron.cli.perturbed import ExpertLoadText, SlowMachines, with_expert_load
 from zorse_megatron.cli.plan_options import UseAll, strategy_named
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import Workload
@@ -141,6 +141,7 @@ def emulate(
     given: WorkloadOptions,
     iterations: Iterations = 4,
     slow: SlowMachines,
+    expert_load: ExpertLoadText = None,
     emulation: EmulationOptions,
     as_json: bool,
 ) -> Output:
@@ -155,6 +156,8 @@ def emulate(
     costs = costs_for_plan(
         plan, cluster, given.workload(plan, flags=flags), given.profiles, source=source
     )
+    if expert_load is not None:
+        costs = with_expert_load(costs, expert_load)
     perturbation, recompute = slow.perturbation(costs), costs.workload.computing.recompute
     system, simulated_costs, framework = _ours(plan, costs, emulation), costs, None
     if layout is not None:

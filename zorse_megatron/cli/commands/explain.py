@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,7 @@ from zorse_megatron.cli.options import (
     WorkloadOptions,
     answers,
 )
-from zorse_megatron.cli.perturbed import SlowMachines
+from zorse_megatron.cli.perturbed import ExpertLoadText, SlowMachines, with_expert_load
 from zorse_megatron.cli.simulated import (
     Pictures,
     memory_problems,
@@ -36,7 +37,7 @@ from zorse_megatron.cli.simulated import (
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.strict import plain
-from zorse_megatron.files.wording import duration, figure, number_of
+from zorse_megatron.files.wording import duration, figure, memory, number_of
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import load_plan
 
@@ -67,6 +68,7 @@ def explain(
     search: Search = False,
     pictures: Pictures,
     slow: SlowMachines,
+    expert_load: ExpertLoadText = None,
     as_json: bool,
 ) -> Output:
     """Explain a plan: times and memory of its ranks, bottleneck, alternatives, what would help."""
@@ -77,23 +79,29 @@ def explain(
     costs = costs_for_plan(
         plan, cluster, given.workload(plan), given.profiles, source=source, margin=margin
     )
-    perturbation = slow.perturbation(costs, may_end=False)
+    perturbation, uneven = slow.perturbation(costs, may_end=False), None
+    uneven_costs = None if expert_load is None else with_expert_load(costs, expert_load)
     if search and slow.is_slow:
         why = "plans are searched for GPUs and links as they are"
         refuse(conflicts(["--search"], "--slow or --jitter", why=why))
     with progress_shown("simulating", wanted=not as_json) as tell:
         result = simulated(plan, costs, source=source, perturbation=perturbation)
+        if uneven_costs is not None:
+            uneven = simulated(plan, uneven_costs, source=source, perturbation=perturbation)
         tell("drawing")
         speed = f"{duration(result.iteration_s)}, {figure(result.tokens_per_s)} tokens/s"
         written = pictures.save(plan, result, title=f"{path.name}: {speed}")
         found = _Simulated(path=path, plan=plan, costs=costs, result=result, margin=margin)
+        loaded = None if uneven is None else replace(found, result=uneven)
         reasons, notes = None, list(costs.notes)
         if not slow.is_slow:
             replans, stock = _searched(found, notes, tell) if search else (None, None)
             reasons = explained(costs.inputs, plan, replans, stock, result)
-    return Output(
-        values=found.values(reasons), shown=found.lines(reasons), notes=notes, written=written
-    )
+    values, shown = found.values(reasons), found.lines(reasons)
+    if loaded is not None:
+        values["expert_load"] = {"given": expert_load, **loaded.numbers()}
+        shown = chain(shown, loaded.lines_of_load(f"--expert-load {expert_load}", result))
+    return Output(values=values, shown=shown, notes=notes, written=written)
 
 
 def _searched(
@@ -134,19 +142,35 @@ class _Simulated:
         cluster = self.costs.cluster
         return list(memory_problems(self.plan, self.result, cluster, source, margin=margin))
 
-    def values(self, reasons: "Explanation | None") -> dict[str, Any]:
-        """For programs."""
+    def numbers(self) -> dict[str, Any]:
+        """Times and memory, for programs."""
         from zorse_megatron.planner.explanation import critical_shares
 
         result = self.result
-        found = {"iteration_s": result.iteration_s, "tokens_per_s": result.tokens_per_s}
-        path = plain(critical_shares(self.plan, result))
         return {
-            **(found | {"critical_path": path} if reasons is None else plain(reasons)),
-            "dtype": self.costs.dtype,
+            "iteration_s": result.iteration_s,
+            "tokens_per_s": result.tokens_per_s,
+            "critical_path": plain(critical_shares(self.plan, result)),
             "ranks": ranks_as_json(self.plan, result, self.costs.cluster),
             "fits_in_memory": not self.problems,
         }
+
+    def values(self, reasons: "Explanation | None") -> dict[str, Any]:
+        """For programs."""
+        said = {} if reasons is None else plain(reasons)
+        return {**self.numbers(), **said, "dtype": self.costs.dtype}
+
+    def lines_of_load(self, option: str, even: "SimulationResult") -> Iterator[str | Table]:
+        """What this takes where routing is uneven, after what it takes where it is even."""
+        found, more = self.result, self.result.iteration_s / even.iteration_s - 1
+        peaks = zip(found.peak_memory_bytes, even.peak_memory_bytes, strict=True)
+        yield (
+            f"With {option} one iteration takes {duration(found.iteration_s)}, "
+            f"{figure(100 * more)} % longer: {figure(found.tokens_per_s)} tokens/s; peak memory "
+            f"grows by up to {memory(max(0, *(mine - its for mine, its in peaks)))}:"
+        )
+        yield rank_table(self.plan, found, self.costs.cluster)
+        yield from (f"does not fit: {problem}" for problem in self.problems)
 
     def lines(self, reasons: "Explanation | None") -> Iterator[str | Table]:
         """For people."""

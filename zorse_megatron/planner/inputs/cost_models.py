@@ -4,7 +4,7 @@ Kinds of GPU may compute in different types and run different attention, so each
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,9 +29,11 @@ from zorse_megatron.costs.model_memory import (
 from zorse_megatron.costs.own_speeds import equal_kinds
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.costs.shared_experts import (
+    ExpertLoad,
     SharedExpertsCompute,
     SharedExpertsMemory,
     Sharing,
+    parts_of,
 )
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import memory as spelled
@@ -67,6 +69,8 @@ class CostModels:
     """Costs are those of one of so many ranks."""
     whole: ModelShape | None = None
     """The model, where `model` says the sizes of a rank's part, times the number of ranks."""
+    expert_load: ExpertLoad | None = None
+    """What experts get of tokens, where ranks do not have all of them; None: routing is even."""
     _of_ranks: dict[tuple[TpShard, ComputeDtype | None], TpRankCosts] = field(
         init=False, default_factory=dict
     )
@@ -129,7 +133,8 @@ class CostModels:
         if key not in self._of_ranks and part.shared is not None:
             self._of_ranks[key] = self._sharing(part, dtype)
         if key not in self._of_ranks:
-            model = told_local_sizes(self.model, part)
+            rows = None if self._load is None else self._load.rows
+            model = told_local_sizes(self.model, part, rows)
             split = replace(self, model=model, tensor_parallel=part.degree, whole=self.model)
             self._of_ranks[key] = split._in_type(dtype)
             if part.expert_parallel > 1:  # keeps what a rank with all experts keeps
@@ -141,7 +146,9 @@ class CostModels:
         """Of a rank that shares experts alone."""
         assert part.shared is not None
         model, experts = self.model, self._experts
-        held = part.shared.experts[part.index]
+        mine = parts_of(part.shared.experts)[part.index]
+        held, total = len(mine), experts.num_experts
+        sharing = Sharing.of(part, held / total if self._load is None else self._load.rows(mine))
         width = experts.shared_ffn_hidden_size
         routed = replace(experts, shared_ffn_hidden_size=0, has_shared_gate=False)
         others = {
@@ -156,11 +163,9 @@ class CostModels:
         own = self.dtype if dtype is None else DTYPE_OF[dtype]
         computes = {name: _computes(each, own) for name, each in found.items() if name != "held"}
         return TpRankCosts(
-            compute=SharedExpertsCompute(
-                sharing=Sharing.of(part), whole=_computes(self, own), **computes
-            ),
+            compute=SharedExpertsCompute(sharing=sharing, whole=_computes(self, own), **computes),
             memory=SharedExpertsMemory.of(
-                part, **{name: _formula(memory[name]) for name in ("held", "whole", "dense")}
+                sharing, **{name: _formula(memory[name]) for name in ("held", "whole", "dense")}
             ),
         )
 
@@ -169,9 +174,16 @@ class CostModels:
             return self.costs_in(DTYPE_OF[dtype])
         return TpRankCosts(compute=self.compute, memory=self.memory[0])
 
-    def share_of_tokens(self, count: int) -> float:
-        """Of all tokens those that pass one of `count` experts of a layer at least."""
-        return self._experts.share_of_tokens(count)
+    def share_of_tokens(self, experts: range) -> float:
+        """Of all tokens those that pass one of these experts of a layer at least."""
+        if self._load is None:
+            return self._experts.share_of_tokens(len(experts))
+        return self._load.tokens(experts, self._experts.per_token)
+
+    @property
+    def _load(self) -> ExpertLoad | None:
+        """None: routing is even."""
+        return self.expert_load if self.expert_load and not self.expert_load.is_even else None
 
     @property
     def num_experts(self) -> int:
@@ -234,10 +246,13 @@ class CostModels:
         return {kind: _measured_sizes(each, kind) for kind, each in self.computes.items()}
 
 
-def told_local_sizes(model: ModelShape, part: TpShard) -> ModelShape:
+def told_local_sizes(
+    model: ModelShape, part: TpShard, share_of_rows: Callable[[range], float] | None = None
+) -> ModelShape:
     """The model whose even TP shards are as large as this rank's: its own sizes times the degree.
 
-    As Megatron's layers are told (`adapter.model.uneven_tp_shards`).
+    As Megatron's layers are told (`adapter.model.uneven_tp_shards`). `share_of_rows`: what some
+    experts get of all rows; None: as much as they are of all experts.
     """
     experts = model.experts
     if part.expert_parallel > 1 and experts is not None:
@@ -252,8 +267,9 @@ def told_local_sizes(model: ModelShape, part: TpShard) -> ModelShape:
         return length * proportions[part.index] * part.degree // sum(proportions)
 
     if experts is not None:
-        held = len(tp_groups.experts_of(part.index))
-        experts = ExpertsOfRank(**vars(experts), held=held)
+        mine = tp_groups.experts_of(part.index)
+        computed = share_of_rows(mine) * experts.num_experts if share_of_rows else None
+        experts = ExpertsOfRank(**vars(experts), held=len(mine), computed=computed)
     return replace(
         model,
         num_attention_heads=told("kv_groups", model.num_attention_heads),

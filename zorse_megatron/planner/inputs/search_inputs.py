@@ -11,6 +11,7 @@ from zorse_megatron.costs.interface import (
     Provenance,
 )
 from zorse_megatron.costs.process_memory import MemoryItem, fixed_bytes, most_bytes, process_items
+from zorse_megatron.costs.shared_experts import ExpertLoad
 from zorse_megatron.costs.topology import Topology, topology_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import memory as spelled
@@ -288,6 +289,12 @@ def make_inputs(
     if problems:
         raise PlannerInputError("cluster, model and profile do not make a plan", problems)
     return _joined(models, global_batch_size, memory_margin, space)
+
+
+def with_load(inputs: Inputs, load: ExpertLoad) -> Inputs:
+    """Return the same where experts get these loads."""
+    assert isinstance(inputs.tp_costs, CostModels), "of a model with experts"
+    return replace(inputs, tp_costs=replace(inputs.tp_costs, expert_load=load))
 
 
 def _space_for(model: ModelShape, computing: Computing, space: SearchSpace) -> SearchSpace:
