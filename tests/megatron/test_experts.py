@@ -9,7 +9,6 @@ import torch
 from tests.megatron.comparison import (
     LLAMA,
     UNTIED,
-    assert_equal_steps,
     assert_follows,
     flags_for,
     for_one_process,
@@ -197,8 +196,6 @@ def test_logs_what_one_process_logs(corpus: Path) -> None:
     assert _logged(run.outputs[-1]) == logged
 
 
-SPREAD = ("--expert-model-parallel-size", "2")
-RUNS["stock EP=2"] = (SPREAD, 2)
 RUNS["in TP groups"] = IN_TP_GROUPS
 RUNS["shared by ranks"] = SHARED_BY_THREE
 
@@ -216,21 +213,6 @@ def test_resumes(by: str, then: str, corpus: Path) -> None:
     saved = Saved(corpus)
     directory, uninterrupted = saved.by(by, *MODEL, *BIASED)
     assert_same_rest(saved.resume(then, directory, *MODEL, *BIASED), uninterrupted)
-
-
-@pytest.mark.parametrize(
-    ("by", "then"),
-    [
-        *(("1|3|1", "stock EP=2"), ("stock EP=2", "in TP groups")),
-        *(("stock EP=2", "shared by ranks"), ("shared by ranks", "stock EP=2")),
-    ],
-)
-def test_weights_cross_to_experts_on_several_ranks(by: str, then: str, corpus: Path) -> None:
-    """Of the optimizer stock has two there, and reads of no other number."""
-    saved, flags = Saved(corpus), (*MODEL, *BIASED, "--no-load-optim")
-    directory, _ = saved.by(by, *MODEL, *BIASED)
-    alone = saved.resume("stock", directory, *flags)
-    assert_equal_steps(saved.resume(then, directory, *flags), alone)
 
 
 @pytest.mark.parametrize(

@@ -102,16 +102,16 @@ def _saved(writer: str, setup: Setup, layout: str) -> Path:
     return directory / f"{writer}-{name}-{layout}"
 
 
-def _assert_equal(found: Any, expected: Any, where: str = "") -> None:
+def assert_equal(found: Any, expected: Any, where: str = "") -> None:
     """Compare nested dicts and lists of tensors and plain values, bit for bit."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
         for key in expected:
-            _assert_equal(found[key], expected[key], f"{where}.{key}")
+            assert_equal(found[key], expected[key], f"{where}.{key}")
     elif isinstance(expected, list | tuple):
         assert len(found) == len(expected), where
         for number, item in enumerate(expected):
-            _assert_equal(found[number], item, f"{where}.{number}")
+            assert_equal(found[number], item, f"{where}.{number}")
     elif isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype and torch.equal(found, expected), where
     else:
@@ -121,7 +121,7 @@ def _assert_equal(found: Any, expected: Any, where: str = "") -> None:
 def _assert_same_checkpoint(found: Path, expected: Path) -> None:
     tensors, common = read_checkpoint(expected)
     assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in tensors)
-    _assert_equal(read_checkpoint(found), (tensors, common))
+    assert_equal(read_checkpoint(found), (tensors, common))
 
 
 def _laid_out(job: Job, distributed: bool) -> Job:
@@ -192,7 +192,7 @@ def _resumed(world_size: int) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("setup", ["fp32", "fp16"])
 def test_training_goes_on_exactly(setup: str, case: str) -> None:
     found = _resumed(RESUMES[case][1].world_size)[case, setup]
-    _assert_equal(found, _uninterrupted(SETUPS[setup]))
+    assert_equal(found, _uninterrupted(SETUPS[setup]))
 
 
 def test_weights_alone_start_a_new_training() -> None:
@@ -202,7 +202,7 @@ def test_weights_alone_start_a_new_training() -> None:
     (stock,), (plan,) = (
         _run_all([Training(job=job, setup=FP16, steps=range(2), load=directory)]) for job in jobs
     )
-    _assert_equal(plan, stock)
+    assert_equal(plan, stock)
 
 
 def test_steps_counted_per_group_are_kept(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_steps_counted_per_group_are_kept(tmp_path: Path) -> None:
         Training(job=STOCK, setup=FUSED, steps=range(2, 4), load=tmp_path / "replicated"),
     ]
     for found in (*_run_all([*saves, *loads])[2:], _run_all(stock)[1]):
-        _assert_equal(found, _uninterrupted(FUSED))
+        assert_equal(found, _uninterrupted(FUSED))
     run_megatron_ranks(1, _assert_same_checkpoint, tmp_path / "replicated", tmp_path / "stock")
 
 
@@ -242,7 +242,7 @@ def test_both_layouts_load_whatever_the_flags() -> None:
         for writer, layout, job in readers
     ]
     for found in _run_all(trainings):
-        _assert_equal(found, _uninterrupted(FP16))
+        assert_equal(found, _uninterrupted(FP16))
 
 
 def test_saves_of_constant_structure(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_saves_of_constant_structure(tmp_path: Path) -> None:
     save = Training(job=job, setup=FP32, steps=range(2), save=tmp_path / "save")
     load = tmp_path / "save_next_next"
     resume = Training(job=ONE_GROUP, setup=FP32, steps=range(2, 4), load=load)
-    _assert_equal(_run_all([save, resume])[1], _uninterrupted(FP32))
+    assert_equal(_run_all([save, resume])[1], _uninterrupted(FP32))
 
 
 def test_shardings_that_only_their_writer_can_read_are_refused() -> None:

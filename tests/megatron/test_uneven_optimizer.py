@@ -260,7 +260,7 @@ def test_options_that_unequal_shards_cannot_keep_are_refused_as_flags() -> None:
     options = (
         "num_distributed_optimizer_instances ddp_average_in_collective use_megatron_fsdp nccl_ub "
         "ddp_reduce_scatter_with_fp32_accumulation fp8_param_gather fp4_param_gather "
-        "expert_model_parallel_size optimizer optimizer_cpu_offload use_layer_wise_param_layout "
+        "expert_tensor_parallel_size optimizer optimizer_cpu_offload use_layer_wise_param_layout "
         "overlap_param_gather_with_optimizer_step reuse_grad_buf_for_mxfp8_param_ag"
     )
     assert all(row_of()[name].refuses for name in options.split())

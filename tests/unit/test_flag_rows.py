@@ -293,6 +293,8 @@ EXAMPLES = {
         ({}, f"{EXPERTS} --moe-apply-probs-on-input", "--moe-apply-probs-on-input"),
         ({}, f"{EXPERTS} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias"),
         ({}, f"{EXPERTS} --moe-router-num-groups 3", "--moe-router-num-groups"),
+        ({}, f"{EXPERTS} --expert-model-parallel-size 3", "--expert-model-parallel-size"),
+        ({}, "--expert-model-parallel-size 2", "--expert-model-parallel-size"),
     ],
     "planned_layers_all_have_experts": [
         (
@@ -377,6 +379,7 @@ FINE = [
     (sharing_experts(4, 0), f"{BALANCED} --micro-batch-size 2"),
     (sharing_experts(3, 1), f"{BALANCED} --micro-batch-size 1"),
     (sharing_experts(3, 1), f"{EXPERTS} --micro-batch-size 2"),
+    (sharing_experts(3, 1), f"{EXPERTS} --expert-model-parallel-size 4"),
     ({"split_backward": True}, "--transformer-impl local --no-gradient-accumulation-fusion"),
     ({}, "--save x --save-interval 1 --use-distributed-optimizer --log-params-norm"),
     *((BETWEEN, f"{QUIET} --pipeline-model-parallel-size {size}") for size in (1, 2, 3)),

@@ -157,7 +157,20 @@ def fit_to_plan(
         notes.append("parameters are gathered where the action list says (no overlap yet)")
     if args.use_distributed_optimizer and (args.save or args.load):
         notes += _set_optimizer_format(args)
+    notes += _set_expert_parallelism(args)
     return [*notes, *_set_tp_degree(args, plan), *_dtype_notes(args, plan)]
+
+
+def _set_expert_parallelism(args: Namespace) -> list[str]:
+    """Let experts be where the plan has them, but saved for the command's stock; returns notes."""
+    wanted, args.expert_model_parallel_size = args.expert_model_parallel_size, 1
+    args.zorse_experts_apart = wanted > 1
+    if wanted == 1:
+        return []
+    return [
+        f"experts are on the ranks that the plan says, not --expert-model-parallel-size {wanted}; "
+        "checkpoints are those that stock Megatron reads with the flag"
+    ]
 
 
 def _set_optimizer_format(args: Namespace) -> list[str]:

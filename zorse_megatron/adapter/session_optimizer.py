@@ -53,6 +53,7 @@ def build_optimizer(
     parts = optimizer.chained_optimizers
     for each in parts:
         take_exact(each)
+        each.saves_experts_apart = get_args().zorse_experts_apart
     streams = _streams_gradients(at, asked.update, models)
     chosen = [choose_update(each, asked.update, at.device, streams=streams) for each in parts]
     say_update(chosen, at.device)

@@ -144,14 +144,16 @@ def batches_cut_blocks(case: Case, name: str) -> Filled:
 
 def options_of_experts_conflict(case: Case, name: str) -> Filled:
     """As Megatron says when its config is made, or with weights on inputs in the first forward."""
-    number, value = case.integer("num_experts"), case.value(name)
+    number, value = case.integer("num_experts") or 0, case.value(name)
+    divides = bool(number and value and not number % value)
     is_softmax = case.value("moe_router_score_function") in (None, "softmax")
     fits, expected = {
         "moe_apply_probs_on_input": (case.value("moe_router_topk") == 1, "--moe-router-topk 1"),
         "moe_router_enable_expert_bias": (not is_softmax, "--moe-router-score-function sigmoid"),
-        "moe_router_num_groups": (number and value and not number % value, "it to divide them"),
+        "moe_router_num_groups": (divides, "it to divide them"),
+        "expert_model_parallel_size": (divides or value == 1, "it to divide them"),
     }[name]
-    if number and value and not fits:
+    if (number or name == "expert_model_parallel_size") and value and not fits:
         yield {"expected": expected, "number": number}
 
 

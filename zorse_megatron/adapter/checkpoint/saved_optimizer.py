@@ -56,7 +56,7 @@ def sharded_state_dict(
     """
     layout = _layout_to_read(metadata) if is_loading else optimizer.checkpoint_layout
     allocate_state(optimizer)
-    state = {} if is_loading else common_state(optimizer, layout)
+    state = {} if is_loading else _saved_common(optimizer, layout)
     shardings = model_shardings(model_sharded_state_dict)
     shards = {
         str(index): _parameter_state(optimizer, parameter, shardings, layout, is_loading=is_loading)
@@ -69,21 +69,30 @@ def sharded_state_dict(
 
 
 def load_state_dict(optimizer: Any, state_dict: dict) -> None:
-    """Take over a loaded state dict of either layout.
+    """Take over a loaded state dict of either layout, of one optimizer or of one beside that of
+    experts.
 
-    Raises FlagError for the state of several optimizers, such as stock has with Muon.
+    Raises FlagError for the state of other optimizers, such as stock has with Muon.
     """
-    if not {"param_groups", "optimizer"} & set(state_dict):
+    parts = [state_dict[key] for key in sorted(key for key in state_dict if isinstance(key, int))]
+    first, *others = parts or [state_dict]
+    groups = [group for part in others for group in _inner(part)["param_groups"]]
+    if not all(group["is_expert_parallel"] for group in groups):
         raise FlagError("The checkpoint cannot be loaded", [_SEVERAL_OPTIMIZERS])
-    layout = CheckpointLayout.of(distributed="param_state_sharding_type" in state_dict)
+    layout = CheckpointLayout.of(distributed="param_state_sharding_type" in first)
     allocate_state(optimizer)
     _restore_shards(optimizer, state_dict.get(_SHARDS, {}), layout)
-    restore_common_state(optimizer, state_dict)
+    restore_common_state(optimizer, first)
+
+
+def _inner(state_dict: dict) -> Any:
+    """What torch's optimizer has saved."""
+    return state_dict if "param_groups" in state_dict else state_dict["optimizer"]
 
 
 def restore_common_state(optimizer: Any, state_dict: dict) -> None:
     """Take over what is not sharded: parameter groups, step, loss scaler."""
-    inner = state_dict if "param_groups" in state_dict else state_dict["optimizer"]
+    inner = _inner(state_dict)
     restore_groups(optimizer, inner["param_groups"])
     restore_step(optimizer, saved_step(inner))
     if "grad_scaler" in state_dict and optimizer.grad_scaler:
@@ -97,8 +106,8 @@ def restore_common_state(optimizer: Any, state_dict: dict) -> None:
 
 _SEVERAL_OPTIMIZERS = Problem(
     where="the optimizer state",
-    found="that of several optimizers, as stock has with Muon, or with experts on several ranks",
-    expected="that of one, as plans save it",
+    found="that of several optimizers, as stock has with Muon",
+    expected="that of one, or of one beside that of experts",
     remedy="Go on with the weights alone: --no-load-optim, or --finetune.",
 )
 
@@ -149,6 +158,26 @@ def common_state(optimizer: Any, layout: CheckpointLayout) -> dict:
     if layout is CheckpointLayout.DISTRIBUTED:
         common["param_state_sharding_type"] = _FULLY_RESHARDABLE
     return common
+
+
+def _saved_common(optimizer: Any, layout: CheckpointLayout) -> dict:
+    """The same as stock has it, whose experts have an optimizer of their own with expert
+    parallelism.
+
+    Tensors have the same names with both, but neither stock reads what is not sharded of the other.
+    """
+    common = common_state(optimizer, layout)
+    if not optimizer.saves_experts_apart:
+        return common
+    of_experts = deepcopy(common)
+    inner = _inner(of_experts)
+    # Experts have matrices alone: biases have been refused.
+    inner["param_groups"] = [
+        {**group, "is_expert_parallel": True}
+        for group in inner["param_groups"]
+        if group["wd_mult"] and not group["is_decoupled_lr"]
+    ]
+    return {0: common, 1: of_experts}
 
 
 def _is_mixed_precision(config: Any) -> bool:

@@ -67,6 +67,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         init_state_fn = init_state_fn or init_momentum  # stock has none for SGD, and needs one
         super().__init__(inner, config, grad_scaler, init_state_fn, **kwargs)
         self.checkpoint_layout = checkpoint_layout
+        self.saves_experts_apart = False
+        """Whether a checkpoint is to be read by stock with expert parallelism."""
         self.host_state: HostState | None = None
         self.copies_in_step = False
         """Whether the inner step writes 16-bit parameters, too."""
