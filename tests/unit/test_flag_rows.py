@@ -130,6 +130,7 @@ BETWEEN = {
     ],
     "replicas": [replica(4, 5, num_microbatches=4), replica(6, 7, num_microbatches=4)],
 }
+FREQ = "--moe-layer-freq"
 MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 BALANCED = f"{EXPERTS} --moe-aux-loss-coeff 0.1"
@@ -296,13 +297,11 @@ EXAMPLES = {
         ({}, f"{EXPERTS} --expert-model-parallel-size 3", "--expert-model-parallel-size"),
         ({}, "--expert-model-parallel-size 2", "--expert-model-parallel-size"),
     ],
-    "planned_layers_all_have_experts": [
-        (
-            {"model": MODEL | {"num_experts": 4}},
-            f"{EXPERTS} --moe-layer-freq [0]*8",
-            "--moe-layer-freq",
-        )
-    ],
+    "other_layers_have_experts": [
+        ({"model": MODEL | {"num_experts": 4}}, f"{EXPERTS} --moe-layer-freq {freq}", FREQ)
+        for freq in ("[0]*8", "2")
+    ]
+    + [({"model": MODEL | {"num_experts": 4, "moe_layer_freq": [0] + [1] * 7}}, EXPERTS, FREQ)],
     "micro_batches_are_no_blocks": [
         ({}, f"{BALANCED} --micro-batch-size 4", "--moe-aux-loss-coeff"),
         (sharing_experts(3, 1), f"{BALANCED} --micro-batch-size 2", "--moe-aux-loss-coeff"),

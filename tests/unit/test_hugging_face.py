@@ -103,8 +103,8 @@ def test_scores_are_normalized_as_transformers_does_it():
 @pytest.mark.parametrize(
     ("config", "where", "found"),
     [
-        (QWEN_3_30B_A3B | {"decoder_sparse_step": 2}, "decoder_sparse_step", "2"),
-        (QWEN_3_30B_A3B | {"mlp_only_layers": [0]}, "mlp_only_layers", "[0]"),
+        (QWEN_3_30B_A3B | {"decoder_sparse_step": 0}, "decoder_sparse_step", "0"),
+        (QWEN_3_30B_A3B | {"mlp_only_layers": ["a"]}, "mlp_only_layers", "['a']"),
         (QWEN_3_30B_A3B | {"num_experts_per_tok": 200}, "--moe-router-topk", "200 of 128"),
         (MIXTRAL | {"num_local_experts": 0}, "num_local_experts", "0"),
         (MIXTRAL | {"model_type": "gpt_oss"}, "model_type", "attention sinks"),

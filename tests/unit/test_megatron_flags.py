@@ -110,6 +110,13 @@ def test_experts(more, experts):
     assert vars(shape_from_flags(flags_of_shape(again))) == {**vars(again), "name": found.name}
 
 
+@pytest.mark.parametrize(("freq", "dense"), [("2", (1,)), ("[0,1]", (0,)), ("([1]+[0])", (1,))])
+def test_dense_layers_among_experts(freq, dense):
+    words = [word for pair in FLAGS.items() for word in pair]
+    found = shape_from_flags([*words, *shlex.split(EXPERTS), "--moe-layer-freq", freq])
+    assert found.dense_layers == dense
+
+
 def test_experts_have_megatrons_defaults():
     words = [word for pair in FLAGS.items() for word in pair]
     usual = shape_from_flags([*words, "--num-experts", "4"])
@@ -192,13 +199,18 @@ FLAG_CASES = {
         '"relative"',
         "one of learned_absolute, rope",
     ),
-    "dense layers, too": (
+    "of other layers": (
         "--num-experts 8 --moe-layer-freq ([0]+[1]*3)",
         "--moe-layer-freq",
         "([0]+[1]*3)",
-        "1, or as many ones",
+        "a number, or a list such as ([0]*1+[1]*1)",
     ),
-    "every second layer": ("--num-experts 8 --moe-layer-freq 2", "--moe-layer-freq", "2", "1, or"),
+    "no layer with experts": (
+        "--num-experts 8 --moe-layer-freq [0]*2",
+        "--moe-layer-freq",
+        "[0]*2",
+        "layers with experts",
+    ),
     "too many of them": (
         "--num-experts 2 --moe-router-topk 3",
         "--moe-router-topk",

@@ -390,8 +390,8 @@ def test_layers_of_experts_have_no_columns_to_divide() -> None:
     plan = plan_of_tp_shards(TpShards(experts=(3, 1)))
     command = {"num_experts": 4, "ffn_hidden_size": 33}
     assert flag_problems(plan, **command) == []
-    assert flag_problems(plan, **command, moe_layer_freq=[1, 1, 1]) == []
-    (dense,) = flag_problems(plan, **command, moe_layer_freq=2)
+    assert flag_problems(plan, **command, moe_layer_freq=[1] * plan.model.num_layers) == []
+    (dense,) = flag_problems(plan, **command, moe_layer_freq=[0] * plan.model.num_layers)
     assert "33 columns of the MLP" in dense
     (more,) = flag_problems(plan, **command | {"num_experts": 5})
     assert "4 experts in all" in more

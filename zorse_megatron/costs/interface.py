@@ -246,22 +246,64 @@ class CommCost(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobCosts:
+class LayerCosts(DtypeCosts):
+    """What layers of one kind cost, or one between several, and the ends of the model."""
+
+    by_dtype: Mapping[ComputeDtype, DtypeCosts] = field(default_factory=dict)
+    """Costs of groups with a `compute_dtype`; those of other types count as the job's."""
+    tp_costs: TpCosts | None = None
+    """Costs of tensor-parallel groups; None: plans have none."""
+
+
+class LayerKinds(Protocol):
+    """Layers of several kinds (`costs.layer_kinds`)."""
+
+    def runs(self, first: int, stop: int) -> Sequence[tuple[LayerCosts, int]]:
+        """Costs of layers [first, stop) in order, and how many alike follow each other."""
+
+    def mean(self, first: int, stop: int) -> LayerCosts:
+        """Costs of a layer between those, so many of which cost as much together."""
+
+    def num_with_experts(self, first: int, stop: int) -> int:
+        """Of the layers those with experts."""
+
+    @property
+    def experts(self) -> LayerCosts:
+        """Costs of those."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCosts(LayerCosts):
     """What a model costs on a cluster: all that a simulation of any plan asks."""
 
-    compute: ComputeCost
-    memory: MemoryCost
     comm: CommCost
     kinds: Sequence[str]
     """Global rank -> kind of GPU."""
     sequence_length: int
     """Tokens per sample."""
-    by_dtype: Mapping[ComputeDtype, DtypeCosts] = field(default_factory=dict)
-    """Costs of groups with a `compute_dtype`; those of other types count as the job's."""
     recompute: JobRecompute | None = None
     """What is recomputed in groups that do not say; None: nothing."""
-    tp_costs: TpCosts | None = None
-    """Costs of tensor-parallel groups; None: plans have none."""
+    layer_kinds: LayerKinds | None = None
+    """Of a model whose layers are not all alike: then the costs here are of one between them."""
+
+    def runs(self, first: int, stop: int) -> Sequence[tuple[LayerCosts, int]]:
+        """See `LayerKinds`."""
+        kinds = self.layer_kinds
+        return ((self, stop - first),) if kinds is None else kinds.runs(first, stop)
+
+    def mean(self, first: int, stop: int) -> LayerCosts:
+        """See `LayerKinds`."""
+        return self if self.layer_kinds is None else self.layer_kinds.mean(first, stop)
+
+    def num_with_experts(self, first: int, stop: int) -> int:
+        """Of the layers those with experts, of a model that has some."""
+        kinds = self.layer_kinds
+        return stop - first if kinds is None else kinds.num_with_experts(first, stop)
+
+    @property
+    def of_experts(self) -> LayerCosts:
+        """Costs of layers with experts, of a model that has some."""
+        return self if self.layer_kinds is None else self.layer_kinds.experts
 
 
 # Times when kinds compute in different dtypes: one cost model per kind.

@@ -303,6 +303,8 @@ class SharedExpertsMemory(TransformerMemory):
 
     def arriving_bytes(self, micro_batch_size: int) -> int:
         """Gradients of what a layer's last matrices return."""
+        if self.model.experts is None:
+            return self.whole.arriving_bytes(self.sharing.samples(micro_batch_size))
         return self._of_rows(self.whole.arriving_bytes(micro_batch_size))
 
     def boundary_bytes(self, micro_batch_size: int) -> int:

@@ -138,6 +138,26 @@ def working_bytes(
     return max(0, again - max(before, layers * left))
 
 
+def working_bytes_of_layers(
+    layers: Sequence[tuple[int, int, int]], recomputed: int, *, at_once: int = 1
+) -> tuple[int, int]:
+    """Return `saved_bytes` and `working_bytes` of layers that are not alike.
+
+    `layers`: of each what it keeps whole, what it keeps if it is recomputed, of the first of
+    `at_once` layers, and what it leaves behind.
+    """
+    whole, saved, left = zip(*layers, strict=True)
+    starts = range(0, recomputed, at_once)
+    inputs = [saved[start] for start in starts]
+    before = sum(inputs) + sum(whole[recomputed:])
+    working = 0
+    for number, start in enumerate(starts):
+        stop = min(start + at_once, recomputed)
+        again = sum(left[stop:]) + sum(inputs[:number]) + sum(whole[start:stop])
+        working = max(working, again - max(before, sum(left)))
+    return before, working
+
+
 def widened_bytes(memory: MemoryCost, num_parameters: int) -> int:
     """fp32 copies that an optimizer step makes of gradients in 16 bits; 0 where they are in fp32.
 

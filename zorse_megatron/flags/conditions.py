@@ -17,7 +17,7 @@ from zorse_megatron.flags.model_in_flags import (
     compute_dtypes,
     is_mixed,
     job_dtype,
-    layer_kinds,
+    layers_with_experts,
     recompute_argument,
 )
 from zorse_megatron.flags.table import defaults, further_rows, spelling_of
@@ -388,11 +388,23 @@ def model_is_another(case: Case, plan: Plan, name: str) -> Filled:
         yield {"own": own, "planned": planned, "field": field}
 
 
-def planned_layers_all_have_experts(case: Case, plan: Plan, name: str) -> Filled:
-    """So no layer of the command's may be without."""
-    value = case.value(name)
-    if None not in (plan.model.num_experts, value) and layer_kinds(str(value)) != {"1"}:
-        yield {}
+def other_layers_have_experts(case: Case, plan: Plan, name: str) -> Filled:
+    """Than those of the plan's model, where it says that it has some."""
+    value, num_layers = case.value(name), plan.model.num_layers
+    if None in (plan.model.num_experts, value):
+        return
+    planned = plan.model.moe_layer_freq or (1,) * num_layers
+    if _layers_with_experts(value, num_layers) != planned:
+        listed = "all of them" if all(planned) else f"layers {[*planned]}"
+        yield {"planned": listed.replace(" ", "") if len(planned) > 8 else listed}
+
+
+def _layers_with_experts(value: Any, num_layers: int) -> tuple[int, ...] | None:
+    """None where the flag's value is none of so many layers."""
+    try:
+        return layers_with_experts(value, num_layers)
+    except ValueError:
+        return None
 
 
 def embeddings_are_tied_otherwise(case: Case, plan: Plan, name: str) -> Filled:
@@ -471,10 +483,11 @@ def replicas_differ_in_tp_shards(case: Case, plan: Plan, name: str) -> Filled:
         yield {"group": unlike[0]}
 
 
-def _all_have_experts(case: Case) -> bool:
+def _all_have_experts(case: Case, plan: Plan) -> bool:
     """Whether no layer is dense, so that nothing is cut by columns."""
-    layers = case.value("moe_layer_freq") or 1
-    return bool(case.integer("num_experts")) and layer_kinds(str(layers)) == {"1"}
+    frequency = case.value("moe_layer_freq") or 1
+    found = _layers_with_experts(frequency, plan.model.num_layers) or (0,)
+    return bool(case.integer("num_experts")) and all(found)
 
 
 def tp_groups_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
@@ -486,7 +499,7 @@ def tp_groups_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
         if has_heads
         else case.integer(name if grouped else "num_attention_heads"),
         ffn_hidden_size=None
-        if known.ffn_hidden_size or _all_have_experts(case)
+        if known.ffn_hidden_size or _all_have_experts(case, plan)
         else case.integer("ffn_hidden_size"),
         vocab_size=None if known.vocab_size else case.integer("padded_vocab_size"),
         num_experts=None if known.ffn_hidden_size else case.integer("num_experts") or 0,

@@ -4,10 +4,10 @@ Only flags that the shape depends on are read; all others are left to Megatron, 
 again. Names and defaults are those of megatron-core 0.19 (`megatron/training/arguments.py`).
 """
 
-import re
+import ast
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, Literal, cast
 
 from zorse_megatron.errors import ModelError, Problem
 from zorse_megatron.flags.command import read_command
@@ -126,9 +126,10 @@ def _shape(flags: _Flags, tensor_parallel: int) -> ModelShape:
     activation, position = _activation(args), _position(flags)
     ffn = flags.integer("ffn_hidden_size", default_ffn_hidden_size(hidden, activation))
     has_groups, is_learned = args.group_query_attention, position == "learned"
+    num_layers = flags.integer("num_layers")
     return ModelShape(
         name="megatron flags",
-        num_layers=flags.integer("num_layers"),
+        num_layers=num_layers,
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
@@ -145,29 +146,69 @@ def _shape(flags: _Flags, tensor_parallel: int) -> ModelShape:
         qkv_bias=args.add_qkv_bias and not args.add_bias_linear,
         qk_norm=args.qk_layernorm,
         experts=_experts(flags, ffn),
+        dense_layers=_dense_layers(flags, num_layers),
     )
 
 
-def layer_kinds(frequency: str) -> set[str]:
-    """Return what --moe-layer-freq has: of ones alone all layers have experts.
+def layers_with_experts(frequency: Any, num_layers: int) -> tuple[Literal[0, 1], ...]:
+    """Return for each layer whether it has experts, by a --moe-layer-freq.
 
-    >>> sorted(layer_kinds("([0]*2+[1]*6)")), layer_kinds("1")
-    (['0', '1'], {'1'})
+    That is a number, every so many layers from the first on, or a list, or a sum of lists and of
+    multiples of them, as the flag has it or as Megatron's parser returns it. Raises ValueError
+    where it is none, or not of so many layers.
+
+    >>> layers_with_experts("([0]*2+[1]*3)", 5), layers_with_experts(2, 5)
+    ((0, 0, 1, 1, 1), (1, 0, 1, 0, 1))
     """
-    lists = "".join(re.findall(r"\[[^]]*\]", frequency))
-    return set(re.findall(r"\d+", lists or frequency))
+    try:
+        found = _evaluated(ast.parse(str(frequency).strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"no list: {frequency}") from error
+    if isinstance(found, int) and found > 0:
+        found = [int(layer % found == 0) for layer in range(num_layers)]
+    if not isinstance(found, list) or len(found) != num_layers or not set(found) <= {0, 1}:
+        raise ValueError(f"not one of 0 and 1 for each of {num_layers} layers: {frequency}")
+    return tuple(1 if each else 0 for each in found)
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """The value of integers and lists of them, added and multiplied."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.List(elts=elements):
+            return [_evaluated(each) for each in elements]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult(), right=right):
+            one, other = _evaluated(left), _evaluated(right)
+            try:
+                return one + other if isinstance(node.op, ast.Add) else one * other
+            except TypeError as error:
+                raise ValueError("lists can be added, and multiplied by integers") from error
+    raise ValueError(f"neither an integer nor a list: {ast.unparse(node)}")
+
+
+def _dense_layers(flags: _Flags, num_layers: int) -> tuple[int, ...]:
+    """Those without experts, in a model whose other layers have some."""
+    args = flags.args
+    if not args.num_experts:
+        return ()
+    try:
+        found = layers_with_experts(args.moe_layer_freq, num_layers)
+    except ValueError:
+        expected = f"a number, or a list such as ([0]*1+[1]*{max(1, num_layers - 1)})"
+        flags.add("moe_layer_freq", f'"{args.moe_layer_freq}"', expected, "Correct it.")
+        return ()
+    if not any(found):
+        remedy = "Leave out --num-experts, or give some layers experts."
+        flags.add("moe_layer_freq", f'"{args.moe_layer_freq}"', "layers with experts", remedy)
+    return tuple(layer for layer, has_experts in enumerate(found) if not has_experts)
 
 
 def _experts(flags: _Flags, ffn_hidden_size: int) -> Experts | None:
-    """Those of all layers; as in Megatron, 0 of them are none."""
+    """Those of layers that have some; as in Megatron, 0 of them are none."""
     args, shared = flags.args, "moe_shared_expert_intermediate_size"
     if not args.num_experts:
         return None
-    layers = str(args.moe_layer_freq)
-    if layer_kinds(layers) != {"1"}:
-        expected = "1, or as many ones as there are layers: all of them with experts"
-        remedy = "Layers of two kinds train under a plan that is written by hand, but none is made."
-        flags.add("moe_layer_freq", f'"{layers}"', expected, remedy)
     return Experts(
         num_experts=flags.integer("num_experts"),
         per_token=flags.integer("moe_router_topk"),

@@ -3,7 +3,7 @@
 Any decoder whose shape is that of Megatron's GPT layers, or nearly: `hugging_face_types.yaml` says
 what its `model_type` implies. Keys and defaults are those of transformers' configuration classes.
 What Megatron's flags cannot build of it is planned as if they could, and said. Whatever is no row
-of equal layers (latent attention, images, experts in some layers only) is refused by its key.
+of such layers (latent attention, images) is refused by its key.
 """
 
 import math
@@ -66,6 +66,8 @@ _UNCOUNTED = {
     "add_cross_attention": False,
     "do_layer_norm_before": True,
 }
+_DENSE = ("decoder_sparse_step", "mlp_only_layers")
+"""Keys that say which layers have no experts."""
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
@@ -178,6 +180,10 @@ def conversion_problems(
         config.add(
             "quantization_config", str(method)[:40], "none", "Take weights in bf16, fp16 or fp32."
         )
+    for key in _DENSE if model.shape.dense_layers else ():
+        if value.get(key) not in (None, 1, []):
+            remedy = "The weights of layers of two kinds are not converted."
+            config.add(key, repr(value[key])[:40], "experts in every layer", remedy)
     config.add_other_scaling()
     if not model.flags and not config.problems:
         lacks = "; ".join(model.notes)
@@ -253,6 +259,7 @@ class _Config:
             "qk_norm": family.qk_norm,
         }
         fields["experts"] = self._experts(family, fields["ffn_hidden_size"])
+        fields["dense_layers"] = self._dense_layers(family, fields["num_layers"])
         self._refuse_uncounted(hidden)
         shape = ModelShape(**fields)
         has_some = attention != mlp
@@ -284,18 +291,10 @@ class _Config:
         ]
 
     def _experts(self, family: Family, ffn_hidden_size: int) -> Experts | None:
-        """Those of all layers."""
+        """Those of layers that have some."""
         usual = family.experts
         if usual is None:
             return None
-        step, without = self.value.get("decoder_sparse_step", 1), self.value.get("mlp_only_layers")
-        for key, value, expected in (
-            ("decoder_sparse_step", repr(step)[:40], "1"),
-            ("mlp_only_layers", repr(without or [])[:40], "[]"),
-        ):
-            if value != expected:
-                remedy = "Layers of two kinds train under a plan written by hand; none is made."
-                self.add(key, value, f"{expected}: experts in every layer", remedy)
         shared = usual.shared_ffn_hidden_size
         width = ffn_hidden_size
         if not family.has_wide_experts:
@@ -308,6 +307,20 @@ class _Config:
             has_shared_gate=usual.has_shared_gate,
             scores_all=not self.flag("norm_topk_prob", not usual.scores_all),
         )
+
+    def _dense_layers(self, family: Family, num_layers: int) -> tuple[int, ...]:
+        """Those that have no experts, in a model whose other layers have some."""
+        if family.experts is None:
+            return ()
+        step, listed = (self.value.get(key) for key in _DENSE)
+        step, listed = 1 if step is None else step, listed or []
+        if type(step) is not int or step < 1:
+            self.add(_DENSE[0], repr(step)[:40], "an integer from 1 on", "Fix it.")
+            step = 1
+        if not isinstance(listed, list) or not set(map(type, listed)) <= {int}:
+            self.add(_DENSE[1], repr(listed)[:40], "numbers of layers", "Fix it.")
+            listed = []
+        return tuple(n for n in range(num_layers) if n in listed or (n + 1) % step)
 
     @staticmethod
     def _norms_beyond_heads(shape: ModelShape) -> int:

@@ -6,13 +6,15 @@ and the biases that follow their columns; norms and the other biases are on ever
 
 Layers with experts (Shazeer et al. 2017, arXiv 1701.06538) have these in place of the feed-forward
 block: a router gives each token to some of them, and sums up their results by its scores. All
-layers of a model have the same experts, and each rank holds all of them, or in a TP group some.
+layers of a model have the same experts, but for those that are dense; each rank holds all of them,
+or some. What is said of a layer is of one with experts, where there are any.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -123,7 +125,8 @@ class ExpertsOfRank(Experts):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder of equal layers, as far as time and memory depend on it; in profiles, too."""
+    """A decoder of equal layers, or of two kinds, as far as time and memory depend on it; in
+    profiles, too."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -160,6 +163,24 @@ class ModelShape:
     """Norms of query and key heads."""
     experts: Experts | None = None
     """Those of each layer; None: every layer has one feed-forward block."""
+    dense_layers: tuple[Count, ...] = ()
+    """Numbers of layers that have a feed-forward block all the same, in ascending order."""
+
+    @property
+    def dense(self) -> "ModelShape":
+        """A model of such layers alone."""
+        return dataclasses.replace(self, experts=None, dense_layers=())
+
+    def of_layer(self, layer: int) -> "ModelShape":
+        """A model whose layers are all like this one."""
+        return self.dense if layer in self.dense_layers else self
+
+    @property
+    def moe_layer_freq(self) -> tuple[Literal[0, 1], ...] | None:
+        """Layer -> whether it has experts, where there are layers of two kinds."""
+        if self.experts is None or not self.dense_layers:
+            return None
+        return tuple(0 if n in self.dense_layers else 1 for n in range(self.num_layers))
 
     @property
     def is_gated(self) -> bool:
@@ -281,7 +302,8 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model."""
-        layers = self.num_layers * self.layer_parameters()
+        layers = (self.num_layers - len(self.dense_layers)) * self.layer_parameters()
+        layers += len(self.dense_layers) * self.dense.layer_parameters()
         return self.embedding_parameters() + layers + self.head_parameters()
 
     def fingerprint(self) -> ModelFingerprint:
@@ -299,6 +321,7 @@ class ModelShape:
             num_experts=experts.num_experts if experts else None,
             moe_router_topk=experts.per_token if experts else None,
             moe_ffn_hidden_size=experts.ffn_hidden_size if experts else None,
+            moe_layer_freq=self.moe_layer_freq,
         )
 
     def flags(self) -> tuple[dict[str, int | str], list[str]] | None:
@@ -331,6 +354,9 @@ class ModelShape:
             of_experts, more = self.experts.flags()
             valued |= of_experts
             switches += more
+        if self.moe_layer_freq is not None:
+            runs = [(kind, len(list(same))) for kind, same in groupby(self.moe_layer_freq)]
+            valued["--moe-layer-freq"] = "+".join(f"[{kind}]*{count}" for kind, count in runs)
         if self.num_query_groups != self.num_attention_heads:
             switches.append("--group-query-attention")
             valued["--num-query-groups"] = self.num_query_groups
@@ -415,6 +441,13 @@ def problems_of(shape: ModelShape, *, has_kv_channels: bool = True) -> Iterator[
             found=f"{shape.max_positions} with seq_length {shape.seq_length}",
             expected="at least seq_length",
             remedy="Learned positions must reach to the end of a sample.",
+        )
+    if shape.dense_layers and shape.dense_layers[-1] >= shape.num_layers:
+        yield Problem(
+            where="dense_layers",
+            found=f"layer {shape.dense_layers[-1]} of {shape.num_layers}",
+            expected="numbers of layers, counted from 0",
+            remedy="Correct one of the two.",
         )
     if shape.experts is not None:
         yield from _experts_problems(shape.experts, linear_bias=shape.linear_bias)

@@ -311,7 +311,7 @@ def _parts(number: int, chunk: Chunk, plan: Plan, model: ModelShape) -> dict[str
     lora = None if plan.model.lora is None else parse_lora(plan.model.lora, [])
     if lora is not None:
         return {f"layer {layer}": lora.layer_parameters(model) for layer in range(first, stop)}
-    parts = {f"layer {layer}": model.layer_parameters() for layer in range(first, stop)}
+    parts = {f"layer {n}": model.of_layer(n).layer_parameters() for n in range(first, stop)}
     if number == 0:
         parts = {"embedding": model.embedding_parameters(), **parts}
     if number == len(plan.chunks) - 1:

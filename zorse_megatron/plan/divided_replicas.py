@@ -41,7 +41,9 @@ def sizes_of(plan: Plan) -> DividedSizes:
     return DividedSizes(
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
-        ffn_hidden_size=None if model.num_experts else model.ffn_hidden_size,
+        ffn_hidden_size=None
+        if model.num_experts and not model.moe_layer_freq
+        else model.ffn_hidden_size,
         vocab_size=model.vocab_size,
         num_experts=(model.num_experts or 0) if says_experts else None,
     )

@@ -295,6 +295,8 @@ class ModelFingerprint:
     """Experts that a token passes."""
     moe_ffn_hidden_size: Positive | None = None
     """Width of one expert."""
+    moe_layer_freq: Annotated[tuple[Literal[0, 1], ...], Field(min_length=1)] | None = None
+    """Layer -> whether it has experts, as in Megatron's list; absent: all have, or none."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

@@ -95,6 +95,15 @@ def _ranks(plan: Plan) -> Iterator[Problem]:
 def _layers(plan: Plan) -> Iterator[Problem]:
     """Chunks in model order cover [0, num_layers) without gap or overlap; none is empty."""
     total = plan.model.num_layers
+    with_experts = plan.model.moe_layer_freq
+    if with_experts is not None and (len(with_experts) != total or not plan.model.num_experts):
+        yield Problem(
+            where="model.moe_layer_freq",
+            found=f"{len(with_experts)} entries, for {total} layers and "
+            f"{plan.model.num_experts or 'no'} experts",
+            expected="one per layer, of a model with num_experts",
+            remedy="Correct them, or leave it out where all layers have experts, or none.",
+        )
     for index, chunk in enumerate(plan.chunks):
         first, stop = chunk.layers
         if first >= stop or first < 0 or stop > total:

@@ -16,7 +16,6 @@ from zorse_megatron.costs.interface import (
 )
 from zorse_megatron.costs.shared_experts import SharedExpertsCompute, TokenMessages
 from zorse_megatron.costs.stage_formulas import exchanges_s, pass_s
-from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 from zorse_megatron.schedule.shards import Interval
@@ -65,8 +64,8 @@ def gather_parts(sizes: RankSizes, rank: int, chunk: int) -> tuple[GatherPart, .
     ):
         return (EVERYTHING,)
     layers = sizes.num_layers(chunk)
-    embedding, layer, head = sizes.sections(chunk, sizes.part(rank))
-    if not (layer and layers):
+    embedding, each_layer, head = sizes.sections(chunk, sizes.part(rank))
+    if not any(each_layer):
         return (EVERYTHING,)
     last = 1 / layers if layers > 1 else 0.0
     parts = (
@@ -302,8 +301,8 @@ class ActionCosts(CollectiveCosts):
                 f"found {len(costs.kinds)} kinds of GPUs; expected {plan.world_size}, one per rank"
             )
         super().__init__(sizes, loads)
-        self.computes = [self._compute_in(group.compute_dtype) for group in plan.groups]
-        """Of each group."""
+        self.computes = [self._compute_of(chunk) for chunk in range(len(plan.chunks))]
+        """Of each chunk, of a layer between its own."""
         self.kinds = tuple(costs.kinds)
         self._inside: TpCollectives | None = None
         if sizes.tp_costs is not None:
@@ -311,12 +310,13 @@ class ActionCosts(CollectiveCosts):
         self._phases: dict[tuple[object, ...], tuple[PassTimes, ...]] = {}
         self._together: dict[tuple[tuple[int, ...], int, int, bool], PassTimes] = {}
 
-    def _compute_in(self, dtype: ComputeDtype | None) -> ComputeCost:
-        costs = self.sizes.costs
+    def _compute_of(self, chunk: int) -> ComputeCost:
+        dtype = self.sizes.group_of(chunk).compute_dtype
+        costs = self.sizes.mean(chunk)
         own = costs.by_dtype.get(dtype) if dtype else None
         if (degree := self.sizes.framework.expert_parallel) > 1:
-            assert self.sizes.tp_costs is not None
-            own = self.sizes.tp_costs.of_rank(TpShard(expert_parallel=degree), dtype)
+            assert costs.tp_costs is not None
+            own = costs.tp_costs.of_rank(TpShard(expert_parallel=degree), dtype)
         return costs.compute if own is None else own.compute
 
     def phases(self, rank: int, chunk: int, size: int) -> tuple[PassTimes, ...]:
@@ -359,7 +359,7 @@ class ActionCosts(CollectiveCosts):
         """What one of `gather_parts` has of each phase of a forward."""
         phases_s = self.seconds(rank, chunk, Kind.FORWARD, size, splits=False)
         own = self._tp_compute(rank, chunk)
-        compute = own or self.computes[self.sizes.plan.chunks[chunk].group]
+        compute = own or self.computes[chunk]
         kind = self.kinds[rank]
         ends: list[tuple[bool, float]] = []
         if chunk == 0:
@@ -374,7 +374,7 @@ class ActionCosts(CollectiveCosts):
 
     def _weight_gradients_s(self, rank: int, chunk: int, size: int) -> float:
         compute = self._tp_compute(rank, chunk)
-        own = compute or self.computes[self.sizes.plan.chunks[chunk].group]
+        own = compute or self.computes[chunk]
         of_layer = own.weight_gradients_s(self.kinds[rank], size)
         return self.sizes.num_layers(chunk) * of_layer
 
@@ -392,9 +392,9 @@ class ActionCosts(CollectiveCosts):
 
     def step_s(self, rank: int) -> float:
         """Optimizer step on all that the rank owns."""
-        owned = sum(self.sizes.shards[chunk][rank] for chunk in self.sizes.chunks(rank))
-        group, _ = self.sizes.group_and_replica[rank]
-        return self.computes[group].step_s(self.kinds[rank], owned)
+        chunks = self.sizes.chunks(rank)
+        owned = sum(self.sizes.shards[chunk][rank] for chunk in chunks)
+        return self.computes[chunks[0]].step_s(self.kinds[rank], owned)
 
     def stepped_s(
         self, rank: int, units: Sequence[SteppedUnit], step_s: float
@@ -469,7 +469,8 @@ class ActionCosts(CollectiveCosts):
         are told the experts and weights of all tokens. Links are taken to be idle. What goes back
         last is hidden behind gradients of experts' weights, if these are not apart.
         """
-        sizes, layers = self.sizes, self.sizes.num_layers(chunk)
+        sizes = self.sizes
+        layers, again = self._exchanging(ranks[0], chunk)
         assert sizes.tp_costs is not None
         messages = TokenMessages.of(
             sizes.replica(ranks[0]),
@@ -486,17 +487,25 @@ class ActionCosts(CollectiveCosts):
         if not sizes.group_of(chunk).split_backward:
             hidden_s = max(self._row_gradients_s(rank, chunk, size) for rank in ranks)
         told_s = self.loads.exchanges([(messages.told, 1)]).alone_s
-        mode, recomputed = sizes.recompute(ranks[0], chunk)
-        again = recomputed if mode == "full" else 0
         return PassTimes(
             forward_s=layers * (both_s + told_s),
             backward_s=layers * (there_s + max(0.0, back_s - hidden_s) + told_s / 2)
             + again * (both_s + told_s),
         )
 
+    def _exchanging(self, rank: int, chunk: int) -> tuple[int, int]:
+        """Layers of the chunk that send tokens to experts, and those of them that do so again."""
+        sizes, (mode, recomputed) = self.sizes, self.sizes.recompute(rank, chunk)
+        first, stop = sizes.plan.chunks[chunk].layers
+        again = first + (recomputed if mode == "full" else 0)
+        counted = sizes.costs.num_with_experts
+        return counted(first, stop), counted(first, again)
+
     def _row_gradients_s(self, rank: int, chunk: int, size: int) -> float:
-        compute = self._tp_compute(rank, chunk)
-        assert isinstance(compute, SharedExpertsCompute), "of a rank that shares experts"
+        part, tp_costs = self.sizes.part(rank), self.sizes.costs.of_experts.tp_costs
+        assert tp_costs is not None, "of a rank that shares experts"
+        compute = tp_costs.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
+        assert isinstance(compute, SharedExpertsCompute)
         return compute.row_gradients_s(self.kinds[rank], size)
 
     def _is_measured_together(self, rank: int, chunk: int, section: ModelSection) -> bool:
@@ -505,7 +514,7 @@ class ActionCosts(CollectiveCosts):
 
     def _tp_compute(self, rank: int, chunk: int) -> TpComputeCost | None:
         """What a rank of a replica of several computes with."""
-        part, tp_costs = self.sizes.part(rank), self.sizes.tp_costs
+        part, tp_costs = self.sizes.part(rank), self.sizes.mean(chunk).tp_costs
         if tp_costs is None or (part.degree == 1 and part.shared is None):
             return None
         return tp_costs.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
@@ -545,21 +554,19 @@ class ActionCosts(CollectiveCosts):
 
     def _exchanges(self, rank: int, chunk: int, size: int, computed_s: float) -> PassTimes:
         """What tokens on their way to experts and back add to a micro-batch."""
-        sizes, (mode, recomputed) = self.sizes, self.sizes.recompute(rank, chunk)
+        sizes, (mode, _) = self.sizes, self.sizes.recompute(rank, chunk)
         assert sizes.tp_costs is not None
-        again = recomputed if mode == "full" else 0
         is_combined = len(sizes.plan.groups) == 1 or len(sizes.chunks(rank)) > 1
         forward_s, backward_s = exchanges_s(
             computed_s,
             sizes.once_s(rank, chunk, sizes.boundary_bytes(size, chunk)),
-            sizes.num_layers(chunk),
-            again,
+            *self._exchanging(rank, chunk),
             hides=(is_combined and mode != "full") or sizes.tp_costs.has_shared_expert,
         )
         return PassTimes(forward_s=forward_s, backward_s=backward_s)
 
     def _alone(self, rank: int, kind: str, chunk: int, size: int) -> PassTimes:
-        compute = self.computes[self.sizes.plan.chunks[chunk].group]
+        compute = self.computes[chunk]
         layers, layer = self.sizes.num_layers(chunk), compute.layer(kind, size)
         mode, recomputed = self.sizes.recompute(rank, chunk)
         again_s = recomputed * compute.recompute_s(kind, size, mode) if recomputed else 0

@@ -13,6 +13,7 @@ from zorse_megatron.costs.communication import once_s
 from zorse_megatron.costs.interface import (
     WHOLE,
     JobCosts,
+    LayerCosts,
     MemoryCost,
     ModelSection,
     RecomputeMode,
@@ -22,9 +23,8 @@ from zorse_megatron.costs.interface import (
 from zorse_megatron.costs.stage_formulas import (
     frozen_bytes,
     saved_bytes,
-    section_parameters,
-    stage_parameters,
     working_bytes,
+    working_bytes_of_layers,
 )
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.inputs.model import JobRecompute
@@ -74,6 +74,14 @@ class MicroBatchBytes:
     """From a backward to the weight gradients, where these are computed apart."""
 
 
+def memory_in(costs: LayerCosts, part: TpShard, dtype: ComputeDtype | None) -> MemoryCost:
+    """The memory model of a rank with this part, in a group that computes in this type."""
+    if part != WHOLE and costs.tp_costs is not None:
+        return costs.tp_costs.of_rank(part, dtype).memory
+    own = costs.by_dtype.get(dtype) if dtype else None
+    return costs.memory if own is None else own.memory
+
+
 class RankSizes:
     """Sizes of the plan's chunks, and of each rank's part of them."""
 
@@ -110,9 +118,7 @@ class RankSizes:
 
     def memory_of(self, chunk: int) -> MemoryCost:
         """The memory model of the chunk's compute type, of a rank that is a TP group of its own."""
-        dtype = self.group_of(chunk).compute_dtype
-        costs = self.costs.by_dtype.get(dtype) if dtype else None
-        return self.memory if costs is None else costs.memory
+        return memory_in(self.costs, WHOLE, self.group_of(chunk).compute_dtype)
 
     def memory_at(self, rank: int, chunk: int) -> MemoryCost:
         """The same of this rank of a TP group."""
@@ -130,9 +136,9 @@ class RankSizes:
         return found
 
     def _memory(self, chunk: int, part: TpShard) -> MemoryCost:
-        if part == WHOLE or self.tp_costs is None:
+        if part == WHOLE:
             return self.memory_of(chunk)
-        return self.tp_costs.of_rank(part, self.group_of(chunk).compute_dtype).memory
+        return memory_in(self.costs, part, self.group_of(chunk).compute_dtype)
 
     def held(self, rank: int, chunk: int) -> int:
         """Parameters that a rank computes with and trains."""
@@ -158,6 +164,20 @@ class RankSizes:
             return 0.0
         ranks = self.shares_experts(rank, chunk)
         return once_s(self.costs.comm, self.tp_costs, ranks, degree, num_bytes)
+
+    def mean(self, chunk: int) -> LayerCosts:
+        """Costs of a layer between the chunk's."""
+        return self.costs.mean(*self.plan.chunks[chunk].layers)
+
+    def runs(self, chunk: int, part: TpShard) -> Sequence[tuple[MemoryCost, int]]:
+        """Memory of the chunk's layers as a rank's part has them, and how many alike follow."""
+        if self.costs.layer_kinds is None:
+            return ((self._memory(chunk, part), self.num_layers(chunk)),)
+        dtype = self.group_of(chunk).compute_dtype
+        return [
+            (memory_in(costs, part, dtype), count)
+            for costs, count in self.costs.runs(*self.plan.chunks[chunk].layers)
+        ]
 
     def frozen_bytes(self, rank: int, chunk: int) -> int:
         """What a rank has of the chunk beside that, as it is not trained: it never moves."""
@@ -223,8 +243,8 @@ class RankSizes:
         """
         if parameters_setting(self.plan) == RESIDENT:
             return (tuple(self.shards[chunk][rank] for rank in ranks),)
-        embedding, layer, head = self.sections(chunk, self.part(ranks[0]))
-        sizes = [embedding, *[layer] * self.num_layers(chunk), head]
+        embedding, layers, head = self.sections(chunk, self.part(ranks[0]))
+        sizes = [embedding, *layers, head]
         weights = [replica.shard_weight for replica in self.group_of(chunk).replicas]
         shards = {size: padded_shards(size, weights) for size in set(sizes) if size}
         return tuple(shards[size] for size in sizes if size)
@@ -297,31 +317,41 @@ class RankSizes:
 
     def _parameters(self, chunk: int, part: TpShard) -> int:
         """What a rank with this part has."""
-        return int(stage_parameters(self.num_layers(chunk), *self.sections(chunk, part)))
+        embedding, layers, head = self.sections(chunk, part)
+        return embedding + sum(layers) + head
 
-    def sections(self, chunk: int, part: TpShard) -> tuple[int, int, int]:
-        """Parameters of the embedding, of one layer, and of the head, as a rank's part has them."""
-        memory = self.memory if part == WHOLE else self._memory(chunk, part)
-        ends = chunk == 0, self.is_last(chunk)
+    def sections(self, chunk: int, part: TpShard) -> tuple[int, tuple[int, ...], int]:
+        """Parameters of the embedding, of each layer, and of the head, as a rank's part has
+        them."""
+        memory, is_last = self._memory(chunk, part), self.is_last(chunk)
+        layers: tuple[int, ...] = ()
+        for of_layers, count in self.runs(chunk, part):
+            layers += (of_layers.layer_parameters(),) * count
         # With several chunks the last one has a copy, as it may be whole without the first.
-        return section_parameters(memory, *ends, tied_on_same_rank=self.tied and all(ends))
+        tied = self.tied and chunk == 0
+        return (
+            memory.embedding_parameters() if chunk == 0 else 0,
+            layers,
+            memory.head_parameters(tied_on_same_rank=tied) if is_last else 0,
+        )
 
-    def _units(self, chunk: int) -> tuple[MixedTpUnit, MixedTpUnit]:
-        """A layer, and embedding and head together."""
+    def _units(self, chunk: int) -> tuple[MixedTpUnit, ...]:
+        """Layers, alike ones together, and embedding and head together."""
         assert self.tp_costs is not None
-        embedding, layer, head = self.sections(chunk, WHOLE)
-        in_layer, of_ends = self.tp_costs.cut_parameters("layer"), Counter[UnitKind]()
+        embedding, layers, head = self.sections(chunk, WHOLE)
+        units, at, of_ends = [], 0, Counter[UnitKind]()
+        for costs, count in self.costs.runs(*self.plan.chunks[chunk].layers):
+            assert costs.tp_costs is not None
+            cut = costs.tp_costs.cut_parameters("layer")
+            whole = layers[at] - sum(cut.values())
+            units.append(MixedTpUnit(cut=cut, whole=whole, count=count))
+            at += count
         tables: list[ModelSection] = ["embedding"] if chunk == 0 else []
         if self.is_last(chunk) and not (self.tied and chunk == 0):
             tables.append("head")
         for table in tables:
             of_ends.update(self.tp_costs.cut_parameters(table))
-        return (
-            MixedTpUnit(
-                cut=in_layer, whole=layer - sum(in_layer.values()), count=self.num_layers(chunk)
-            ),
-            MixedTpUnit(cut=of_ends, whole=embedding + head - of_ends.total()),
-        )
+        return (*units, MixedTpUnit(cut=of_ends, whole=embedding + head - of_ends.total()))
 
     def _mixed_tp(self, chunk: int) -> MixedTpChunk | None:
         group = self.group_of(chunk)
@@ -472,32 +502,50 @@ class RankSizes:
         return found
 
     def _micro_batch_bytes(self, rank: int, chunk: int, size: int, kind: str) -> MicroBatchBytes:
-        memory, layers = self.memory_at(rank, chunk), self.num_layers(chunk)
+        memory, runs = self.memory_at(rank, chunk), self.runs(chunk, self.part(rank))
         (mode, recomputed), at_once = self.recompute(rank, chunk), self._layers_at_once(rank, chunk)
-        whole, saved = (memory.activation_bytes(size, each, kind) for each in ("none", mode))
-        stage = layers, recomputed, whole, saved
         splits = self.group_of(chunk).split_backward
-        left, held = memory.delayed_bytes(size) if splits else 0, memory.boundary_bytes(size)
+        layers = [
+            (
+                each.activation_bytes(size, "none", kind),
+                each.activation_bytes(size, mode, kind),
+                each.delayed_bytes(size) if splits else 0,
+                count,
+            )
+            for each, count in runs
+        ]
+        delayed = sum(left * count for _, _, left, count in layers)
+        if len(layers) == 1:
+            whole, kept, left, count = layers[0]
+            stage = count, recomputed, whole, kept
+            saved = saved_bytes(*stage, at_once=at_once)
+            working = working_bytes(*stage, at_once=at_once, left=left)
+        else:
+            each_layer = [layer[:3] for layer in layers for _ in range(layer[3])]
+            saved, working = working_bytes_of_layers(each_layer, recomputed, at_once=at_once)
         # Beside what it leaves for weight gradients there is the gradient that arrives.
-        arriving = memory.arriving_bytes(size) if layers * left else 0
+        arriving = max(each.arriving_bytes(size) for each, _ in runs) if delayed else 0
         return MicroBatchBytes(
-            held=held,
-            saved=saved_bytes(*stage, at_once=at_once),
+            held=memory.boundary_bytes(size),
+            saved=saved,
             head=memory.head_bytes(size) if self.is_last(chunk) else 0,
-            working=working_bytes(*stage, at_once=at_once, left=left) + arriving,
-            delayed=layers * left,
+            working=working + arriving,
+            delayed=delayed,
         )
 
     def saved_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
         """The bytes of each tensor that layers keep of a micro-batch."""
         size, kind = self.micro_batch_size(rank), self.costs.kinds[rank]
-        mode, recomputed = self.recompute(rank, chunk)
-        memory = self.memory_at(rank, chunk)
-        whole = self.num_layers(chunk) - recomputed
-        inputs = -(-recomputed // self._layers_at_once(rank, chunk))
-        found = whole * memory.saved_tensor_bytes(size, "none", kind) if whole else ()
-        if inputs:
-            found += inputs * memory.saved_tensor_bytes(size, mode, kind)
+        (mode, again), at_once = self.recompute(rank, chunk), self._layers_at_once(rank, chunk)
+        found: tuple[int, ...] = ()
+        for memory, count in self.runs(chunk, self.part(rank)):
+            recomputed = min(again, count)
+            again -= recomputed
+            inputs = -(-recomputed // at_once)
+            if count > recomputed:
+                found += (count - recomputed) * memory.saved_tensor_bytes(size, "none", kind)
+            if inputs:
+                found += inputs * memory.saved_tensor_bytes(size, mode, kind)
         return found
 
     def _costs_of_parts(self) -> TpCosts | None:

@@ -116,6 +116,8 @@ class EmulationOptions:
                 expected="one of the two in a plan that is emulated",
                 remedy="Use zorse explain, or plan with --max-tp 1.",
             )
+        if plan.model.moe_layer_freq is not None:
+            yield _dense_among_experts(f"{source}: model.moe_layer_freq")
         given = {"--rebalance": self.rebalance, "--status": self.status}
         yield from conflicts(
             [name for name, value in given.items() if self.stock and value],
@@ -345,6 +347,8 @@ class ComparisonOptions:
                 expected="a job that trains all weights: stock Megatron has no adapters to train",
                 remedy="Use zorse compare --simulated, and zorse emulate for the plan.",
             )
+        if workload.model.moe_layer_freq is not None and not self.simulated:
+            yield _dense_among_experts("--moe-layer-freq")
         if self.simulated:
             given = given_options(context, _EMULATED)
             yield from conflicts(given, "--simulated", why="it is for what is emulated")
@@ -482,6 +486,15 @@ def _layouts(found: Sequence["ComparedSystem"]) -> list[Plan]:
     systems = [compared.system for compared in found if compared.system is not None]
     layouts = [system.plan or system.stock_layout for system in systems]
     return [plan for plan in layouts if plan is not None]
+
+
+def _dense_among_experts(where: str) -> Problem:
+    return Problem(
+        where=where,
+        found="dense layers among layers with experts",
+        expected="layers that are all alike, as the emulation paces them",
+        remedy="Use zorse explain, or zorse compare --simulated.",
+    )
 
 
 def emulated_together(found: Sequence["ComparedSystem"]) -> list["ComparedSystem"]:

@@ -12,12 +12,14 @@ from functools import cached_property
 from zorse_megatron.costs.analytic_compute import is_sixteen_bit
 from zorse_megatron.costs.interface import (
     ByKind,
+    LayerCosts,
     MemoryCost,
     ModelSection,
     TpComputeCost,
     TpRankCosts,
     TpShard,
 )
+from zorse_megatron.costs.layer_kinds import DenseAmongExperts
 from zorse_megatron.costs.model_memory import (
     TransformerMemory,
     attention_by_kind,
@@ -142,9 +144,42 @@ class CostModels:
                 self._of_ranks[key] = replace(self._of_ranks[key], memory=memory)
         return self._of_ranks[key]
 
+    def layer_kinds(self) -> DenseAmongExperts | None:
+        """Costs of layers with experts and of dense ones, of a model that has both."""
+        if self.model.moe_layer_freq is None:
+            return None
+        dense = replace(self, model=self.model.dense)
+        return DenseAmongExperts(
+            dense=frozenset(self.model.dense_layers),
+            experts=self._layer_costs(),
+            without=dense._layer_costs(),
+        )
+
+    def layer_costs(self) -> LayerCosts:
+        """Those of all layers, or of one between layers of two kinds."""
+        kinds = self.layer_kinds()
+        return self._layer_costs() if kinds is None else kinds.mean(0, self.model.num_layers)
+
+    def _layer_costs(self) -> LayerCosts:
+        return LayerCosts(
+            compute=self.compute,
+            memory=self.memory[0],
+            by_dtype={name: self.costs_in(each) for name, each in DTYPE_OF.items()},
+            tp_costs=self,
+        )
+
     def _sharing(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
-        """Of a rank that shares experts alone."""
+        """Of a rank that shares experts alone; in a dense layer, with its own samples alone."""
         assert part.shared is not None
+        own = self.dtype if dtype is None else DTYPE_OF[dtype]
+        if self.model.experts is None:
+            names = ("whole", "dense", "routed", "bare")
+            computed = dict.fromkeys(names, _computes(self, own))
+            kept = dict.fromkeys(("held", "whole", "dense"), _formula(self._in_type(dtype).memory))
+            return TpRankCosts(
+                compute=SharedExpertsCompute(sharing=Sharing.of(part), **computed),
+                memory=SharedExpertsMemory.of(part, **kept),
+            )
         model, experts = self.model, self._experts
         mine = parts_of(part.shared.experts)[part.index]
         held, total = len(mine), experts.num_experts
@@ -160,7 +195,6 @@ class CostModels:
         found = {name: replace(self, model=other) for name, other in others.items()}
         memory = {name: each._in_type(dtype).memory for name, each in found.items()}
         memory["whole"] = self._in_type(dtype).memory
-        own = self.dtype if dtype is None else DTYPE_OF[dtype]
         computes = {name: _computes(each, own) for name, each in found.items() if name != "held"}
         return TpRankCosts(
             compute=SharedExpertsCompute(sharing=sharing, whole=_computes(self, own), **computes),

@@ -15,7 +15,7 @@ from zorse_megatron.costs.shared_experts import ExpertLoad
 from zorse_megatron.costs.topology import Topology, topology_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.wording import memory as spelled
-from zorse_megatron.gpus.gpu import DTYPE_OF, ComputeDtype, DtypeChoice, GpuKind, common_dtype
+from zorse_megatron.gpus.gpu import ComputeDtype, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.model import (
     SHARED_EXPERT_FLAG,
@@ -310,13 +310,12 @@ def _space_for(model: ModelShape, computing: Computing, space: SearchSpace) -> S
 def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchSpace) -> Inputs:
     cluster, model = models.cluster, models.model
     spec = topology_of(cluster, models.profile)
-    memory, memory_note = models.memory
+    layers = models.layer_costs()
     return Inputs(
+        **vars(layers),
+        layer_kinds=models.layer_kinds(),
         spec=spec,
-        compute=models.compute,
-        memory=memory,
         comm=GraphComm(spec),
-        by_dtype={name: models.costs_in(each) for name, each in DTYPE_OF.items()},
         kinds=cluster.gpu_kinds,
         capacities_bytes=_capacities(cluster, memory_margin),
         host_bytes=_host_parts(cluster),
@@ -331,10 +330,9 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         best_sizes=models.best_sizes,
         recompute=models.computing.recompute,
         own_types=cluster.kinds if models.has_own_types else None,
-        tp_costs=models,
         gpus=models.gpus,
         provenances={kind: each.provenance(kind) for kind, each in models.computes.items()},
-        notes=(*models.notes, memory_note, *models.warnings, *_process_notes(models.gpus)),
+        notes=(*models.notes, models.memory[1], *models.warnings, *_process_notes(models.gpus)),
         warnings=models.warnings,
         to_do=models.to_do,
     )
@@ -445,8 +443,10 @@ def tp_shards_are_even(inputs: Inputs, degree: int) -> bool:
     """Whether so many ranks can hold even TP shards of everything."""
     model = inputs.model
     sizes = [model.num_query_groups, model.vocab_size]
-    # Of experts a plan always says who has which.
-    sizes.append(model.ffn_hidden_size if model.num_experts is None else model.num_experts)
+    if model.num_experts is not None:  # of which a plan always says who has which
+        sizes.append(model.num_experts)
+    if model.num_experts is None or model.moe_layer_freq:
+        sizes.append(model.ffn_hidden_size)
     return all(size is not None and size % degree == 0 for size in sizes)
 
 

@@ -175,6 +175,8 @@ def _unequal(inputs: Inputs, ranks: Sequence[int]) -> Iterator[TpShards]:
     groups, columns, rows = model.num_query_groups, model.ffn_hidden_size, model.vocab_size
     if groups is None or columns is None or rows is None:
         return
+    if model.moe_layer_freq and columns % len(ranks):
+        return  # where experts are dealt out, columns of dense layers are cut evenly
     attention, mlp, head = _speeds(inputs, ranks)
     room = _normed([float(inputs.tensor_capacities_bytes[rank]) for rank in ranks])
 

@@ -1,0 +1,195 @@
+"""Models with dense layers among those with experts: costs, simulation, and the plans found."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.test_expert_costs import MODEL, NUMBER
+from tests.unit.test_shared_experts import sharing
+from tests.unit.test_stock_expert_parallel import ONE_NODE, inputs_of
+from zorse_megatron.costs.interface import TpShard
+from zorse_megatron.costs.stage_formulas import (
+    saved_bytes,
+    working_bytes,
+    working_bytes_of_layers,
+)
+from zorse_megatron.flags.model_in_flags import layers_with_experts, shape_from_flags
+from zorse_megatron.inputs.model import flags_of_shape
+from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Replica, Schedule, TpShards
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.schedule.actions import Kind
+from zorse_megatron.simulate.action_costs import ActionCosts
+from zorse_megatron.simulate.network import NetworkLoads
+from zorse_megatron.simulate.rank_bytes import RankSizes
+
+LAYERS, DENSE = 4, (0, 2)
+MIXED_MODEL = replace(MODEL, dense_layers=DENSE)
+UNIFORM = {"experts": MODEL, "dense": MODEL.dense}
+
+
+def alone(ranks, size=2, count=2):
+    return Replica(
+        ranks=tuple(ranks), micro_batch_size=size, num_microbatches=count, shard_weight=1.0
+    )
+
+
+def tp_group(ranks):
+    shards = TpShards(experts=(NUMBER // len(ranks),) * len(ranks))
+    return replace(alone(ranks), tp_shards=shards)
+
+
+def plan_of(inputs, replicas, layers=(0, LAYERS), **group):
+    """One chunk, of these layers of the model."""
+    first, stop = layers
+    outer = [
+        Chunk(group=0, layers=pair) for pair in ((0, first), (stop, LAYERS)) if pair[0] < pair[1]
+    ]
+    chunks = sorted([Chunk(group=0, layers=layers), *outer], key=lambda each: each.layers)
+    return Plan(
+        schema_version=2,
+        global_batch_size=inputs.global_batch_size,
+        model=inputs.model,
+        groups=(Group(replicas=tuple(replicas), **group),),
+        chunks=tuple(chunks),
+        schedule=Schedule(name="1f1b" if len(chunks) == 1 else "breadth_first"),
+    )
+
+
+def inputs_for(replicas, model):
+    """Of a node with as many GPUs as there are ranks."""
+    count = sum(len(each.ranks) for each in replicas)
+    return inputs_of(ONE_NODE.replace(b"4 x", b"%d x" % count), model)
+
+
+def costs_of(inputs, plan):
+    return ActionCosts(RankSizes(plan, inputs), NetworkLoads(inputs.comm))
+
+
+WAYS = {
+    "whole": [alone([0]), alone([1])],
+    "TP group": [tp_group([0, 1])],
+    "shared": [sharing([0, 1, 2], (NUMBER - 3, 3, 0), (1, 2, 1), 1)],
+}
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_chunk_costs_what_its_layers_do(way, splits, recompute):
+    """Those of two models whose layers are all alike, of which each chunk has one."""
+    replicas = WAYS[way]
+    rank, size = replicas[0].ranks[0], replicas[0].micro_batch_size
+    memory = {} if recompute is None else {"recompute": Recompute(mode=recompute)}
+    how = {"split_backward": splits, **memory}
+    inputs = inputs_for(replicas, MIXED_MODEL)
+    found = costs_of(inputs, plan_of(inputs, replicas, **how))
+    times = {kind: sum(found.seconds(rank, 0, kind, size, splits=splits)) for kind in KINDS}
+    if way != "whole":
+        inside = found.tp_collectives(replicas[0].ranks, 0, size, gathers=False)
+        times["inside"] = inside.both_s
+    parts = dict.fromkeys(times, 0.0)
+    held = saved = delayed = 0
+    for layer in range(LAYERS):
+        kind = "dense" if layer in DENSE else "experts"
+        each = replicas
+        if kind == "dense" and way == "TP group":  # whose columns are divided, then
+            each = [replace(one, tp_shards=None) for one in replicas]
+        if kind == "dense" and way == "shared":  # where ranks have samples, and nothing else
+            each = [alone([0], size=1, count=1)]
+        own = inputs_for(each, UNIFORM[kind])
+        plan = plan_of(own, each, (layer, layer + 1), **how)
+        chunk = next(n for n, c in enumerate(plan.chunks) if c.layers == (layer, layer + 1))
+        one, here = costs_of(own, plan), each[0].micro_batch_size
+        for what in KINDS:
+            parts[what] += sum(one.seconds(rank, chunk, what, here, splits=splits))
+        if way != "whole" and len(each[0].ranks) > 1:
+            inside = one.tp_collectives(each[0].ranks, chunk, here, gathers=False)
+            parts["inside"] += inside.both_s
+        held += one.sizes.held(rank, chunk)
+        kept = one.sizes.micro_batch_bytes(rank, chunk, 0)
+        saved, delayed = saved + kept.saved, delayed + kept.delayed
+    for what, seconds_s in parts.items():
+        assert times[what] == pytest.approx(seconds_s, rel=1e-9), what
+    kept = found.sizes.micro_batch_bytes(rank, 0, 0)
+    assert (found.sizes.held(rank, 0), kept.saved, kept.delayed) == (held, saved, delayed)
+
+
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+
+
+@given(*[st.integers(1, 9)] * 2, st.integers(1, 4), st.tuples(*[st.integers(0, 1000)] * 2))
+def test_layers_that_are_alike_take_what_the_formula_says(layers, again, at_once, sizes):
+    more, left = sizes
+    recomputed = min(layers, again) // at_once * at_once
+    whole, kept = more + 10, 10
+    found = working_bytes_of_layers([(whole, kept, left)] * layers, recomputed, at_once=at_once)
+    stage = layers, recomputed, whole, kept
+    assert found == (
+        saved_bytes(*stage, at_once=at_once),
+        working_bytes(*stage, at_once=at_once, left=left),
+    )
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 99)] * 3), min_size=1, max_size=7), st.integers(0, 7))
+def test_the_most_that_a_backward_takes(layers, recomputed):
+    """Layer by layer: what is kept is there until a layer's backward, and then what it leaves."""
+    recomputed = min(recomputed, len(layers))
+    kept = [saved if n < recomputed else whole for n, (whole, saved, _) in enumerate(layers)]
+    most = before = sum(kept)
+    now = before
+    for n in reversed(range(len(layers))):
+        whole, _, left = layers[n]
+        now -= kept[n]
+        if n < recomputed:
+            most = max(most, now + whole)
+        now += left
+    most = max(most, now)
+    assert working_bytes_of_layers(layers, recomputed) == (before, max(0, most - max(before, now)))
+
+
+def test_flags_and_plans_say_which_layers_have_experts():
+    again = shape_from_flags(flags_of_shape(MIXED_MODEL))
+    assert again.dense_layers == DENSE
+    assert layers_with_experts("([0]+[1])*2", LAYERS) == MIXED_MODEL.fingerprint().moe_layer_freq
+    apart = [LAYERS * each.layer_parameters() for each in (MODEL, MODEL.dense)]
+    ends = MODEL.num_parameters - apart[0]
+    assert MIXED_MODEL.num_parameters == sum(apart) // 2 + ends
+
+
+@pytest.mark.parametrize("text", ["[0]*3", "[1", "0", "x", "[2]*4", "[1]*[4]", "[1]+1", "-1"])
+def test_other_frequencies_are_refused(text):
+    with pytest.raises(ValueError):
+        layers_with_experts(text, LAYERS)
+
+
+def test_the_plan_found_is_the_best_cut_of_unequal_layers():
+    """Where all experts are in the first layers: of all cuts into stages, whoever comes first."""
+    text = b"nodes:\n  - {name: a, gpus: [1 x A100-40, 1 x A10G], nics: 100 Gb/s}\n"
+    model = replace(MODEL, num_layers=6, dense_layers=(3, 4, 5))
+    inputs = inputs_of(text, model, batch=8)
+    inputs = replace(
+        inputs,
+        space=replace(inputs.space, schedules=("1f1b",), max_tensor_parallel=1, offload=False),
+    )
+    found = find_plan(inputs)
+    best_s = min(
+        simulate_plan(inputs, replace(found.plan, groups=groups, chunks=cut)).iteration_s
+        for groups in itertools.permutations(found.plan.groups)
+        for cut in (
+            (Chunk(group=0, layers=(0, at)), Chunk(group=1, layers=(at, 6))) for at in range(1, 6)
+        )
+    )
+    assert len(found.plan.groups) == 2
+    assert simulate_plan(inputs, found.plan).iteration_s <= best_s * (1 + 1e-9)
+
+
+def test_dense_layers_of_a_rank_without_samples_cost_nothing():
+    inputs = inputs_of(ONE_NODE, replace(MODEL, dense_layers=tuple(range(LAYERS - 1))))
+    shared = sharing([0, 1], (NUMBER // 2, NUMBER // 2), (4, 0), 4).expert_parallel
+    costs = inputs.runs(0, 1)[0][0].tp_costs.of_rank(TpShard(shared=shared, index=1), None)
+    assert costs.compute.layer("A100-40", 4).both_s == 0
+    assert costs.memory.activation_bytes(4, "none") == costs.memory.arriving_bytes(4) == 0
