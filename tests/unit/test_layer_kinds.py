@@ -11,6 +11,7 @@ from tests.unit.test_expert_costs import MODEL, NUMBER
 from tests.unit.test_shared_experts import sharing
 from tests.unit.test_stock_expert_parallel import ONE_NODE, inputs_of
 from zorse_megatron.costs.interface import TpShard
+from zorse_megatron.costs.shared_experts import ExpertLoad
 from zorse_megatron.costs.stage_formulas import (
     saved_bytes,
     working_bytes,
@@ -20,6 +21,7 @@ from zorse_megatron.flags.model_in_flags import layers_with_experts, shape_from_
 from zorse_megatron.inputs.model import flags_of_shape
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Replica, Schedule, TpShards
 from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import with_load
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.simulate.action_costs import ActionCosts
@@ -193,3 +195,16 @@ def test_dense_layers_of_a_rank_without_samples_cost_nothing():
     costs = inputs.runs(0, 1)[0][0].tp_costs.of_rank(TpShard(shared=shared, index=1), None)
     assert costs.compute.layer("A100-40", 4).both_s == 0
     assert costs.memory.activation_bytes(4, "none") == costs.memory.arriving_bytes(4) == 0
+
+
+def test_uneven_routing_reaches_layers_with_experts_alone():
+    """Half of the layers have some, so time grows by half as much as where all have."""
+    shared = [sharing([0, 1], (NUMBER // 2, NUMBER // 2), (4, 4), 2)]
+    load = ExpertLoad.falling(2.0, NUMBER)
+    more = {}
+    for name, model in {"mixed": MIXED_MODEL, "uniform": MODEL}.items():
+        inputs = inputs_for(shared, model)
+        plans = [(each, plan_of(each, shared)) for each in (inputs, with_load(inputs, load))]
+        even, uneven = (costs_of(*each).seconds(0, 0, KINDS[0], 8, splits=False) for each in plans)
+        more[name] = sum(uneven) - sum(even)
+    assert more["mixed"] == pytest.approx(more["uniform"] / 2, rel=1e-6) != 0

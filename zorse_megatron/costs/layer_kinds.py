@@ -198,9 +198,9 @@ class MeanTpCosts:
         """Of what crosses a TP group between A and B."""
         return self._first.adapter_shares
 
-    def share_of_tokens(self, count: int) -> float:
-        """Of all tokens those that pass one of `count` experts of a layer at least."""
-        return self._first.share_of_tokens(count)
+    def share_of_tokens(self, experts: range) -> float:
+        """Of all tokens those that pass one of these experts of a layer at least."""
+        return self._first.share_of_tokens(experts)
 
     @property
     def num_experts(self) -> int:

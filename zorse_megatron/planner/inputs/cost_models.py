@@ -176,9 +176,10 @@ class CostModels:
             names = ("whole", "dense", "routed", "bare")
             computed = dict.fromkeys(names, _computes(self, own))
             kept = dict.fromkeys(("held", "whole", "dense"), _formula(self._in_type(dtype).memory))
+            alone = Sharing.of(part, 0.0)
             return TpRankCosts(
-                compute=SharedExpertsCompute(sharing=Sharing.of(part), **computed),
-                memory=SharedExpertsMemory.of(part, **kept),
+                compute=SharedExpertsCompute(sharing=alone, **computed),
+                memory=SharedExpertsMemory.of(alone, **kept),
             )
         model, experts = self.model, self._experts
         mine = parts_of(part.shared.experts)[part.index]

@@ -293,8 +293,11 @@ def make_inputs(
 
 def with_load(inputs: Inputs, load: ExpertLoad) -> Inputs:
     """Return the same where experts get these loads."""
-    assert isinstance(inputs.tp_costs, CostModels), "of a model with experts"
-    return replace(inputs, tp_costs=replace(inputs.tp_costs, expert_load=load))
+    models = inputs.of_experts.tp_costs
+    assert isinstance(models, CostModels), "of a model with experts"
+    models = replace(models, expert_load=load)
+    tp_costs = models.layer_costs().tp_costs
+    return replace(inputs, tp_costs=tp_costs, layer_kinds=models.layer_kinds())
 
 
 def _space_for(model: ModelShape, computing: Computing, space: SearchSpace) -> SearchSpace:
