@@ -40,7 +40,7 @@ from zorse_megatron.emulate.tiny_model import (
     TinyTraining,
     lora_flags,
 )
-from zorse_megatron.inputs.cluster_yaml import load_cluster
+from zorse_megatron.inputs.cluster_yaml import load_cluster, parse_cluster
 from zorse_megatron.inputs.lora import Lora
 from zorse_megatron.inputs.model import MODELS, USUAL, Experts
 from zorse_megatron.plan.plan import Group, Offload, Recompute, Schedule, TpShards
@@ -452,6 +452,44 @@ def test_ranks_that_share_experts_take_what_the_simulator_says(lab, monkeypatch,
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.01)
     expected = peaks_without(predicted, Category.BUFFERS)
     assert found.peak_bytes == pytest.approx(expected, rel=0.002)  # shards are rounded
+
+
+# Two nodes of one GPU.
+FEW_LINKS = b"nodes: [{name: a, count: 2, gpus: 1 x A100-40, nics: 25 Gb/s}]"
+SMALL_EXPERTS = dataclasses.replace(
+    MODELS["olmoe-1b-7b"],
+    num_layers=LAYERS,
+    seq_length=1024,
+    experts=Experts(num_experts=16, per_token=2, ffn_hidden_size=768),
+)
+
+
+@pytest.mark.parametrize("samples", [4, 32])
+def test_sharing_experts_pays_below_so_many_tokens_and_gathering_them_above(
+    lab, monkeypatch, samples
+):
+    """They take as long at 3 E f / k tokens of a GPU and step: 18 samples."""
+    batch, size = 2 * samples, min(samples, 8)
+    inputs = make_inputs(
+        parse_cluster(FEW_LINKS), SMALL_EXPERTS, None, global_batch_size=batch, dtype="bfloat16"
+    )
+    count = samples // size
+    gathered = plan_of(((replica(0, size, count), replica(1, size, count)), LAYERS))
+    shared = plan_of(((expert_replica((0, 1), (8, 8), (size, size), count),), LAYERS))
+    taken_s, losses = [], []
+    for plan in (gathered, shared):
+        shape = TinyShape.of(SMALL_EXPERTS, [shared])
+        training = TinyTraining(
+            model=SMALL_EXPERTS, global_batch_size=batch, iterations=3, shape=shape
+        )
+        monkeypatch.setattr(lab, "training", training)
+        found = run(lab, System(name="plan", gpus=(0, 1), plan=plan), inputs)
+        predicted = simulate_plan(inputs, plan)
+        assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=1e-5)
+        taken_s.append(found.iteration_s)
+        losses.append(found.losses)
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
+    assert (taken_s[1] < taken_s[0]) == (samples < 18)
 
 
 def test_tokens_cost_what_they_cost_where_routing_is_even():

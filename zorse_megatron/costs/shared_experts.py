@@ -26,7 +26,7 @@ from zorse_megatron.costs.model_memory import TransformerMemory
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.plan.plan import Replica
 
-_ROUTE_BYTES = 8  # the number of an expert, and its weight in fp32; back goes its gradient
+_ROUTE_BYTES = 4  # the number of an expert; or its weight, or the gradient of that, in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,8 @@ class TokenMessages:
     there: Mapping[tuple[int, int], int]
     """Tokens, once to each rank that has any of their experts. As many bytes go back."""
     told: Mapping[tuple[int, int], int]
-    """The experts and weights of all tokens, to all ranks. Gradients of weights go back."""
+    """Which experts all tokens pass, to all ranks. Their weights are a second message of as many
+    bytes, to which the gradients go back."""
 
     @classmethod
     def of(

@@ -465,8 +465,8 @@ class ActionCosts(CollectiveCosts):
     def _between_experts(self, ranks: tuple[int, ...], chunk: int, size: int) -> PassTimes:
         """Tokens on their way to other ranks' experts and back (`adapter.model.expert_exchange`).
 
-        Routing is even: a token is sent once to each rank that has any of its experts. All ranks
-        are told the experts and weights of all tokens. Links are taken to be idle. What goes back
+        A token is sent once to each rank that has any of its experts. All ranks are told the
+        experts of all tokens, and then their weights. Links are taken to be idle. What goes back
         last is hidden behind gradients of experts' weights, if these are not apart.
         """
         sizes = self.sizes
@@ -488,9 +488,9 @@ class ActionCosts(CollectiveCosts):
             hidden_s = max(self._row_gradients_s(rank, chunk, size) for rank in ranks)
         told_s = self.loads.exchanges([(messages.told, 1)]).alone_s
         return PassTimes(
-            forward_s=layers * (both_s + told_s),
-            backward_s=layers * (there_s + max(0.0, back_s - hidden_s) + told_s / 2)
-            + again * (both_s + told_s),
+            forward_s=layers * (both_s + 2 * told_s),
+            backward_s=layers * (there_s + max(0.0, back_s - hidden_s) + told_s)
+            + again * (both_s + 2 * told_s),
         )
 
     def _exchanging(self, rank: int, chunk: int) -> tuple[int, int]:

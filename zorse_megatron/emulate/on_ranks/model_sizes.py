@@ -226,9 +226,8 @@ class ModelSizes:
         """
         assert self.sharing is not None, "of ranks that share experts"
         messages = self.sharing.messages
-        sent = messages.there
-        if rows.shape[1] != self._tiny[1]:  # numbers of experts, or weights
-            sent = {pair: num_bytes // 2 for pair, num_bytes in messages.told.items()}
+        # Else numbers of experts, or weights.
+        sent = messages.there if rows.shape[1] == self._tiny[1] else messages.told
         if self.tokens_return:
             return {pair[::-1]: num_bytes for pair, num_bytes in sent.items()}
         return sent
