@@ -3,9 +3,9 @@
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -22,7 +22,10 @@ _PART_BYTES = 1 << 20
 class Span:
     """One executed action. Times are seconds of the host's wall clock.
 
-    `waited_s` is the part of the span spent waiting for the data of other ranks.
+    `waited_s` is the part of the span spent waiting for the data of other ranks; `sent_bytes` what
+    each exchange of ranks that share experts sends to each of them, 0 to the rank itself: of a
+    layer's forward experts' numbers, tokens, weights and results, of its backward gradients of
+    results, of tokens and of weights.
     """
 
     step: int
@@ -30,6 +33,7 @@ class Span:
     start_s: float
     end_s: float
     waited_s: float = 0.0
+    sent_bytes: Sequence[Sequence[int]] = ()
 
 
 def trace_name(rank: int) -> str:
@@ -76,20 +80,23 @@ class Trace:
         num_steps: int | None = None,
         clock: Clock | None = None,
         directory: Path | None = None,
+        sent: list[tuple[int, ...]] | None = None,
     ) -> None:
         """`clock`: of the device that executes the actions; None: the host's.
 
         `directory`: for what a long run has recorded, until it is saved; None: it stays in memory.
+        `sent`: where exchanges of the action under way are noted (`Span.sent_bytes`).
         """
         self.first_step = first_step
         self.num_steps = num_steps
         self.clock: Clock = clock or HostClock()
         self._spans: list[Span] = []
-        self._marked: list[tuple[int, str, tuple[Any, Any], list[tuple[Any, Any]]]] = []
-        """(step, action, its start and end, those of its waits)."""
+        self._marked: list[tuple[Span, tuple[Any, Any], list[tuple[Any, Any]]]] = []
+        """(what was executed, its start and end, those of its waits)."""
         self._waits: list[tuple[Any, Any]] | None = None
         """Of the action under way; None where nobody wants to know."""
         self._directory = directory
+        self._sent = [] if sent is None else sent
         self._spool: BinaryIO | None = None
         """The first spans, each followed by a comma; others are in memory."""
         self._failure: OSError | None = None
@@ -104,12 +111,10 @@ class Trace:
     def _take(self, count: int) -> None:
         """Ask the clock about the first ones that were marked."""
         marked, self._marked = self._marked[:count], self._marked[count:]
-        for step, action, both, waits in marked:
+        for span, both, waits in marked:
             start_s, end_s = map(self.clock.seconds, both)
             waited_s = sum(self.clock.seconds(b) - self.clock.seconds(a) for a, b in waits)
-            self._spans.append(
-                Span(step=step, action=action, start_s=start_s, end_s=end_s, waited_s=waited_s)
-            )
+            self._spans.append(replace(span, start_s=start_s, end_s=end_s, waited_s=waited_s))
 
     def add(self, spans: Iterable[Span]) -> None:
         """Add spans that something else has timed."""
@@ -123,6 +128,7 @@ class Trace:
     @contextmanager
     def record(self, step: int, action: object) -> Iterator[None]:
         """Time the block as one action."""
+        self._sent.clear()
         if not self.wanted(step):
             self._waits = None
             yield
@@ -131,7 +137,8 @@ class Trace:
         start = self.clock.mark()
         yield
         both = start, self.clock.mark()
-        self._marked.append((step, str(action), both, self._waits))
+        span = Span(step=step, action=str(action), start_s=0, end_s=0, sent_bytes=tuple(self._sent))
+        self._marked.append((span, both, self._waits))
         if self._directory is not None and len(self._marked) >= _MOST_HELD:
             self._spill(self._directory)
 
@@ -152,7 +159,7 @@ class Trace:
         ranks that are gone.
         """
         if not waits:
-            self._marked = [each for each in self._marked if self.clock.has_come(each[2][1])]
+            self._marked = [each for each in self._marked if self.clock.has_come(each[1][1])]
         path = directory / trace_name(rank)
         if self._failure is not None:
             raise NotWritten(path, self._failure, None) from self._failure
@@ -160,7 +167,7 @@ class Trace:
 
     def _spill(self, directory: Path) -> None:
         """Keep in a file what is in the past, but for one span; without room record no more."""
-        come = takewhile(lambda each: self.clock.has_come(each[2][1]), self._marked)
+        come = takewhile(lambda each: self.clock.has_come(each[1][1]), self._marked)
         self._take(sum(1 for _ in come))
         first, self._spans = self._spans[:-1], self._spans[-1:]
         try:
@@ -181,4 +188,7 @@ class Trace:
 
 
 def _text(span: Span) -> bytes:
-    return json.dumps(asdict(span)).encode()
+    values = asdict(span)
+    if not span.sent_bytes:
+        del values["sent_bytes"]
+    return json.dumps(values).encode()

@@ -124,15 +124,16 @@ CLOSE = 3e-6
 """Of two scores of experts: rounding is a tenth of it."""
 
 
-def counting_close(route: Callable[..., Any], counts: list[Any]) -> Any:
+def counting_close(route: Callable[..., Any], counts: list[Any], choices: list[Any]) -> Any:
     """Count tokens that would go to other experts if their logits were a little different.
 
-    In tensors, for which the host need not wait.
+    In tensors, for which the host need not wait. `choices`: [tokens, experts] of each call.
     """
     import torch
 
     def routed(logits: Any, *args: Any, **kwargs: Any) -> Any:
         probs, chosen = route(logits, *args, **kwargs)
+        choices.append(chosen)
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             noise = torch.empty(logits.shape).uniform_(-CLOSE, CLOSE, generator=generator)
@@ -151,11 +152,12 @@ def record(setup: RankSetup | None = None) -> None:
     from megatron.training import training
 
     num_close: list[Any] = []
+    choices: list[Any] = []
     if "--num-experts" in sys.argv:
         from megatron.core.transformer.moe import router
 
         name = "topk_routing_with_score_function"
-        setattr(router, name, counting_close(getattr(router, name), num_close))
+        setattr(router, name, counting_close(getattr(router, name), num_close, choices))
     steps: list[dict[str, Any]] = []
     RECORD.mkdir(parents=True, exist_ok=True)
     training.training_log = recording_log(training.training_log, steps)
@@ -164,6 +166,10 @@ def record(setup: RankSetup | None = None) -> None:
     (RECORD / f"close-rank{os.environ.get('RANK', '0')}.json").write_text(
         json.dumps([int(each) for each in num_close])
     )
+    if choices:
+        import torch
+
+        torch.save(choices, RECORD / f"choices-rank{os.environ.get('RANK', '0')}.pt")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Mixture of experts under any plan: losses, norms, weights and biases are one process's."""
 
 import re
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.megatron.comparison import (
     LLAMA,
+    NUM_LAYERS,
     UNTIED,
     assert_follows,
     flags_for,
@@ -31,6 +33,7 @@ from tests.megatron.plans import (
 from tests.megatron.test_checkpoints import RUNS, Saved, assert_same_rest
 from tests.megatron.test_mixed_precision import FP16_ROUNDING
 from tests.megatron.test_moving import STEPS, assert_runs, both_runs
+from tests.traces import load_trace
 from zorse_megatron.plan.plan import Plan, Replica, TpShards
 
 EXPERTS = (
@@ -135,6 +138,45 @@ def test_follows_one_process(name: str, corpus: Path) -> None:
     alone = stock_run(for_one_process(flags))
     assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
     assert_follows(plan_run(plan, flags), alone)
+
+
+def test_the_trace_has_the_bytes_that_ranks_send_to_experts(corpus: Path, tmp_path: Path) -> None:
+    """Of each exchange; rows are counted from the choices of one process of stock."""
+    flags = flags_for(corpus, *MODEL, *BALANCED)
+    alone = stock_run(for_one_process(flags))
+    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    plan_run(SHARED_BY_THREE, (*flags, "--zorse-trace", str(tmp_path)))
+    experts, samples, layers, copies = ((0,), (), (1, 2, 3)), (2, 2, 0), 3, 2
+    first = (0, 2, 4)  # of each rank's samples in a micro-batch of 4
+    traces = [load_trace(tmp_path / f"trace-rank{rank}.json")[1] for rank in range(4)]
+
+    def rows(step: int, number: int, layer: int) -> list[list[int]]:
+        """[source][target] of a micro-batch."""
+        found = [[0] * 3 for _ in experts]
+        for source, target in permutations(range(3), 2):
+            start = step * 8 + number * 4 + first[source]
+            for sample in range(start, start + samples[source]):
+                chosen = alone.choices[sample * NUM_LAYERS + layer]
+                is_there = chosen[:, list(experts[target])].any(dim=1)
+                found[source][target] += int(is_there.sum())
+        return found
+
+    for step, number, rank in product(range(len(alone.steps)), range(2), range(3)):
+        spans = {span.action: span for span in traces[rank] if span.step == step}
+        tokens = samples[rank] * 32
+        told = [tokens * copies * 4 * (other != rank) for other in range(3)]
+        forward, backward = [], []
+        for layer in range(layers):
+            sent = rows(step, number, layer)
+            there = [32 * 4 * count for count in sent[rank]]
+            back = [32 * 4 * of_source[rank] for of_source in sent]
+            weights = [2 * each for each in told]  # in fp64, as the router
+            forward += [told, there, weights, back]
+            others = [samples[other] * 32 * copies * 8 * (other != rank) for other in range(3)]
+            backward[:0] = [there, back, others]
+        assert spans[f"0F{number}"].sent_bytes == forward
+        assert spans[f"0B{number}"].sent_bytes == backward
+    assert not any(span.sent_bytes for span in traces[3])
 
 
 def test_the_first_rank_of_a_tp_group_chooses_experts(corpus: Path) -> None:

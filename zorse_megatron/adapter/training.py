@@ -178,6 +178,7 @@ def _session(at: RankPlan, run: PlanRun) -> PlanSession:
             num_steps=None if run.options.trace else 0,
             clock=of_device,
             directory=run.options.trace,
+            sent=None if at.expert_place is None else at.expert_place.sent,
         ),
         watch=make_watch(at, run, assignment, (run.setup and run.setup.clock) or of_device),
         link=None if at.offload == Offload() else make_link(at.device),

@@ -56,6 +56,8 @@ class ExpertRank:
     """Which experts its ranks hold."""
     tokens: tuple[int, ...]
     """Of a micro-batch, on each rank."""
+    sent: list[tuple[int, ...]] = field(default_factory=list, compare=False)
+    """Of each exchange, as it is started: bytes to each rank. Who reads them empties it."""
 
     @property
     def experts(self) -> range:

@@ -76,7 +76,7 @@ class TokensByRank(MoETokenDispatcher):
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Back to the tokens' ranks."""
         back = self.routes.exchange.reversed
-        rows: torch.Tensor = _Exchanged.apply(hidden_states, back, self.place.group)
+        rows: torch.Tensor = _Exchanged.apply(hidden_states, back, self.place)
         return rows
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -214,13 +214,14 @@ class _Summed(torch.autograd.Function):
 # What is sent.
 
 
-def _start(
-    rows: torch.Tensor, exchange: Exchange, group: dist.ProcessGroup
-) -> Callable[[], torch.Tensor]:
+def _start(rows: torch.Tensor, exchange: Exchange, place: ExpertRank) -> Callable[[], torch.Tensor]:
     """Returns what waits for what is received."""
+    row_bytes, others = rows[:1].nbytes, list(exchange.sent)
+    others[place.index] = 0
+    place.sent.append(tuple(row_bytes * count for count in others))
     rows, received = rows.contiguous(), rows.new_empty(sum(exchange.received), *rows.shape[1:])
     counts = exchange.received, exchange.sent
-    work = dist.all_to_all_single(received, rows, *counts, group=group, async_op=True)
+    work = dist.all_to_all_single(received, rows, *counts, group=place.group, async_op=True)
     assert work is not None, "this rank is in the group"
 
     def wait() -> torch.Tensor:
@@ -230,28 +231,28 @@ def _start(
     return wait
 
 
-def _exchange(rows: torch.Tensor, exchange: Exchange, group: dist.ProcessGroup) -> torch.Tensor:
-    return _start(rows, exchange, group)()
+def _exchange(rows: torch.Tensor, exchange: Exchange, place: ExpertRank) -> torch.Tensor:
+    return _start(rows, exchange, place)()
 
 
 def _told_to_all(own: torch.Tensor, place: ExpertRank) -> torch.Tensor:
     """What each rank has of its tokens, one rank after the other."""
     ranks = len(place.tokens)
     exchange = Exchange(sent=[len(own)] * ranks, received=list(place.tokens))
-    return _exchange(own.repeat(ranks, 1), exchange, place.group)
+    return _exchange(own.repeat(ranks, 1), exchange, place)
 
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, exchange: Exchange, group: dist.ProcessGroup
+        ctx: Any, rows: torch.Tensor, exchange: Exchange, place: ExpertRank
     ) -> torch.Tensor:
-        ctx.exchange, ctx.group = exchange, group
-        return _exchange(rows, exchange, group)
+        ctx.exchange, ctx.place = exchange, place
+        return _exchange(rows, exchange, place)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return _exchange(gradient, ctx.exchange.reversed, ctx.group), None, None
+        return _exchange(gradient, ctx.exchange.reversed, ctx.place), None, None
 
 
 class _ToExperts(torch.autograd.Function):
@@ -268,17 +269,17 @@ class _ToExperts(torch.autograd.Function):
         left: list[GroupedProduct],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.exchange, ctx.place, ctx.left = exchange, place, left
-        return _exchange(rows, exchange, place.group), _told_to_all(weights, place)
+        return _exchange(rows, exchange, place), _told_to_all(weights, place)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, of_weights: torch.Tensor) -> tuple[Any, ...]:
         place: ExpertRank = ctx.place
-        arriving = _start(gradient, ctx.exchange.reversed, place.group)
+        arriving = _start(gradient, ctx.exchange.reversed, place)
         while ctx.left:
             ctx.left.pop(0).accumulate()
         own, ranks = place.tokens[place.index], len(place.tokens)
         back = Exchange(sent=list(place.tokens), received=[own] * ranks)
         # Of each weight one rank has a gradient, all others zeros.
-        parts = _exchange(of_weights, back, place.group)
+        parts = _exchange(of_weights, back, place)
         of_own = parts.view(ranks, own, of_weights.shape[1]).sum(dim=0)
         return arriving(), of_own, None, None, None
