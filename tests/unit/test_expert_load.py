@@ -4,19 +4,23 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tests.unit.test_expert_costs import CHOSEN, EXPERT, HIDDEN, MODEL, NUMBER, TOKENS
 from tests.unit.test_shared_experts import LAYERS, costs_of, plan_of, sharing
-from tests.unit.test_stock_expert_parallel import MIXED, inputs_of
+from tests.unit.test_stock_expert_parallel import MIXED, ONE_NODE, inputs_of
 from zorse_megatron.cli.main import app
 from zorse_megatron.costs.interface import TpShard
 from zorse_megatron.costs.shared_experts import ExpertLoad, parts_of
 from zorse_megatron.inputs.model import flags_of_shape
+from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
 from zorse_megatron.plan.plan import ExpertParallel, Replica, TpShards
 from zorse_megatron.plan.plan_file import save_plan
+from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.cost_models import told_local_sizes
 from zorse_megatron.planner.inputs.search_inputs import with_load
 from zorse_megatron.planner.simulate_plan import simulate_plan
@@ -163,6 +167,14 @@ def test_a_rank_of_a_tp_group_computes_the_rows_of_its_experts():
     assert told.layer_parameters(2) == usual.layer_parameters(2)
 
 
+def test_a_rank_of_stock_computes_the_rows_of_the_busiest_experts():
+    """Where four ranks spread them, with samples of their own."""
+    part = TpShard(expert_parallel=4)
+    told = told_local_sizes(MODEL, part, lambda experts: 0.1 * len(experts))
+    more = told.layer_matrix_parameters() - told_local_sizes(MODEL, part).layer_matrix_parameters()
+    assert more == pytest.approx(0.6 * CHOSEN * EXPERT, abs=2)
+
+
 @pytest.mark.parametrize("load", [ExpertLoad.falling(1.0, 11), ExpertLoad(shares=(1 / 11,) * 11)])
 @pytest.mark.parametrize(
     "replicas", [(sharing(range(4), (1, 0, 5, 5), (1, 2, 1, 0), 4),), tp_groups((10, 1))]
@@ -201,24 +213,39 @@ def test_no_order_of_the_experts_takes_longer_than_is_told(replicas):
     assert slowest_s > simulated(inputs, replicas).iteration_s
 
 
-# The command.
+@pytest.mark.usefixtures("little_effort")
+def test_the_plan_found_for_a_load_is_the_fastest_under_it():
+    """That for even routing has ranks that share experts."""
+    even = inputs_of(ONE_NODE)
+    uneven = with_load(even, ExpertLoad.falling(3.0, NUMBER))
+    usual, found = find_plan(even).plan, find_plan(uneven)
+    assert any(replicas_that_share_experts(usual))
+    assert not any(replicas_that_share_experts(found.plan))
+    assert found.iteration_s < 0.95 * simulate_plan(uneven, usual).iteration_s
+
+
+# The commands.
 
 
 @pytest.fixture
-def explain(tmp_path):
+def explain(tmp_path, zorse):
     """`zorse explain` of a plan whose ranks share experts."""
-    from typer.testing import CliRunner
+    path = tmp_path / "plan.json"
+    save_plan(plan_of(inputs_of(MIXED, batch=16), SHARED), path)
+    return partial(zorse, "explain", str(path))
 
-    inputs = inputs_of(MIXED, batch=16)
-    cluster, plan = tmp_path / "cluster.yaml", tmp_path / "plan.json"
+
+@pytest.fixture
+def zorse(tmp_path):
+    """A command for the model."""
+    cluster = tmp_path / "cluster.yaml"
     cluster.write_bytes(MIXED)
-    save_plan(plan_of(inputs, SHARED), plan)
 
-    def run(*more):
+    def run(command, *more):
         flags = [*flags_of_shape(MODEL), "--fp16", "--accumulate-allreduce-grads-in-fp32"]
         flags += ["--global-batch-size", "16", "--attention-dropout", "0", "--hidden-dropout", "0"]
-        files = ("explain", str(plan), "--cluster", str(cluster))
-        return CliRunner().invoke(app, [*files, *more, "--", *flags])
+        words = [command, *more, "--cluster", str(cluster), "--", *flags]
+        return CliRunner().invoke(app, words)
 
     return run
 
@@ -236,6 +263,19 @@ def test_explain_tells_even_and_uneven_routing_beside_each_other(explain):
     text = explain("--expert-load", listed).stdout
     assert f"With --expert-load {listed} one iteration takes " in text.replace("\n", " ")
     assert text.count("Peak memory") == 2
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_plans_are_found_for_a_load_in_any_order(zorse):
+    def plan(load):
+        return zorse("plan", "--expert-load", load, "--use-all", "--no-split-backward")
+
+    result = plan("2.5")
+    assert result.exit_code == 0, result.output
+    assert "for routing as uneven as --expert-load 2.5 says" in result.stdout.replace("\n", " ")
+    refused = plan(",".join(["1"] * NUMBER))
+    assert refused.exit_code == 1
+    assert "the busiest expert's tokens over the mean" in refused.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("load", ["0.9", "4.1", "many", "1,2", "nan", "-1" + ",1" * 15])

@@ -177,8 +177,11 @@ ExpertLoadText = Annotated[
 ]
 
 
-def with_expert_load(costs: WorkloadCosts, text: str) -> WorkloadCosts:
-    """The same where routing is as uneven as the option says. Raises CommandError."""
+def with_expert_load(costs: WorkloadCosts, text: str, *, may_be_list: bool = True) -> WorkloadCosts:
+    """The same where routing is as uneven as the option says. Raises CommandError.
+
+    `may_be_list`: whether it may say what each expert gets. A plan is found for any order of them.
+    """
     from zorse_megatron.planner.inputs.search_inputs import with_load
 
     experts = costs.workload.model.experts
@@ -189,7 +192,22 @@ def with_expert_load(costs: WorkloadCosts, text: str) -> WorkloadCosts:
             "a model with experts",
             "Leave it out.",
         )
-    return replace(costs, inputs=with_load(costs.inputs, _expert_load(text, experts)))
+    load = _expert_load(text, experts)
+    if not (load.anywhere or may_be_list):
+        raise refusal(
+            "--expert-load",
+            "what each expert gets",
+            "the busiest expert's tokens over the mean, as 2.5",
+            "Each layer has other busy experts; zorse explain tells what a plan takes with these.",
+        )
+    note = f"all times and memory are for routing as uneven as --expert-load {text} says"
+    return replace(
+        costs,
+        notes=(*costs.notes, note),
+        to_do=(*costs.to_do, note),
+        inputs=with_load(costs.inputs, load),
+        inputs_for=lambda model, batch: with_load(costs.inputs_for(model, batch), load),
+    )
 
 
 def _expert_load(text: str, experts: "Experts") -> "ExpertLoad":

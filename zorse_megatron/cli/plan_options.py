@@ -11,6 +11,7 @@ import typer
 from zorse_megatron.cli.console import Errors, refusal, refuse
 from zorse_megatron.cli.gpu_selection import Found
 from zorse_megatron.cli.options import DEFAULT_MARGIN, Margin, one_of
+from zorse_megatron.cli.perturbed import ExpertLoadText, with_expert_load
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import (
     WorkloadCosts,
@@ -127,6 +128,7 @@ class SearchOptions:
         ),
     ] = None
     margin: Margin = DEFAULT_MARGIN
+    expert_load: ExpertLoadText = None
 
     @property
     def may_leave_out(self) -> bool:
@@ -139,7 +141,7 @@ class SearchOptions:
         """Return what a workload costs where such plans are searched. Raises ZorseError."""
         from zorse_megatron.planner.inputs.search_inputs import SearchEffort, SearchSpace
 
-        return costs_of_workload(
+        costs = costs_of_workload(
             cluster,
             workload,
             profiles,
@@ -155,6 +157,9 @@ class SearchOptions:
                 effort=one_of(get_args(SearchEffort), self.effort, "--effort"),
             ),
         )
+        if self.expert_load is None:
+            return costs
+        return with_expert_load(costs, self.expert_load, may_be_list=False)
 
 
 @dataclass(frozen=True, kw_only=True)

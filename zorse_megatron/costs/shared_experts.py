@@ -69,10 +69,8 @@ class ExpertLoad:
 
     def tokens(self, experts: range, per_token: int) -> float:
         """Share of all tokens that pass at least one of them. `per_token`: experts of a token."""
-        weights = _weights(self.shares, per_token)
         held = range(len(experts)) if self.anywhere else experts
-        others = [weight for at, weight in enumerate(weights) if at not in held]
-        return 1 - float(_symmetric(others, per_token) / _symmetric(weights, per_token))
+        return 1 - _missing(self.shares, held, per_token)
 
     def _of(self, experts: range) -> tuple[float, ...]:
         if self.anywhere:
@@ -102,6 +100,14 @@ def _weights(shares: tuple[float, ...], per_token: int) -> tuple[float, ...]:
             break
         weights = wanted * whole / beside[:, -1]
     return tuple(map(float, weights))
+
+
+@cache
+def _missing(shares: tuple[float, ...], experts: range, per_token: int) -> float:
+    """Share of all tokens that pass none of these experts."""
+    weights = _weights(shares, per_token)
+    others = [weight for at, weight in enumerate(weights) if at not in experts]
+    return _symmetric(others, per_token) / _symmetric(weights, per_token)
 
 
 def _symmetric(weights: Sequence[float] | np.ndarray, degree: int) -> float:

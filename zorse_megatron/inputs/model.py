@@ -105,7 +105,7 @@ class ExpertsOfRank(Experts):
 
     held: int
     computed: float | None = None
-    """How many get as many rows in the mean as those of a TP group's rank; None: `held`."""
+    """How many get as many rows in the mean as the rank computes; None: routing is even."""
     are_sent_tokens: bool = False
     """Whether ranks have tokens of their own and exchange them, so that each computes as many rows
     as with all experts: stock's expert parallelism. Else, in a TP group, all have the same."""
@@ -118,9 +118,9 @@ class ExpertsOfRank(Experts):
     @property
     def num_computed(self) -> float:
         """See `Experts`."""
-        if self.are_sent_tokens:
-            return self.num_experts
-        return self.held if self.computed is None else self.computed
+        if self.computed is not None:
+            return self.computed
+        return self.num_experts if self.are_sent_tokens else self.held
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -291,8 +291,11 @@ def told_local_sizes(
     """
     experts = model.experts
     if part.expert_parallel > 1 and experts is not None:
-        held = experts.num_experts // part.expert_parallel
-        return _with_held(model, experts, held, are_sent_tokens=True)
+        total, held = experts.num_experts, experts.num_experts // part.expert_parallel
+        computed = None
+        if share_of_rows is not None:  # the rows of as many micro-batches as there are ranks
+            computed = share_of_rows(range(held)) * part.expert_parallel * total
+        return _with_held(model, experts, held, are_sent_tokens=True, computed=computed)
     if part.tp_shards is None:
         return model
     tp_groups = TpPartition(degree=part.degree, tp_shards=part.tp_shards)
@@ -316,9 +319,16 @@ def told_local_sizes(
 
 
 def _with_held(
-    model: ModelShape, experts: Experts, held: int, *, are_sent_tokens: bool = False
+    model: ModelShape,
+    experts: Experts,
+    held: int,
+    *,
+    are_sent_tokens: bool = False,
+    computed: float | None = None,
 ) -> ModelShape:
-    own = ExpertsOfRank(**vars(experts), held=held, are_sent_tokens=are_sent_tokens)
+    own = ExpertsOfRank(
+        **vars(experts), held=held, are_sent_tokens=are_sent_tokens, computed=computed
+    )
     return replace(model, experts=own)
 
 
