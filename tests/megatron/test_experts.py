@@ -45,9 +45,15 @@ BIASED = (
     *("--moe-router-load-balancing-type", "none", "--moe-router-score-function", "sigmoid"),
     *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.02"),
 )
+# So much that a loss by other loads shows.
+OF_ALL = ("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", "0.5")
 MODEL = (*LLAMA, *EXPERTS)
 BREADTH_FIRST = chunked_plan(
     [(replica(0, 1, 6, 3.0), replica(1, 1, 2, 1.0)), (replica(2, 4, 2),)],
+    [(0, 1), (1, 2), (0, 1)],
+)
+PAIRS = chunked_plan(
+    [(replica(0, 2, 3, 3.0), replica(1, 2, 1, 1.0)), (replica(2, 4, 2),)],
     [(0, 1), (1, 2), (0, 1)],
 )
 # In tensor-parallel groups ranks have some of the experts, or none of them.
@@ -107,6 +113,14 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "in TP groups, sequence parallel": (IN_TP_GROUPS, (*MODEL, *BIASED, "--sequence-parallel")),
     "in TP groups, weight gradients apart": (split(IN_TP_GROUPS), (*MODEL, *BIASED, *UNTIED)),
     "shared by ranks": (SHARED, (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
+    "global_aux_loss, shared by ranks": (SHARED, (*MODEL, *OF_ALL)),
+    "global_aux_loss of two samples, breadth first, recomputed": (
+        with_settings(PAIRS, FULL),
+        (
+            *(*MODEL, *OF_ALL, "--micro-batch-size", "2", "--moe-router-score-function", "sigmoid"),
+            *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.02"),
+        ),
+    ),
     # Biases that would be others if one rank's loads counted twice.
     "shared by ranks, clipped": (
         SHARED_BY_THREE,
@@ -193,13 +207,14 @@ def test_the_first_rank_of_a_tp_group_chooses_experts(corpus: Path) -> None:
 
 def test_loss_scales_reach_the_losses_of_routers(corpus: Path) -> None:
     """In fp16 the loss is divided before its backward, which these losses dominate here."""
-    heavy = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "20")
+    kinds = ("--moe-router-load-balancing-type", "aux_loss", "global_aux_loss")
+    heavy = (*kinds, "--moe-aux-loss-coeff", "10", "10")
     flags = flags_for(corpus, *MODEL, *heavy, "--fp16", "--initial-loss-scale", "64")
     command = tuple(flag for flag in flags if flag != "--calculate-per-token-loss")
     run, alone = plan_run(LAYOUTS["3|2"], command), stock_run(command)
     assert run.losses == pytest.approx(alone.losses, rel=FP16_ROUNDING)
     assert run.grad_norms == pytest.approx(alone.grad_norms, rel=0.01)
-    light = plan_run(LAYOUTS["3|2"], (*command, "--moe-aux-loss-coeff", "0"))
+    light = plan_run(LAYOUTS["3|2"], (*command, "--moe-aux-loss-coeff", "0", "0"))
     assert light.grad_norms[0] < 0.8 * run.grad_norms[0], "the losses do not matter"
 
 
@@ -223,8 +238,8 @@ def _logged(output: str) -> list[tuple[str, ...]]:
 
 def test_logs_what_one_process_logs(corpus: Path) -> None:
     """Under a plan whose last rank, which prints, does not hold the last layers."""
-    kinds = ("--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss")
-    losses = (*kinds, "--moe-aux-loss-coeff", "0.02", "0.01", "--moe-z-loss-coeff", "0.01")
+    kinds = ("--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss", "global_aux_loss")
+    losses = (*kinds, "--moe-aux-loss-coeff", "0.02", "0.01", "0.03", "--moe-z-loss-coeff", "0.01")
     flags = flags_for(corpus, *MODEL, *losses, "--micro-batch-size", "2", "--log-interval", "2")
     plan = plan_of(
         ((replica(3, 4, 2),), 1),
@@ -234,7 +249,7 @@ def test_logs_what_one_process_logs(corpus: Path) -> None:
     run, alone = plan_run(plan, flags), stock_run(for_one_process(flags))
     assert_follows(run, alone)
     logged = _logged(alone.outputs[0])
-    assert [len(line) for line in logged] == [3, 3]
+    assert [len(line) for line in logged] == [4, 4]
     assert _logged(run.outputs[-1]) == logged
 
 

@@ -134,6 +134,16 @@ FREQ = "--moe-layer-freq"
 MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 BALANCED = f"{EXPERTS} --moe-aux-loss-coeff 0.1"
+IN_ORDER = f"{BALANCED} --moe-router-load-balancing-type global_aux_loss"
+IN_REGIONS = {
+    "replicas": [
+        *(
+            replica(rank, num_microbatches=4, region=region)
+            for rank, region in ((4, "a"), (5, "b"))
+        ),
+        *(replica(rank, num_microbatches=0) for rank in (6, 7)),
+    ]
+}
 LORA = "rank=8,alpha=16,targets=q,v"
 QUIET = "--attention-dropout 0 --hidden-dropout 0"
 HASHES = "--check-weight-hash-across-dp-replicas-interval"
@@ -305,7 +315,9 @@ EXAMPLES = {
     "micro_batches_are_no_blocks": [
         ({}, f"{BALANCED} --micro-batch-size 4", "--moe-aux-loss-coeff"),
         (sharing_experts(3, 1), f"{BALANCED} --micro-batch-size 2", "--moe-aux-loss-coeff"),
+        ({}, f"{IN_ORDER} --micro-batch-size 4", "--moe-aux-loss-coeff"),
     ],
+    "loads_come_too_late": [(IN_REGIONS, IN_ORDER, "--moe-router-load-balancing-type")],
 }
 CASES = [(when, *example) for when, listed in EXAMPLES.items() for example in listed]
 
@@ -377,6 +389,8 @@ FINE = [
     (TP_GROUPS, f"{QUIET} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"),
     (sharing_experts(4, 0), f"{BALANCED} --micro-batch-size 2"),
     (sharing_experts(3, 1), f"{BALANCED} --micro-batch-size 1"),
+    (sharing_experts(3, 1), IN_ORDER),
+    (IN_REGIONS, BALANCED),
     (sharing_experts(3, 1), f"{EXPERTS} --micro-batch-size 2"),
     (sharing_experts(3, 1), f"{EXPERTS} --expert-model-parallel-size 4"),
     ({"split_backward": True}, "--transformer-impl local --no-gradient-accumulation-fusion"),

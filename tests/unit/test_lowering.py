@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
+from tests.unit.made_plans import plan_of, replica
 from tests.unit.simulation import run
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.actions import (
@@ -23,7 +24,7 @@ from zorse_megatron.schedule.actions import (
 )
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.samples import rank_micro_batches
-from zorse_megatron.schedule.validate import ScheduleError, check_executable
+from zorse_megatron.schedule.validate import ScheduleError, check_executable, executes_in_order
 
 COLLECTIVES = {Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.SCALE, Kind.NORM, Kind.TIE}
 EVERY_SCHEDULE = ("breadth_first", "breadth_first", "interleaved")
@@ -123,6 +124,20 @@ def test_a_chunk_before_its_input_on_the_same_rank_is_found() -> None:
         with pytest.raises(ScheduleError, match="before what it consumes"):
             check_executable(lists_of(words))
     check_executable(lists_of("0F0 1F0 1B0 0B0"))
+
+
+def test_backwards_may_wait_for_earlier_samples_of_other_ranks() -> None:
+    """Rank 0 has samples 0 and 2, rank 1 has 1 and 3."""
+    plan = plan_of([replica(0, count=2), replica(1, count=2)])
+    usual = "0F0 0B0 0F1 0B1"
+    assert executes_in_order(plan, lists_of(usual, usual))
+    assert executes_in_order(plan, lists_of("0F0 0F1 0B1 0B0", usual))
+    assert not executes_in_order(plan, lists_of("0F1 0B1 0F0 0B0", usual))
+    # Rank 0 comes to sample 0 only after what waits for it.
+    late = lists_of(f"0UNSHARD {usual}", "0F0 0B0 0UNSHARD 0F1 0B1")
+    check_executable(late)
+    assert not executes_in_order(plan, late)
+    assert executes_in_order(plan, lists_of(f"0UNSHARD {usual}", "0F0 0UNSHARD 0B0 0F1 0B1"))
 
 
 def test_every_rank_of_a_collective_counts_once_for_each_time() -> None:

@@ -20,7 +20,7 @@ from zorse_megatron.adapter.groups.process_groups import (
 from zorse_megatron.adapter.loss import loss_divisor
 from zorse_megatron.adapter.samples import SampleKind, sample_kind
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed
+from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed, needs_loads_in_order
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.live.batch_schedule import BatchSchedule, plan_for_batch
 from zorse_megatron.live.rebalance import Preparation, Prepared
@@ -83,6 +83,8 @@ class RankPlan:
     tied_embeddings: bool
     """Whether first and last chunk have copies of one table, which is trained."""
     sequence_length: int
+    loads_in_order: bool
+    """Whether a loss of experts needs them."""
 
     @property
     def batch(self) -> Batch:
@@ -152,6 +154,7 @@ def plan_of_this_rank(plan: Plan) -> RankPlan:
         samples=sample_kind(args),
         tied_embeddings=tied,
         sequence_length=args.seq_length,
+        loads_in_order=needs_loads_in_order(args),
     )
 
 
@@ -181,7 +184,8 @@ def _smaller_batches(
     Raises FlagError for a size at which a rank would hold more.
     """
     links = frozenset(permutations(range(plan.world_size), 2))  # all that they need are made
-    preparation = Preparation.of(plan, training, tied=tied, links=links)
+    in_order = needs_loads_in_order(get_args())
+    preparation = Preparation.of(plan, training, tied=tied, links=links, in_order=in_order)
     for size in schedule.sizes[:-1]:
         found = preparation.prepare_plan(plan_for_batch(plan, size))
         if isinstance(found, str):

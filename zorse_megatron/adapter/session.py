@@ -26,7 +26,7 @@ from zorse_megatron.adapter.model.chunk_runner import (
     StepInputs,
     iterator_per_chunk,
 )
-from zorse_megatron.adapter.model.experts import ExpertLoads
+from zorse_megatron.adapter.model.experts import ExpertLoads, LoadsInOrder
 from zorse_megatron.adapter.model.forward_overflow import ForwardOverflow
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.plan_run import PlanRun
@@ -260,6 +260,14 @@ class PlanSession:
         if inputs.config.num_moe_experts is not None:
             is_counted = at.place is None or at.place.index == 0
             self.loads = ExpertLoads(models, inputs.config, is_counted=is_counted)
+            if at.loads_in_order:
+                self.loads.put_in_order(
+                    LoadsInOrder(
+                        block_samples=get_args().micro_batch_size,
+                        timeout=at.timeout,
+                        waiting=self.executor.mailbox.waiting,
+                    )
+                )
         with before_first_step(at.rank, self.link):
             self._settle(models, watches_memory=watches_memory)
         if at.dtypes[at.plan.group_of_rank(at.rank)] == "fp16":

@@ -437,7 +437,13 @@ def _switching(at: RankPlan, assignment: MicroBatchAssignment) -> Switching:
         links = frozenset(permutations(range(at.plan.world_size), 2))
     return Switching(
         balancer=Balancer(plan=at.plan),
-        preparation=Preparation.of(at.plan, at.batch.lists, tied=at.tied_embeddings, links=links),
+        preparation=Preparation.of(
+            at.plan,
+            at.batch.lists,
+            tied=at.tied_embeddings,
+            links=links,
+            in_order=at.loads_in_order,
+        ),
         assignment=assignment,
         rank=at.rank,
         num_prefetched=_PREFETCH_FACTOR * get_args().num_workers,

@@ -5,19 +5,22 @@ row, once for each problem. One that takes a plan is asked where there is one. A
 Megatron derives are None at first and skipped; they are asked about again.
 """
 
+import contextlib
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zorse_megatron.errors import PlanError
 from zorse_megatron.flags.model_in_flags import (
     RECOMPUTED_MODULES,
-    auxiliary_losses,
     compute_dtypes,
+    has_block_loss,
     is_mixed,
     job_dtype,
     layers_with_experts,
+    needs_loads_in_order,
     recompute_argument,
 )
 from zorse_megatron.flags.table import defaults, further_rows, spelling_of
@@ -28,7 +31,9 @@ from zorse_megatron.live.batch_schedule import BatchSchedule
 from zorse_megatron.plan.divided_replicas import DividedSizes, divided_problems, tp_groups_of
 from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import Plan, Replica, has_equal_tp_shards
+from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
+from zorse_megatron.schedule.validate import executes_in_order
 
 Filled = Iterator[Mapping[str, object]]
 MUON = "muon"
@@ -138,7 +143,7 @@ def modules_are_of_other_layers(case: Case, name: str) -> Filled:
 def batches_cut_blocks(case: Case, name: str) -> Filled:
     """Small batches halve micro-batches, and so blocks that a loss is taken over."""
     own = case.integer("micro_batch_size") or 1
-    if own > 1 and case.value(name) and auxiliary_losses(case.args).get("aux_loss"):
+    if own > 1 and case.value(name) and has_block_loss(case.args):
         yield {"own": own}
 
 
@@ -424,13 +429,22 @@ def plan_has_tp_groups(case: Case, plan: Plan, name: str) -> Filled:
 def micro_batches_are_no_blocks(case: Case, plan: Plan, name: str) -> Filled:
     """Of which the loss of a micro-batch could be taken as in the command's."""
     own = case.integer("micro_batch_size") or 1
-    if not auxiliary_losses(case.args).get("aux_loss"):
+    if not has_block_loss(case.args):
         return
     for number, group in enumerate(plan.groups):
         sizes = {size for replica in group.replicas for size in _samples_of_routers(replica)}
         if size := next((each for each in sorted(sizes) if each % own), None):
             yield {"size": size, "group": number, "own": own}
             return
+
+
+def loads_come_too_late(case: Case, plan: Plan, name: str) -> Filled:
+    """A backward would need what experts get of earlier samples before it can be known."""
+    if not needs_loads_in_order(case.args):
+        return
+    with contextlib.suppress(PlanError):  # said where the plan is checked
+        if not executes_in_order(plan, lower_plan(plan)):
+            yield {}
 
 
 def _samples_of_routers(replica: Replica) -> tuple[int, ...]:

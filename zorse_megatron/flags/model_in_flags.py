@@ -331,8 +331,17 @@ def router_bytes(args: Namespace) -> int:
 
 
 def _sample_block(args: Namespace) -> int:
-    """Stock takes this loss over the samples of a micro-batch; the others by sample or by step."""
-    return (args.micro_batch_size or 1) if auxiliary_losses(args).get("aux_loss") else 1
+    return (args.micro_batch_size or 1) if has_block_loss(args) else 1
+
+
+def has_block_loss(args: Namespace) -> bool:
+    """Whether stock takes a loss over the samples of a micro-batch; others are by sample."""
+    return bool(auxiliary_losses(args).get("aux_loss")) or needs_loads_in_order(args)
+
+
+def needs_loads_in_order(args: Namespace) -> bool:
+    """Whether a loss of each micro-batch has the loads of all that come before."""
+    return bool(auxiliary_losses(args).get("global_aux_loss"))
 
 
 def _attention(args: Namespace, *, is_local: bool) -> Attention | None:

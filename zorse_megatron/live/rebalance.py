@@ -26,7 +26,7 @@ from zorse_megatron.schedule.lower import in_flight_limits, lower_plan
 from zorse_megatron.schedule.pipeline_schedules import Worker
 from zorse_megatron.schedule.samples import rank_micro_batches
 from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
-from zorse_megatron.schedule.validate import check_executable
+from zorse_megatron.schedule.validate import check_executable, executes_in_order
 
 # How long a replica takes for a micro-batch now, how sure that is, and since when.
 
@@ -449,10 +449,18 @@ class Preparation:
     """Rank -> what it holds under the plan of the file."""
     links: frozenset[tuple[int, int]]
     """Pairs of ranks that can send."""
+    in_order: bool = False
+    """Whether backwards wait for forwards of earlier samples."""
 
     @classmethod
     def of(
-        cls, plan: Plan, lists: ActionLists, *, tied: bool, links: frozenset[tuple[int, int]]
+        cls,
+        plan: Plan,
+        lists: ActionLists,
+        *,
+        tied: bool,
+        links: frozenset[tuple[int, int]],
+        in_order: bool = False,
     ) -> "Preparation":
         """`lists`: the plan's own, of training."""
         return cls(
@@ -461,6 +469,7 @@ class Preparation:
             limits=dict(in_flight_limits(plan)),
             room=held_by_ranks(plan, lists),
             links=links,
+            in_order=in_order,
         )
 
     def prepare(self, counts: Counts) -> Prepared | str:
@@ -477,6 +486,8 @@ class Preparation:
         check_executable(
             lists, [replica.ranks for group in plan.groups for replica in group.replicas]
         )
+        if self.in_order and not executes_in_order(plan, lists):
+            return "backwards would come before forwards of earlier samples"
         for rank, (now, room) in enumerate(zip(held_by_ranks(plan, lists), self.room, strict=True)):
             group, index = plan.replica_of_rank(rank)
             size = plan.groups[group].replicas[index].micro_batch_size

@@ -12,6 +12,7 @@ gets stuck, or two ends of a transfer do not fit, the error shows where every ra
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
+from zorse_megatron.plan.plan import Plan
 from zorse_megatron.schedule.actions import (
     COMPUTE,
     MATCHING,
@@ -23,6 +24,7 @@ from zorse_megatron.schedule.actions import (
     ActionLists,
     Kind,
 )
+from zorse_megatron.schedule.samples import MicroBatch, rank_micro_batches
 
 _COLLECTIVES = frozenset({Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.SCALE, Kind.NORM})
 """TIE is not among them: it swaps with single ranks, and nothing but the update follows it."""
@@ -43,6 +45,16 @@ def check_executable(lists: ActionLists, tp_groups: Iterable[tuple[int, ...]] = 
     `tp_groups`: ranks that compute together.
     """
     _DryRun(lists, tp_groups).run()
+
+
+def executes_in_order(plan: Plan, lists: ActionLists) -> bool:
+    """Whether they also do where each backward waits for the forwards of all earlier samples of its
+    chunk, on any rank."""
+    try:
+        _DryRunInOrder(plan, lists).run()
+    except ScheduleError:
+        return False
+    return True
 
 
 class _DryRun:
@@ -134,6 +146,46 @@ class _DryRun:
             culprit = [f"»{actions[at]}«"] if at < len(actions) else ["(done)"]
             lines.append(f"rank {rank} at {at}: {' '.join(listed + culprit)}")
         return "\n".join(lines)
+
+
+class _DryRunInOrder(_DryRun):
+    def __init__(self, plan: Plan, lists: ActionLists) -> None:
+        super().__init__(lists, [each.ranks for group in plan.groups for each in group.replicas])
+        self.micro_batches = [rank_micro_batches(plan, rank) for rank in range(plan.world_size)]
+        self.forwards: dict[int | None, list[tuple[int, int, int]]] = defaultdict(list)
+        """Chunk -> first sample, rank and place of each forward, in the order of samples."""
+        for rank, actions in enumerate(self.lists):
+            for place, action in enumerate(actions):
+                if action.kind is Kind.FORWARD and self._samples(rank, action).size:
+                    start = self._samples(rank, action).start
+                    self.forwards[action.chunk].append((start, rank, place))
+        for each in self.forwards.values():
+            each.sort()
+        self.num_done = dict.fromkeys(self.forwards, 0)
+        """Chunk -> how many of them, from the first on, have been done."""
+
+    def _samples(self, rank: int, action: Action) -> MicroBatch:
+        assert action.micro_batch is not None
+        return self.micro_batches[rank][action.micro_batch]
+
+    def _advance(self, rank: int) -> bool:
+        action = self._standing(rank)
+        if action is None or action.kind not in (Kind.FORWARD, Kind.BACKWARD):
+            return super()._advance(rank)
+        if action.kind is Kind.BACKWARD and not self._may_start(rank, action):
+            return False
+        has_advanced = super()._advance(rank)
+        if has_advanced and action.kind is Kind.FORWARD:
+            self.awake.extend(other for _, other, _ in self.forwards[action.chunk])
+        return has_advanced
+
+    def _may_start(self, rank: int, action: Action) -> bool:
+        order, number = self.forwards[action.chunk], self.num_done[action.chunk]
+        while number < len(order) and self.position[order[number][1]] > order[number][2]:
+            number += 1
+        self.num_done[action.chunk] = number
+        mine = self._samples(rank, action)
+        return number == len(order) or order[number][0] >= mine.start
 
 
 def _consumer(action: Action) -> _Computation:

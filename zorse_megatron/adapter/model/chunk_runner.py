@@ -118,6 +118,10 @@ class MegatronChunkRunner:
             if self.inputs.are_packed
             else None
         )
+        training = self.loads is not None and not self.inputs.forward_only
+        self.in_order = self.loads.in_order if self.loads is not None and training else None
+        if self.in_order is not None:
+            self.in_order.begin_step()
         self.num_computed = 0
         self.leaving_activations = leaving_activations(self.computations)
         """Forwards, if activations are offloaded."""
@@ -144,6 +148,8 @@ class MegatronChunkRunner:
         activation = self._as_layers_take(activation)
         if activation is not None:
             activation.requires_grad_(not inputs.forward_only)
+        if self.in_order is not None:
+            self.in_order.enter(chunk, micro_batch)
         first = micro_batch.index == 0
         step = inputs.forward_step_func
         with (
@@ -169,6 +175,8 @@ class MegatronChunkRunner:
                 scale_router_losses(self.loss_divisor)
             if self.activations is not None and not is_last:
                 self.activations.hand_on(output)
+        if self.in_order is not None:
+            self.in_order.tell(chunk, micro_batch)
         # Before the last chunk it is a zero on the host, and the copy of that would be waited for.
         if is_last and (self.place is None or self.place.index == 0):
             self.num_tokens += num_tokens.to(self.num_tokens.device)
@@ -197,6 +205,8 @@ class MegatronChunkRunner:
             shards.wait_until_unsharded()
         if self.activations is not None:
             self.activations.wait_until_back((chunk, micro_batch.index))
+        if self.in_order is not None:
+            self.in_order.wait_for_earlier(chunk, micro_batch)
         # Counts what is computed again.
         counting = contextlib.nullcontext() if self.kept is None else self.kept.counting()
         gradient = self._as_layers_take(gradient)
