@@ -145,10 +145,30 @@ def counting_close(route: Callable[..., Any], counts: list[Any], choices: list[A
     return routed
 
 
+def let_values_be_narrower() -> None:
+    """Of latent attention, for which Megatron has Transformer Engine's core attention alone.
+
+    Its own computes the same once it is told the widths of heads, under a plan and without one.
+    """
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    stock = DotProductAttention.__init__
+
+    def init(
+        self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any
+    ) -> None:
+        stock(self, *args, **kwargs)
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    DotProductAttention.__init__ = init
+
+
 def record(setup: RankSetup | None = None) -> None:
     use_small_pieces()
     if cpu_mode.needed():
         cpu_mode.enable()
+    if "--multi-latent-attention" in sys.argv:
+        let_values_be_narrower()
     from megatron.training import training
 
     num_close: list[Any] = []

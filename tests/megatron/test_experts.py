@@ -47,6 +47,11 @@ BIASED = (
 )
 # So much that a loss by other loads shows.
 OF_ALL = ("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", "0.5")
+LATENT = (
+    *("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),
+    *("--normalization", "RMSNorm", "--multi-latent-attention", "--kv-lora-rank", "16"),
+    *("--qk-head-dim", "8", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12", "--no-rope-fusion"),
+)
 MODEL = (*LLAMA, *EXPERTS)
 BREADTH_FIRST = chunked_plan(
     [(replica(0, 1, 6, 3.0), replica(1, 1, 2, 1.0)), (replica(2, 4, 2),)],
@@ -141,6 +146,15 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "weight gradients apart": (
         split(LAYOUTS["3|2"]),
         (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01"),
+    ),
+    "latent attention": (BREADTH_FIRST, (*LATENT, *EXPERTS, *BALANCED, *UNTIED)),
+    "latent queries, shared by ranks, weight gradients apart": (
+        split(SHARED_BREADTH_FIRST),
+        (*LATENT, *EXPERTS, *BIASED, "--q-lora-rank", "24", "--moe-layer-freq", "([0]+[1]*3)"),
+    ),
+    "latent attention, recomputed": (
+        with_settings(LAYOUTS["2|1"], FULL),
+        (*LATENT, *EXPERTS, *BALANCED, "--rope-type", "rope"),
     ),
 }
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models.gpt import default_layer_spec
 
@@ -172,12 +173,20 @@ class SelfAttentionWithoutHeads(SelfAttention):
         return self.linear_proj(nothing)
 
 
-class SelfAttentionToNothing(SelfAttention):
-    """Of a rank that shares experts and has no samples; its gradients are zeros."""
+class ToNothing:
+    """Attention of a rank that shares experts and has no samples; its gradients are zeros."""
 
     def forward(self, hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:
         """[sequence, 0, hidden], which Megatron's own cannot divide into heads, and no bias."""
         return hidden_states, None
+
+
+class SelfAttentionToNothing(ToNothing, SelfAttention):
+    """See `ToNothing`."""
+
+
+class LatentAttentionToNothing(ToNothing, MLASelfAttention):
+    """See `ToNothing`."""
 
 
 class MLPToNothing(MLP):
@@ -226,10 +235,10 @@ def layer_spec_with(attention: type[SelfAttention], given: Any) -> Callable[...,
 
 
 def _replace_attention(layer: Any, taken: type[SelfAttention]) -> None:
-    attention = layer.submodules.self_attention
-    if attention.module is taken:  # layers of experts share one spec
-        return
-    if attention.module is not SelfAttention:
+    attention, is_nothing = layer.submodules.self_attention, issubclass(taken, ToNothing)
+    if is_nothing and issubclass(attention.module, MLASelfAttention):
+        attention.module = LatentAttentionToNothing
+    elif attention.module not in (SelfAttention, taken):  # layers of experts share one spec
         raise PlanError(
             "The plan has a rank without KV groups, or without samples",
             [
@@ -242,9 +251,10 @@ def _replace_attention(layer: Any, taken: type[SelfAttention]) -> None:
                 )
             ],
         )
-    attention.module = taken
+    else:
+        attention.module = taken
     dense = layer.submodules.mlp
-    if taken is SelfAttentionToNothing and getattr(dense, "func", None) == MLP.as_mlp_submodule:
+    if is_nothing and getattr(dense, "func", None) == MLP.as_mlp_submodule:
         layer.submodules.mlp = partial(MLPToNothing.as_mlp_submodule, *dense.args, **dense.keywords)
 
 

@@ -23,7 +23,7 @@ from megatron.core.utils import unwrap_model
 from zorse_megatron.adapter.memory import SavedActivations
 from zorse_megatron.adapter.model.engine_weight_gradients import EngineProduct, delay_in_engine
 from zorse_megatron.adapter.model.expert_layers import GroupedExperts
-from zorse_megatron.adapter.model.uneven_tp_shards import SelfAttentionToNothing
+from zorse_megatron.adapter.model.uneven_tp_shards import ToNothing
 from zorse_megatron.kernels.grouped_gemm import GroupedProduct
 
 _NUM_INPUTS = 10
@@ -99,7 +99,7 @@ class WeightGradients:
             if module.weight.requires_grad
         } - in_engine
         # A rank without samples leaves what its experts do, and these may be none.
-        has_samples = not any(isinstance(each, SelfAttentionToNothing) for each in layers.modules())
+        has_samples = not any(isinstance(each, ToNothing) for each in layers.modules())
         self._has_any |= has_samples and bool(self._weights or in_engine or together)
 
     @contextmanager
