@@ -145,6 +145,9 @@ def counting_close(route: Callable[..., Any], counts: list[Any], choices: list[A
     return routed
 
 
+_LAYERS = "transformer_impl"
+
+
 def let_values_be_narrower() -> None:
     """Of latent attention, for which Megatron has Transformer Engine's core attention alone.
 
@@ -152,7 +155,13 @@ def let_values_be_narrower() -> None:
     """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    stock = DotProductAttention.__init__
+    from zorse_megatron.flags import check
+
+    stock, listed = DotProductAttention.__init__, check.further_rows()
+    beside = {"multi_latent_attention": True}
+    rows = tuple(each for each in listed if (each.flags, each.beside) != (_LAYERS, beside))
+    assert len(rows) == len(listed) - 1, "what is refused otherwise"
+    check.further_rows = lambda: rows
 
     def init(
         self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any

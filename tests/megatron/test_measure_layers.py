@@ -33,6 +33,12 @@ EXPERTS = (
     *("--moe-router-topk", "3", "--moe-ffn-hidden-size", "96"),
     *("--moe-token-dispatcher-type", "alltoall"),
 )
+LATENT = (
+    *(*BASE, "--ffn-hidden-size", "320", "--position-embedding-type", "rope"),
+    *("--multi-latent-attention", "--kv-lora-rank", "48", "--qk-head-dim", "24"),
+    *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "20", "--no-rope-fusion"),
+    *("--rope-type", "rope", "--disable-bias-linear"),
+)
 SHARED = ("--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate")
 
 
@@ -108,6 +114,19 @@ def test_experts(more: tuple[str, ...], beside: int) -> None:
     )
     expected = form.bytes_per_sample("none") + 2 * 2 * 4 * SEQUENCE
     assert facts["counted_bytes"] == SIZE * expected + SEQUENCE**2 + beside
+
+
+@pytest.mark.parametrize("more", [(), ("--q-lora-rank", "40")], ids=["keys", "queries"])
+def test_latent_attention(more: tuple[str, ...]) -> None:
+    """The same; Megatron's own rotation keeps sines and cosines of 8 elements, of queries and keys.
+
+    Norms of what heads come from are in Transformer Engine's layers alone.
+    """
+    shape, facts = measured((*LATENT, *more))
+    assert facts["parameters"]["layer"] == shape.layer_parameters()
+    form = LayerActivations(model=shape, element_bytes=4, attention="unfused")
+    expected = form.bytes_per_sample("none") + 2 * 2 * 4 * SEQUENCE
+    assert facts["counted_bytes"] == SIZE * expected + SEQUENCE**2 + 4 * SEQUENCE * 8 * 4
 
 
 def test_weight_gradients_are_a_part_of_a_layer_s_backward(

@@ -131,6 +131,7 @@ BETWEEN = {
     "replicas": [replica(4, 5, num_microbatches=4), replica(6, 7, num_microbatches=4)],
 }
 FREQ = "--moe-layer-freq"
+LATENT = "--multi-latent-attention"
 MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 BALANCED = f"{EXPERTS} --moe-aux-loss-coeff 0.1"
@@ -160,6 +161,14 @@ def sharing_experts(*samples):
 # Condition -> what is different in the plan, flags beside the usual ones, where it is found.
 EXAMPLES = {
     "": [
+        ({}, f"{LATENT} --transformer-impl local", "--transformer-impl"),
+        (
+            {},
+            f"{LATENT} --group-query-attention --num-query-groups 8",
+            "--group-query-attention",
+        ),
+        ({}, "--rope-type yarn", "--rope-type"),
+        ({}, f"{LATENT} --zorse-lora rank=4,alpha=8,targets=q", "--zorse-lora"),
         ({}, "--position-embedding-type relative", "--position-embedding-type"),
         ({}, "--squared-relu --swiglu --no-bias-gelu-fusion", "--squared-relu"),
         ({}, "--squared-relu", "--squared-relu"),
@@ -260,6 +269,7 @@ EXAMPLES = {
             f"{QUIET} {EXPERTS} --moe-shared-expert-intermediate-size 8",
             "--moe-shared-expert-intermediate-size",
         ),
+        (TP_GROUPS, f"{QUIET} {LATENT}", LATENT),
     ],
     "vocabulary_is_uneven": [
         (

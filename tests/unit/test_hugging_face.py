@@ -31,10 +31,11 @@ OLMOE = CONFIGS["OLMoE 1B-7B"]
 QWEN_3_30B_A3B = CONFIGS["Qwen3 30B-A3B"]
 QWEN_1_5_MOE = CONFIGS["Qwen1.5-MoE A2.7B"]
 MIXTRAL = CONFIGS["Mixtral 8x7B"]
+DEEPSEEK_V2_LITE, DEEPSEEK_V3 = CONFIGS["DeepSeek-V2-Lite"], CONFIGS["DeepSeek-V3"]
 BUILT_BY_MEGATRON = [
     *("Llama 3 8B", "Llama 3.2 1B", "Qwen2.5 7B", "Qwen3 0.6B", "Mistral Nemo"),
     *("GPT-2", "Phi-3 mini", "StarCoder2 3B"),
-    *("Qwen3 30B-A3B", "Qwen1.5-MoE A2.7B", "Mixtral 8x7B"),
+    *("Qwen3 30B-A3B", "Qwen1.5-MoE A2.7B", "Mixtral 8x7B", "DeepSeek-V2-Lite", "DeepSeek-V3"),
 ]
 
 
@@ -100,6 +101,32 @@ def test_scores_are_normalized_as_transformers_does_it():
     assert "over all heads" in parsed(OLMOE).notes[0]
 
 
+def test_deepseek_is_built_as_its_authors_do_it():
+    """As in NVIDIA's recipes of these models, but for multi-token prediction, which is said."""
+    lite, large = (parsed(each) for each in (DEEPSEEK_V2_LITE, DEEPSEEK_V3))
+    known = dataclasses.replace(MODELS["deepseek-v2-lite"], name="", seq_length=163840)
+    assert dataclasses.replace(lite.shape, name="") == known
+    yarn = "--rope-type yarn --rotary-scaling-factor 40 --mscale 0.707 --mscale-all-dim 0.707"
+    assert yarn in " ".join(lite.flags) and not lite.notes
+    assert "--moe-router-pre-softmax" in lite.flags and "--qk-layernorm" in lite.flags
+    text = " ".join(large.flags)
+    for words in (
+        "--moe-layer-freq [0]*3+[1]*58 --multi-latent-attention",
+        "--kv-lora-rank 512 --q-lora-rank 1536",
+        "--moe-router-score-function sigmoid",
+        "--moe-router-topk-scaling-factor 2.5",
+        "--moe-router-num-groups 8 --moe-router-group-topk 4",
+        "--moe-router-enable-expert-bias",
+    ):
+        for word in words.split(" --"):
+            assert f"--{word.removeprefix('--')}" in text
+    assert large.notes == ("multi-token prediction is left out",)
+    rope = parsed(DEEPSEEK_V2_LITE | {"rope_scaling": None}).flags
+    assert rope[rope.index("--rope-type") + 1] == "rope"
+    other = DEEPSEEK_V2_LITE["rope_scaling"] | {"beta_fast": 64}
+    assert "yarn" in parsed(DEEPSEEK_V2_LITE | {"rope_scaling": other}).notes[0]
+
+
 @pytest.mark.parametrize(
     ("config", "where", "found"),
     [
@@ -108,7 +135,9 @@ def test_scores_are_normalized_as_transformers_does_it():
         (QWEN_3_30B_A3B | {"num_experts_per_tok": 200}, "--moe-router-topk", "200 of 128"),
         (MIXTRAL | {"num_local_experts": 0}, "num_local_experts", "0"),
         (MIXTRAL | {"model_type": "gpt_oss"}, "model_type", "attention sinks"),
-        (MIXTRAL | {"model_type": "deepseek_v2"}, "model_type", "latent attention"),
+        (MIXTRAL | {"model_type": "deepseek_v2"}, "kv_lora_rank", "no such key"),
+        (DEEPSEEK_V3 | {"first_k_dense_replace": -1}, "first_k_dense_replace", "-1"),
+        (DEEPSEEK_V3 | {"routed_scaling_factor": "x"}, "routed_scaling_factor", "'x'"),
         (LLAMA_3_8B | {"num_local_experts": 8}, "model_type", "experts (num_local_experts)"),
     ],
 )
@@ -170,6 +199,8 @@ VARIANTS = [
     *((family, {}) for family in FAMILIES if family != "nemotron"),
     ("nemotron", {"head_dim": 64}),
     ("llama", {"attention_bias": True}),
+    ("glm4_moe", {"attention_bias": True, "head_dim": 24, "first_k_dense_replace": 0}),
+    ("deepseek_v2", {"q_lora_rank": None, "first_k_dense_replace": 1}),
     ("llama", {"mlp_bias": True}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", {"hidden_act": "gelu", "num_key_value_heads": 2, "head_dim": 24}),

@@ -124,7 +124,9 @@ def test_experts_have_megatrons_defaults():
     assert shape_from_flags([*words, "--num-experts", "0"]).experts is None
 
 
-@pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "name", ["olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite"]
+)
 def test_flags_of_models_with_experts(name):
     again = shape_from_flags(flags_of_shape(MODELS[name]))
     assert vars(again) == {**vars(MODELS[name]), "name": "megatron flags"}

@@ -6,9 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.measured import MEASURED, needs_measured
+from zorse_megatron.costs.analytic_compute import attention_flops
+from zorse_megatron.costs.model_memory import delayed_elements
 from zorse_megatron.inputs.model import (
     MODELS,
     Experts,
+    LatentAttention,
     ModelShape,
     canonical_model,
     padded_vocab_size,
@@ -101,9 +104,30 @@ def test_experts_by_hand(changes, experts, layer):
     assert model.layer_matrix_parameters() == active
 
 
+# 2 heads of 3 + 2 for queries and keys and of 4 for values; width 8. Latent keys and values are 7
+# wide: down to 7 + 2, up to 2 x (3 + 4), and 2 x 4 back. Queries are 2 x 5, from 6 or from 8.
+@pytest.mark.parametrize(
+    ("rank", "matrices", "norms"), [(0, 8 * 10, 7), (6, 8 * 6 + 6 * 10, 7 + 6)]
+)
+def test_latent_attention_by_hand(rank, matrices, norms):
+    latent = LatentAttention(
+        kv_lora_rank=7, q_lora_rank=rank, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=4
+    )
+    usual = {"linear_bias": False, "num_attention_heads": 2, "num_query_groups": 2}
+    model = shape(latent=latent, qk_norm=True, norm="rmsnorm", **usual)
+    attention = matrices + 8 * 9 + 7 * 14 + 8 * 8
+    assert model.layer_matrix_parameters() == attention + 320
+    assert model.layer_parameters() == attention + 320 + 2 * 8 + norms
+    pairs = model.seq_length**2 / 2
+    assert attention_flops(model) == 2 * pairs * (2 * 5 + 2 * 4)
+    inputs, outputs = 2 * 8 + 8 + latent.ranks, 2 * 8 + 10 + 14 + 9 + rank
+    feed_forward = model.ffn_width + model.ffn_input_width
+    assert delayed_elements(model) == model.seq_length * (inputs + outputs + feed_forward)
+
+
 # Published: Llama 6.7B, 13.0B, 32.5B, 65.2B (arXiv 2302.13971); Llama 3 8.03B, 70.6B (model
-# cards); OLMoE, Qwen3, Mixtral (weights of the model cards); GPT-3 2.7B and 6.7B (arXiv 2005.14165,
-# table 2.1).
+# cards); OLMoE, Qwen3, Mixtral, DeepSeek (weights of the model cards); GPT-3 2.7B and 6.7B (arXiv
+# 2005.14165, table 2.1).
 @pytest.mark.parametrize(
     ("name", "billions", "tolerance"),
     [
@@ -116,6 +140,7 @@ def test_experts_by_hand(changes, experts, layer):
         ("olmoe-1b-7b", 6.919, 1e-4),
         ("qwen3-30b-a3b", 30.532, 1e-4),
         ("mixtral-8x7b", 46.703, 1e-4),
+        ("deepseek-v2-lite", 15.706, 1e-4),
         ("gpt-2.7b", 2.65, 0.06),
         ("gpt-6.7b", 6.66, 0.04),
     ],

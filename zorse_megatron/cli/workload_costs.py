@@ -15,7 +15,8 @@ from zorse_megatron.flags.command import last_values
 from zorse_megatron.gpus.gpu import DTYPE_OF, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
-from zorse_megatron.inputs.model import ModelShape, fingerprint_of, no_tp_with_shared_experts
+from zorse_megatron.inputs.model import ModelShape, fingerprint_of
+from zorse_megatron.inputs.model_rules import tp_problems
 from zorse_megatron.inputs.profile import Profile, joined, load_profile
 from zorse_megatron.plan.plan import ModelFingerprint, Plan
 
@@ -201,9 +202,7 @@ def workload_problems(plan: Plan, workload: Workload, source: str = "plan") -> I
         plan, fingerprint_of(workload.model, workload.computing), source
     )
     widest = max(each.tp_degree for group in plan.groups for each in group.replicas)
-    experts = workload.model.experts
-    if experts is not None and experts.shared_ffn_hidden_size and widest > 1:
-        yield no_tp_with_shared_experts(f"{source}: ranks of a replica", str(widest))
+    yield from tp_problems(workload.model, f"{source}: ranks of a replica", widest)
     lora = workload.computing.lora
     if lora is not None and plan.model.lora is None:
         yield Problem(

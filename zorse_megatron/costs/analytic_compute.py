@@ -446,7 +446,7 @@ def step_bytes_per_parameter(dtype: Dtype) -> float:
 def attention_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
     """Scores and their product with the values, forward, one layer."""
     pairs = shape.seq_length * shape.seq_length / 2
-    return 4.0 * pairs * shape.query_width / tensor_parallel
+    return 2.0 * pairs * (shape.query_width + shape.context_width) / tensor_parallel
 
 
 def matrix_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
@@ -469,10 +469,11 @@ def elementwise_bytes(shape: ModelShape, element_bytes: int, tensor_parallel: in
 
     Counted as fused kernels do it: two norms and two residual sums of width hidden (a read and a
     write, or two reads and a write, each), query and key once through the rotary embedding, the
-    feed-forward activation in and out.
+    feed-forward activation in and out. The narrow vectors of latent attention are normalized.
     """
-    whole = (2 * 2 + 2 * 3) * shape.hidden_size
-    rotary = 2 * (shape.query_width + shape.key_value_width // 2)
+    ranks = 0 if shape.latent is None else shape.latent.ranks
+    whole = (2 * 2 + 2 * 3) * shape.hidden_size + 2 * ranks * shape.qk_norm
+    rotary = 2 * (shape.query_width + shape.key_width)
     activation = shape.ffn_input_width + shape.ffn_width
     if shape.experts is not None:  # rows of all of them are on every rank
         activation *= tensor_parallel

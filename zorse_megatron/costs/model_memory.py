@@ -108,11 +108,15 @@ class LayerActivations:
         if self._trains("q", "k", "v"):
             yield self._tensor("input of query, key and value", hidden, module="layernorm")
         yield self._split("query, key and value", model.query_width + model.key_value_width)
+        if model.latent is not None:
+            # Rotated elements of keys are in one tensor with what keys and values come from.
+            yield self._tensor("what heads come from", model.latent.down_width)
+            yield self._tensor("the same, normalized", model.latent.ranks * model.qk_norm)
         yield from self._scores()
         if self._trains("o"):
-            yield self._split("input of the projection", model.query_width)
+            yield self._split("input of the projection", model.context_width)
         elif self.attention == "flash":  # whose backward needs its output
-            yield self._split("output of attention", model.query_width, "core_attn")
+            yield self._split("output of attention", model.context_width, "core_attn")
         if has_dropout:
             yield self._tensor("dropout mask after attention", hidden, _MASK_BYTES)
         yield self._tensor("input of the norm before the feed-forward block", hidden)
@@ -255,13 +259,15 @@ def delayed_elements(
     the outputs of the second are whole on every rank, and so is all of experts, if it has any.
     """
     ranks = tensor_parallel if splits_inputs else 1
-    split = 2 * model.query_width + model.key_value_width
+    split = model.context_width + model.projected_width
     feed_forward = model.ffn_width + model.ffn_input_width
     blocks, whole = model.hidden_size, 0  # of attention
+    if model.latent is not None:
+        whole += model.latent.ranks + model.latent.down_width
     if model.experts is None:
         blocks, split = 2 * blocks, split + feed_forward
     elif model.experts.num_held:
-        whole = 2 * model.ffn_blocks * model.hidden_size + feed_forward
+        whole += 2 * model.ffn_blocks * model.hidden_size + feed_forward
     per_token = blocks + -(-blocks // ranks) + -(-split // tensor_parallel) + whole
     return model.seq_length * per_token
 
@@ -513,12 +519,9 @@ def _measured(
     found = []
     for entry in profile.memory:
         shape = profile.model_named(entry.model)
-        is_same = (shape.hidden_size, shape.ffn_hidden_size, shape.experts, entry.seq_length) == (
-            model.hidden_size,
-            model.ffn_hidden_size,
-            model.experts,
-            model.seq_length,
-        )
+        width = (model.hidden_size, model.ffn_hidden_size, model.experts, model.latent)
+        of_entry = (shape.hidden_size, shape.ffn_hidden_size, shape.experts, shape.latent)
+        is_same = (*of_entry, entry.seq_length) == (*width, model.seq_length)
         if is_same and (entry.part, entry.tensor_parallel) == (part, tensor_parallel):
             found.append(entry)
     if found:

@@ -77,8 +77,8 @@ class Series:
 
 def _is_like(series: Series, part: Part, model: ModelShape, tensor_parallel: int) -> bool:
     """Whether times of a series say anything of a part of this model."""
-    if part == "layer":  # experts are no multiple of a dense layer, nor of other experts
-        return series.model.experts == model.experts
+    if part == "layer":  # none is a multiple of a layer of another kind
+        return (series.model.experts, series.model.latent) == (model.experts, model.latent)
     # Embedding and head answer only for the same table and the same split.
     split = series.times.tensor_parallel, tensor_parallel
     sizes = ((m.hidden_size, m.vocab_size, m.seq_length) for m in (series.model, model))
@@ -92,7 +92,7 @@ def _is_same_rate(one: Dtype, other: Dtype) -> bool:
 
 def _layer_shape(model: ModelShape) -> tuple[object, ...]:
     heads = (model.num_attention_heads, model.num_query_groups, model.kv_channels)
-    return (model.hidden_size, model.ffn_hidden_size, model.activation, *heads)
+    return (model.hidden_size, model.ffn_hidden_size, model.activation, model.latent, *heads)
 
 
 class ProfiledCompute:
@@ -167,7 +167,7 @@ class ProfiledCompute:
     def _halves(self) -> tuple[AnalyticCompute, AnalyticCompute]:
         """Of layers without an MLP, and without attention."""
         attention = replace(self.model, ffn_hidden_size=0, experts=None)
-        mlp = replace(self.model, num_attention_heads=0, num_query_groups=0)
+        mlp = replace(self.model, num_attention_heads=0, num_query_groups=0, latent=None)
         return self._half(attention, in_attention=True), self._half(mlp, in_attention=False)
 
     def _half(self, model: ModelShape, *, in_attention: bool) -> AnalyticCompute:

@@ -19,14 +19,14 @@ from zorse_megatron.inputs.model import (
     Computing,
     Experts,
     JobRecompute,
+    LatentAttention,
     ModelShape,
     Module,
     PositionEmbedding,
     default_ffn_hidden_size,
-    no_tp_with_shared_experts,
     padded_vocab_size,
-    problems_of,
 )
+from zorse_megatron.inputs.model_rules import problems_of, tp_problems
 from zorse_megatron.live.batch_schedule import BatchSchedule
 from zorse_megatron.plan.plan import Plan
 
@@ -38,9 +38,8 @@ _POSITIONS: dict[str, PositionEmbedding] = {
     "mrope": "rope",
     "none": "none",
 }
-# Models that are not a row of equal layers.
+# Models of other layers.
 _UNSUPPORTED = (
-    "multi_latent_attention",
     "mtp_num_layers",
     "heterogeneous_layers_config_path",
     "hybrid_layer_pattern",
@@ -83,13 +82,9 @@ def shape_from_flags(arguments: Sequence[str], *, tensor_parallel: int = 1) -> M
     shape = _shape(flags, tensor_parallel)
     for name in _UNSUPPORTED:
         if name in flags.given:
-            remedy = "Only GPT models of equal layers can be planned; remove the flag."
+            remedy = "Only GPT models of Megatron's usual layers can be planned; remove the flag."
             flags.add(name, "the flag", "a model without it", remedy)
-    has_shared = shape.experts is not None and shape.experts.shared_ffn_hidden_size
-    if has_shared and tensor_parallel > 1:
-        flags.problems.append(
-            no_tp_with_shared_experts("--tensor-model-parallel-size", str(tensor_parallel))
-        )
+    flags.problems += tp_problems(shape, "--tensor-model-parallel-size", tensor_parallel)
     if not flags.problems:
         flags.problems += problems_of(shape, has_kv_channels="kv_channels" in flags.given)
     if flags.problems:
@@ -146,6 +141,7 @@ def _shape(flags: _Flags, tensor_parallel: int) -> ModelShape:
         qkv_bias=args.add_qkv_bias and not args.add_bias_linear,
         qk_norm=args.qk_layernorm,
         experts=_experts(flags, ffn),
+        latent=_latent(flags),
         dense_layers=_dense_layers(flags, num_layers),
     )
 
@@ -216,6 +212,19 @@ def _experts(flags: _Flags, ffn_hidden_size: int) -> Experts | None:
         shared_ffn_hidden_size=flags.integer(shared) if shared in flags.given else 0,
         has_shared_gate=args.moe_shared_expert_gate,
         scores_all=args.moe_router_pre_softmax or args.moe_router_score_function != "softmax",
+    )
+
+
+def _latent(flags: _Flags) -> LatentAttention | None:
+    """What --multi-latent-attention has; queries without a rank come from the residual stream."""
+    if not flags.args.multi_latent_attention:
+        return None
+    return LatentAttention(
+        kv_lora_rank=flags.integer("kv_lora_rank"),
+        q_lora_rank=flags.integer("q_lora_rank") if "q_lora_rank" in flags.given else 0,
+        qk_head_dim=flags.integer("qk_head_dim"),
+        qk_pos_emb_head_dim=flags.integer("qk_pos_emb_head_dim"),
+        v_head_dim=flags.integer("v_head_dim"),
     )
 
 

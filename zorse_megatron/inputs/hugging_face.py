@@ -3,7 +3,7 @@
 Any decoder whose shape is that of Megatron's GPT layers, or nearly: `hugging_face_types.yaml` says
 what its `model_type` implies. Keys and defaults are those of transformers' configuration classes.
 What Megatron's flags cannot build of it is planned as if they could, and said. Whatever is no row
-of such layers (latent attention, images) is refused by its key.
+of such layers (images, windows) is refused by its key.
 """
 
 import math
@@ -19,13 +19,14 @@ from zorse_megatron.files.yaml_text import read_table
 from zorse_megatron.inputs.model import (
     Activation,
     Experts,
+    LatentAttention,
     ModelShape,
     Norm,
     OtherShape,
     PositionEmbedding,
     padded_vocab_size,
-    problems_of,
 )
+from zorse_megatron.inputs.model_rules import problems_of
 
 CONFIG_FILE = FileKind(
     name="model", syntax="JSON", document="docs/cli.md", error=ModelError, root=None
@@ -41,10 +42,13 @@ _KEYS = {
     "head": ("head_dim",),
     "vocabulary": ("vocab_size",),
     "positions": ("max_position_embeddings", "n_positions", "seq_length"),
-    "experts": ("num_experts", "num_local_experts"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "per token": ("num_experts_per_tok",),
     "expert": ("moe_intermediate_size",),
     "shared expert": ("shared_expert_intermediate_size",),
+    "shared experts": ("n_shared_experts",),
+    **{key: (key,) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")},
+    **{key: (key,) for key in ("q_lora_rank", "v_head_dim", "n_group", "topk_group")},
 }
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python")
 _PLAIN: Mapping[str, Activation] = {
@@ -66,8 +70,10 @@ _UNCOUNTED = {
     "add_cross_attention": False,
     "do_layer_norm_before": True,
 }
-_DENSE = ("decoder_sparse_step", "mlp_only_layers")
+_DENSE = ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "moe_layer_freq")
 """Keys that say which layers have no experts."""
+# Megatron has no flags for these of a yarn scaling (`MLATransformerConfig`).
+_YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
@@ -82,7 +88,7 @@ class Family:
     norms: int = 2
     """In a layer."""
     position: PositionEmbedding = "rope"
-    biases: Literal["none", "qkv", "mlp", "all"] = "none"
+    biases: Literal["none", "qkv", "qkv if attention_bias", "mlp", "all"] = "none"
     bias_key: str | None = None
     """Says whether linear layers have biases."""
     qk_norm: bool = False
@@ -104,8 +110,14 @@ class Family:
     """Where the file does not say."""
     experts: Experts | None = None
     """Those of each layer where the file does not say; None: it has none."""
+    first_dense: int = 0
+    """Layers without experts at the start, where the file does not say."""
     has_wide_experts: bool = False
     """Whether the width of an expert has the key of dense blocks, and not one of its own."""
+    is_latent: bool = False
+    """Whether keys and values come from one narrow vector."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What gives a router's scores; with sigmoid, experts have biases."""
     norms_all_heads: bool = False
     """Whether query and key are normalized over all heads together."""
     has_head_bias: bool = False
@@ -260,6 +272,9 @@ class _Config:
         }
         fields["experts"] = self._experts(family, fields["ffn_hidden_size"])
         fields["dense_layers"] = self._dense_layers(family, fields["num_layers"])
+        if family.is_latent:
+            fields["latent"] = self._latent()
+            fields["kv_channels"] = max(1, hidden // heads)  # nothing has this width
         self._refuse_uncounted(hidden)
         shape = ModelShape(**fields)
         has_some = attention != mlp
@@ -299,28 +314,47 @@ class _Config:
         width = ffn_hidden_size
         if not family.has_wide_experts:
             width = self.size("expert", usual.ffn_hidden_size)
+        shared = self.size("shared expert", shared) if shared else 0
+        if "n_routed_experts" in self.value:
+            count = self.value.get("n_shared_experts") or 0
+            shared = width * self.size("shared experts") if count else 0
         return Experts(
             num_experts=self.size("experts", usual.num_experts),
             per_token=self.size("per token", usual.per_token),
             ffn_hidden_size=width,
-            shared_ffn_hidden_size=self.size("shared expert", shared) if shared else 0,
+            shared_ffn_hidden_size=shared,
             has_shared_gate=usual.has_shared_gate,
-            scores_all=not self.flag("norm_topk_prob", not usual.scores_all),
+            scores_all=family.scores == "sigmoid"
+            or not self.flag("norm_topk_prob", not usual.scores_all),
         )
 
     def _dense_layers(self, family: Family, num_layers: int) -> tuple[int, ...]:
         """Those that have no experts, in a model whose other layers have some."""
         if family.experts is None:
             return ()
-        step, listed = (self.value.get(key) for key in _DENSE)
-        step, listed = 1 if step is None else step, listed or []
-        if type(step) is not int or step < 1:
-            self.add(_DENSE[0], repr(step)[:40], "an integer from 1 on", "Fix it.")
-            step = 1
+        step, listed, first, every = (self.value.get(key) for key in _DENSE)
+        step, every = (1 if each is None else each for each in (step, every))
+        listed, first = listed or [], family.first_dense if first is None else first
+        for key, number, least in zip(_DENSE, (step, 1, first, every), (1, 1, 0, 1), strict=True):
+            if type(number) is not int or number < least:
+                self.add(key, repr(number)[:40], f"an integer from {least} on", "Fix it.")
+                return ()
         if not isinstance(listed, list) or not set(map(type, listed)) <= {int}:
             self.add(_DENSE[1], repr(listed)[:40], "numbers of layers", "Fix it.")
-            listed = []
-        return tuple(n for n in range(num_layers) if n in listed or (n + 1) % step)
+            return ()
+        return tuple(
+            n for n in range(num_layers) if n in listed or (n + 1) % step or n < first or n % every
+        )
+
+    def _latent(self) -> LatentAttention:
+        has_rank = self.value.get("q_lora_rank") is not None
+        return LatentAttention(
+            kv_lora_rank=self.size("kv_lora_rank"),
+            q_lora_rank=self.size("q_lora_rank") if has_rank else 0,
+            qk_head_dim=self.size("qk_nope_head_dim"),
+            qk_pos_emb_head_dim=self.size("qk_rope_head_dim"),
+            v_head_dim=self.size("v_head_dim"),
+        )
 
     @staticmethod
     def _norms_beyond_heads(shape: ModelShape) -> int:
@@ -382,10 +416,14 @@ class _Config:
         if family.bias_key is not None:
             both = self.flag(family.bias_key, attention)
             return both, both
+        if family.biases == "qkv if attention_bias":
+            return False, False
         return self.flag("attention_bias", attention), self.flag("mlp_bias", mlp)
 
     def _has_qkv_bias(self, family: Family) -> bool:
         """Whether those of attention that others have not are there."""
+        if family.biases == "qkv if attention_bias":
+            return self.flag("attention_bias", False)
         return family.biases == "qkv" and self.flag("qkv_bias", True)
 
     def _refuse_uncounted(self, hidden: int) -> None:
@@ -458,8 +496,10 @@ class _Config:
             )
         if self.value.get("dual_chunk_attention_config"):
             yield "dual_chunk_attention_config is left out: samples longer than a chunk differ"
+        if self.value.get("num_nextn_predict_layers"):
+            yield "multi-token prediction is left out"
         kind = self._rope_kind()
-        if kind not in ("default", "llama3"):
+        if kind not in ("default", "llama3") and not self._is_latent_yarn():
             yield f"of rope_scaling {kind} Megatron's flags above say nothing"
 
     def _rope_kind(self) -> str:
@@ -486,9 +526,44 @@ class _Config:
         if self._rope_kind() == "llama3":
             switches.append("--use-rope-scaling")
             valued["--rope-scaling-factor"] = scaling.get("factor", 8)
+        if shape.latent is not None:
+            valued |= self._latent_positions(scaling)
         if shape.experts is not None:
-            valued |= self._balance()
+            valued |= self._balance() | self._routing(family)
+            switches += ["--moe-router-enable-expert-bias"] * (family.scores == "sigmoid")
         return (*(str(word) for pair in valued.items() for word in pair), *switches)
+
+    def _is_latent_yarn(self) -> bool:
+        """Whether positions are scaled as those of Megatron's latent attention are."""
+        _, scaling = self._rope()
+        is_usual = all(scaling.get(key, usual) == usual for key, usual in _YARN.items())
+        return self._rope_kind() == "yarn" and "kv_lora_rank" in self.value and is_usual
+
+    def _latent_positions(self, scaling: Mapping[str, Any]) -> dict[str, str]:
+        if not self._is_latent_yarn():
+            return {"--rope-type": "rope"}
+        keys = {"factor": "rotary-scaling-factor", "mscale": "mscale"}
+        keys |= {"mscale_all_dim": "mscale-all-dim"}
+        given = {flag: scaling[key] for key, flag in keys.items() if key in scaling}
+        for flag, value in given.items():
+            if not _is_finite(value):
+                self.add(f"rope_scaling: {flag}", repr(value)[:40], "a number", "Fix it.")
+        return {"--rope-type": "yarn"} | {f"--{flag}": str(value) for flag, value in given.items()}
+
+    def _routing(self, family: Family) -> dict[str, str]:
+        """Flags of how experts are chosen: groups of them, and factors of their scores."""
+        valued: dict[str, str] = {}
+        if family.scores == "sigmoid":
+            valued["--moe-router-score-function"] = family.scores
+        factor = self.value.get("routed_scaling_factor", 1)
+        if not _is_finite(factor):
+            self.add("routed_scaling_factor", repr(factor)[:40], "a number", "Fix it.")
+        elif factor != 1:
+            valued["--moe-router-topk-scaling-factor"] = f"{factor:g}"
+        if self.value.get("topk_method") != "greedy" and self.size("n_group", 1) > 1:
+            valued["--moe-router-num-groups"] = str(self.size("n_group"))
+            valued["--moe-router-group-topk"] = str(self.size("topk_group"))
+        return valued
 
     def _balance(self) -> dict[str, str]:
         """Flags of the loss that balances experts. Megatron adds one for each layer, transformers

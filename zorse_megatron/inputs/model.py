@@ -12,14 +12,12 @@ or some. What is said of a layer is of one with experts, where there are any.
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from zorse_megatron.errors import Problem
 from zorse_megatron.files.yaml_text import read_table
 from zorse_megatron.gpus.gpu import Attention
 from zorse_megatron.inputs.lora import Lora
@@ -32,6 +30,7 @@ _POSITION_FLAGS = {"learned": "learned_absolute"}  # where Megatron's word is an
 USUAL_DIVISOR = 128
 """Megatron's, of the rows of the embedding table."""
 SHARED_EXPERT_FLAG = "--moe-shared-expert-intermediate-size"
+LATENT_FLAG = "--multi-latent-attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +123,44 @@ class ExpertsOfRank(Experts):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Attention whose keys and values come from one narrow vector of a token (DeepSeek-AI 2024,
+    arXiv 2405.04434), by Megatron's names."""
+
+    kv_lora_rank: Positive
+    """Width of that vector."""
+    q_lora_rank: Count = 0
+    """The same of queries; 0: they come from the residual stream."""
+    qk_head_dim: Positive
+    """Of a query's and a key's head, without position."""
+    qk_pos_emb_head_dim: Positive
+    """Rotated elements of a head; of keys, all heads have the same."""
+    v_head_dim: Positive
+    """Of a value's head."""
+
+    @property
+    def query_dim(self) -> int:
+        """Of a whole head of a query or a key."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+    @property
+    def down_width(self) -> int:
+        """Output elements of the matrices that read the residual stream, for keys and values, and
+        for queries where these have a rank."""
+        return self.kv_lora_rank + self.qk_pos_emb_head_dim + self.q_lora_rank
+
+    @property
+    def ranks(self) -> int:
+        """Input elements of the matrices that make heads of that."""
+        return self.kv_lora_rank + self.q_lora_rank
+
+    def flags(self) -> dict[str, int | str]:
+        """Return Megatron's flags with values, beside `--multi-latent-attention`."""
+        names = [each.name for each in dataclasses.fields(self) if getattr(self, each.name)]
+        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A decoder of equal layers, or of two kinds, as far as time and memory depend on it; in
     profiles, too."""
@@ -163,6 +200,8 @@ class ModelShape:
     """Norms of query and key heads."""
     experts: Experts | None = None
     """Those of each layer; None: every layer has one feed-forward block."""
+    latent: LatentAttention | None = None
+    """None: attention has keys and values of its own heads."""
     dense_layers: tuple[Count, ...] = ()
     """Numbers of layers that have a feed-forward block all the same, in ascending order."""
 
@@ -190,12 +229,41 @@ class ModelShape:
     @property
     def query_width(self) -> int:
         """Elements of all query heads of a token."""
-        return self.num_attention_heads * self.kv_channels
+        head = self.kv_channels if self.latent is None else self.latent.query_dim
+        return self.num_attention_heads * head
+
+    @property
+    def key_width(self) -> int:
+        """Elements of all keys of a token."""
+        if self.latent is not None:
+            return self.query_width
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def value_width(self) -> int:
+        """Elements of all values of a token."""
+        if self.latent is not None:
+            return self.num_attention_heads * self.latent.v_head_dim
+        return self.num_query_groups * self.kv_channels
 
     @property
     def key_value_width(self) -> int:
         """Elements of all keys and values of a token."""
-        return 2 * self.num_query_groups * self.kv_channels
+        return self.key_width + self.value_width
+
+    @property
+    def context_width(self) -> int:
+        """What attention returns for a token: a value for each query head."""
+        return self.value_width if self.latent is not None else self.query_width
+
+    @property
+    def projected_width(self) -> int:
+        """Output elements of the matrices that make heads: of latent attention all but the rotated
+        elements of keys."""
+        if self.latent is None:
+            return self.query_width + self.key_value_width
+        rotated = self.num_attention_heads * self.latent.qk_pos_emb_head_dim
+        return self.query_width + self.key_value_width - rotated
 
     @property
     def ffn_width(self) -> int:
@@ -226,12 +294,13 @@ class ModelShape:
         """Parameters of one transformer layer on each rank, those of all its experts included."""
         matrices, biases = self._attention_matrices, 0
         whole = 2 * self.norm_parameters
-        if self.linear_bias or self.qkv_bias:
+        if self.latent is None and (self.linear_bias or self.qkv_bias):
             biases += self.query_width + self.key_value_width
         if self.linear_bias:
             whole += self.hidden_size  # after attention
         if self.qk_norm:
-            whole += 2 * self.kv_channels * self._norm_vectors
+            normed = 2 * self.kv_channels if self.latent is None else self.latent.ranks
+            whole += normed * self._norm_vectors
         if self.experts is None:
             matrices += self.hidden_size * (self.ffn_input_width + self.ffn_width)
             biases += self.ffn_input_width * self.linear_bias
@@ -253,7 +322,12 @@ class ModelShape:
 
     @property
     def _attention_matrices(self) -> int:
-        return self.hidden_size * (2 * self.query_width + self.key_value_width)
+        hidden, latent = self.hidden_size, self.latent
+        if latent is None:
+            return hidden * (self.projected_width + self.context_width)
+        of_queries = (latent.q_lora_rank or hidden) * self.query_width
+        of_others = latent.kv_lora_rank * (self.projected_width - self.query_width)
+        return hidden * (latent.down_width + self.context_width) + of_queries + of_others
 
     @property
     def _router(self) -> int:
@@ -345,7 +419,9 @@ class ModelShape:
             "--normalization": "RMSNorm" if self.norm == "rmsnorm" else "LayerNorm",
             "--vocab-size": self.vocab_size,
         }
-        if self.kv_channels != max(1, self.hidden_size // self.num_attention_heads):
+        if self.latent is not None:
+            valued |= self.latent.flags()
+        elif self.kv_channels != max(1, self.hidden_size // self.num_attention_heads):
             valued["--kv-channels"] = self.kv_channels
         if self.vocab_size % USUAL_DIVISOR:
             valued["--make-vocab-size-divisible-by"] = 1
@@ -357,6 +433,7 @@ class ModelShape:
         if self.moe_layer_freq is not None:
             runs = [(kind, len(list(same))) for kind, same in groupby(self.moe_layer_freq)]
             valued["--moe-layer-freq"] = "+".join(f"[{kind}]*{count}" for kind, count in runs)
+        switches += [LATENT_FLAG] * (self.latent is not None)
         if self.num_query_groups != self.num_attention_heads:
             switches.append("--group-query-attention")
             valued["--num-query-groups"] = self.num_query_groups
@@ -418,87 +495,23 @@ def default_ffn_hidden_size(hidden_size: int, activation: Activation) -> int:
     return 4 * hidden_size
 
 
-def problems_of(shape: ModelShape, *, has_kv_channels: bool = True) -> Iterator[Problem]:
-    """Yield what does not fit together in a shape."""
-    heads, groups = shape.num_attention_heads, shape.num_query_groups
-    if not has_kv_channels and shape.hidden_size % heads:
-        yield Problem(
-            where="num_attention_heads",
-            found=f"{heads} heads with hidden_size {shape.hidden_size}",
-            expected="a number of heads that divides hidden_size",
-            remedy="Correct one of them, or give kv_channels.",
-        )
-    if heads % groups:
-        yield Problem(
-            where="num_query_groups",
-            found=f"{groups} with {heads} query heads",
-            expected="a divisor of num_attention_heads",
-            remedy="Every key head serves the same number of query heads.",
-        )
-    if shape.position_embedding == "learned" and shape.max_positions < shape.seq_length:
-        yield Problem(
-            where="max_positions",
-            found=f"{shape.max_positions} with seq_length {shape.seq_length}",
-            expected="at least seq_length",
-            remedy="Learned positions must reach to the end of a sample.",
-        )
-    if shape.dense_layers and shape.dense_layers[-1] >= shape.num_layers:
-        yield Problem(
-            where="dense_layers",
-            found=f"layer {shape.dense_layers[-1]} of {shape.num_layers}",
-            expected="numbers of layers, counted from 0",
-            remedy="Correct one of the two.",
-        )
-    if shape.experts is not None:
-        yield from _experts_problems(shape.experts, linear_bias=shape.linear_bias)
-
-
-def _experts_problems(experts: Experts, *, linear_bias: bool) -> Iterator[Problem]:
-    if experts.per_token > experts.num_experts:
-        yield Problem(
-            where="--moe-router-topk",
-            found=f"{experts.per_token} of {experts.num_experts} experts",
-            expected="at most as many as there are",
-            remedy="Correct one of the two.",
-        )
-    if experts.per_token == 1 and not experts.scores_all:
-        yield Problem(
-            where="--moe-router-topk",
-            found="1 expert for a token, whose score among the chosen is always 1",
-            expected="scores among all experts, as Megatron has them for one",
-            remedy="Add --moe-router-pre-softmax.",
-        )
-    if experts.has_shared_gate and not experts.shared_ffn_hidden_size:
-        yield Problem(
-            where="--moe-shared-expert-gate",
-            found="the gate of a shared expert that is not there",
-            expected="it beside --moe-shared-expert-intermediate-size",
-            remedy="Add that, or leave the gate out.",
-        )
-    if experts.shared_ffn_hidden_size and linear_bias:
-        yield Problem(
-            where=SHARED_EXPERT_FLAG,
-            found="a shared expert in a model with biases",
-            expected="one without, as Megatron's shared experts have none",
-            remedy="Add --disable-bias-linear.",
-        )
-
-
-def no_tp_with_shared_experts(where: str, found: str) -> Problem:
-    """Why a TP group is refused."""
-    return Problem(
-        where=where,
-        found=f"{found} ranks of a tensor-parallel group, for a model with shared experts",
-        expected="1: each rank holds them whole",
-        remedy="Leave it out; parameters, gradients and state are sharded in groups all the same.",
-    )
-
-
 def _known(
-    name: str, *, also: str | None = None, experts: dict[str, Any] | None = None, **entry: Any
+    name: str,
+    *,
+    also: str | None = None,
+    experts: dict[str, Any] | None = None,
+    latent: dict[str, int] | None = None,
+    dense_layers: list[int] | None = None,
+    **entry: Any,
 ) -> ModelShape:
     """Make a model of an entry; `also`: another name of it, for `canonical_model`."""
-    return ModelShape(name=name, experts=None if experts is None else Experts(**experts), **entry)
+    return ModelShape(
+        name=name,
+        experts=None if experts is None else Experts(**experts),
+        latent=None if latent is None else LatentAttention(**latent),
+        dense_layers=tuple(dense_layers or ()),
+        **entry,
+    )
 
 
 _KNOWN = read_table(__package__, "models.yaml")["models"]

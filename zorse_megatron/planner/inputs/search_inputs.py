@@ -18,13 +18,12 @@ from zorse_megatron.files.wording import memory as spelled
 from zorse_megatron.gpus.gpu import ComputeDtype, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.model import (
-    SHARED_EXPERT_FLAG,
     USUAL,
     Computing,
     ModelShape,
     fingerprint_of,
-    no_tp_with_shared_experts,
 )
+from zorse_megatron.inputs.model_rules import flags_barring_tp, tp_problems
 from zorse_megatron.inputs.profile import Profile, Source
 from zorse_megatron.plan.plan import ClusterFingerprint, GradReduceDtype, ModelFingerprint, Plan
 from zorse_megatron.planner.inputs.cost_models import (
@@ -107,8 +106,8 @@ def request_problems(space: SearchSpace, cluster: Cluster, model: ModelShape) ->
     if requested == 1:
         return
     where, found = "--tensor-model-parallel-size", f"{requested}"
-    if model.experts is not None and model.experts.shared_ffn_hidden_size:
-        yield no_tp_with_shared_experts(where, found)
+    if barred := list(tp_problems(model, where, requested)):
+        yield from barred
         return
     largest = max(len(node.gpu_kinds) for node in cluster.nodes)
     if requested > largest and not space.tp_across_nodes:
@@ -301,13 +300,11 @@ def with_load(inputs: Inputs, load: ExpertLoad) -> Inputs:
 
 
 def _space_for(model: ModelShape, computing: Computing, space: SearchSpace) -> SearchSpace:
-    """Of plans that train a model with experts as the command does."""
-    if model.experts is None:
-        return space
-    space = replace(space, sample_block=computing.sample_block)
-    if not model.experts.shared_ffn_hidden_size:
-        return space
-    return replace(space, max_tensor_parallel=1, barring_tp=(SHARED_EXPERT_FLAG,))
+    """Of plans that train the model as the command does."""
+    if model.experts is not None:
+        space = replace(space, sample_block=computing.sample_block)
+    barring = flags_barring_tp(model)
+    return replace(space, max_tensor_parallel=1, barring_tp=barring) if barring else space
 
 
 def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchSpace) -> Inputs:
