@@ -232,11 +232,17 @@ FLAG_CASES = {
         "biases",
         "one without",
     ),
-    "latent attention": (
-        "--multi-latent-attention",
-        "--multi-latent-attention",
+    "multi-token prediction": (
+        "--mtp-num-layers 1",
+        "--mtp-num-layers",
         "the flag",
         "a model without it",
+    ),
+    "latent attention of no width": (
+        "--multi-latent-attention --kv-lora-rank 0",
+        "--kv-lora-rank",
+        '"0"',
+        "a positive integer",
     ),
     "short position table": (
         "--max-position-embeddings 8",
