@@ -11,11 +11,13 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.cli.main import app
 from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.model_in_flags import shape_from_flags
 from zorse_megatron.flags.table import WITHOUT_DROPOUT
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.profile import load_profile
 from zorse_megatron.live.watched_rank import LOST_RANK
 from zorse_megatron.plan.plan_file import load_plan
+from zorse_megatron.planner.inputs.search_inputs import make_inputs
 
 WORLD = 4
 KINDS = ("cpu-0", "cpu-0", "cpu-1", "cpu-1")
@@ -183,6 +185,35 @@ def test_an_unknown_card_is_measured_alone_and_planned_with(tmp_path: Path) -> N
     planned = CliRunner().invoke(app, ["plan", *files, "--verbose", "--", *TRAINING])
     assert planned.exit_code == 0, planned.output
     assert "note: cpu-0: measured" in planned.output
+
+
+def test_layers_of_both_kinds_are_measured(tmp_path: Path) -> None:
+    """One after the other, and a plan costs each by its own."""
+    cluster, profile = tmp_path / "cluster.yaml", tmp_path / "profile.json"
+    cluster.write_text(ONE_CPU)
+    experts = (
+        *("--num-experts", "4", "--moe-ffn-hidden-size", "32", "--disable-bias-linear"),
+        *("--moe-router-load-balancing-type", "none", "--moe-layer-freq", "[0]*1+[1]*3"),
+    )
+    files = ("--cluster", str(cluster), "--out", str(profile))
+    words = ("profile", "measure", *files, "--max-micro-batch", "1", "--json", "--")
+    env, entry = {"ZORSE_TEST_NODES": "1"}, "tests.megatron.measure_entry"
+    flags = (*TRAINING, *experts)
+    result = run_ranks([*words, *flags], 1, entry=entry, timeout_s=120, env=env)
+    assert said(result)["measured"] == 2 * (3 + 1)
+    inputs = make_inputs(
+        load_cluster(cluster),
+        shape_from_flags(flags),
+        load_profile(profile),
+        global_batch_size=8,
+        dtype="float32",
+    )
+    costs = [each for each, _ in inputs.runs(0, 2)]
+    times = [each.compute.layer("cpu-0", 1).both_s for each in costs]
+    assert [each.compute.provenance("cpu-0").basis for each in costs] == ["measured"] * 2
+    assert times[0] != times[1]
+    parameters = [each.memory.measured_layer_elements for each in costs]
+    assert None not in parameters and parameters[0] != parameters[1]
 
 
 def test_what_megatron_itself_refuses_is_told_in_its_words(tmp_path: Path) -> None:

@@ -103,11 +103,13 @@ class MeasuredSeries:
 
 
 def profiled_model(shape: ModelShape) -> ModelShape:
-    """Return a shape under a name that says which layers it has.
+    """Return the model of its layers with experts, if it has any, under a name that says which
+    they are.
 
     The number of layers is not part of the name: layers are measured one by one, and models that
     differ in it alone share their times.
     """
+    shape = replace(shape, dense_layers=())
     facts = {k: v for k, v in dataclasses.asdict(shape).items() if k not in ("name", "num_layers")}
     text = json.dumps(facts, sort_keys=True)
     name = f"gpt-h{shape.hidden_size}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -144,14 +144,22 @@ _LEFT_OUT = (
 )
 
 
+def _of_experts(flags: Sequence[str]) -> Iterator[str]:
+    for word in flags:
+        if word.startswith("--moe-"):
+            yield word.partition("=")[0]
+
+
 def single_layer_flags(flags: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
     """Return the flags that build embedding, one layer and head of a model on one rank.
 
     Of flags that are given twice stock takes the last one, so ours come after. The tokenizer is
-    one without files: only the size of its vocabulary matters.
+    one without files: only the size of its vocabulary matters. `shape`: without experts, a layer
+    that has none, whatever the flags say.
     """
     _, rest = split_ours(flags)
-    _, kept = find_flags(rest, dict.fromkeys(_LEFT_OUT, "*"))
+    left_out = _LEFT_OUT if shape.experts else (*_LEFT_OUT, "--num-experts", *_of_experts(rest))
+    _, kept = find_flags(rest, dict.fromkeys(left_out, "*"))
     return (
         *kept,
         *("--num-layers", "1", "--micro-batch-size", "1", "--global-batch-size", "1"),

@@ -26,6 +26,7 @@ from zorse_megatron.measure.measured_profile import (
     profiled_model,
     with_model,
     with_pass,
+    with_source,
     with_step,
     without_series,
 )
@@ -83,8 +84,8 @@ def measure_profile(launched: LaunchedRank, wanted: ProfileRun, show: OnProgress
     nodes = nodes_of(ranks)
     profile: Profile = on_rank_0(lambda: _start(wanted, nodes))
     representatives = kinds_of_gpu(nodes)
-    all_series = {kind: _series(wanted, kind) for kind in representatives}
-    missing = [kind for kind, each in all_series.items() if not is_complete(profile, each)]
+    all_series = [each for kind in representatives for each in _series(wanted, kind)]
+    missing = [each for each in all_series if not is_complete(profile, each)]
     count = 0
     rates: dict[str, MeasuredKind] = {}
     device = ranks[launched.rank].device
@@ -93,8 +94,9 @@ def measure_profile(launched: LaunchedRank, wanted: ProfileRun, show: OnProgress
             show(Progress(phase=f"{kind}: its rates", done=count, total=None))
             found = measured_kind(device) if launched.rank == source else None
             rates[kind] = from_rank(found, source)
-    for kind in missing:
-        series, source = all_series[kind], representatives[kind]
+    for series in missing:
+        kind = series.gpu_kind
+        source = representatives[kind]
         mine = (
             _measured(launched, wanted, profile, series, device)
             if launched.rank == source
@@ -108,29 +110,36 @@ def measure_profile(launched: LaunchedRank, wanted: ProfileRun, show: OnProgress
             profile = add(profile, series, answer)
             if launched.rank == 0:
                 save_profile(profile, wanted.output)
+    measured = dict.fromkeys(each.gpu_kind for each in missing)
     return Profiled(
-        measured_kinds=tuple(missing),
-        known_kinds=tuple(kind for kind in all_series if kind not in missing),
+        measured_kinds=tuple(measured),
+        known_kinds=tuple(kind for kind in representatives if kind not in measured),
         num_measured=count,
         rates=rates,
     )
 
 
-def _series(wanted: ProfileRun, kind: str) -> MeasuredSeries:
-    return MeasuredSeries(model=profiled_model(wanted.shape), gpu_kind=kind, dtype=wanted.dtype)
+def _series(wanted: ProfileRun, kind: str) -> list[MeasuredSeries]:
+    """Of the model's layers; where it has two kinds of them, of those with experts first."""
+    shapes = [wanted.shape, *[wanted.shape.dense] * bool(wanted.shape.moe_layer_freq)]
+    return [
+        MeasuredSeries(model=profiled_model(each), gpu_kind=kind, dtype=wanted.dtype)
+        for each in shapes
+    ]
 
 
 def _start(wanted: ProfileRun, nodes: Sequence[SeenNode]) -> Profile:
     """Return the profile to go on with, once it is clear that this is the cluster of the file."""
     if wanted.cluster is not None:
         _check_cluster(wanted, load_cluster(wanted.cluster), nodes)
-    kinds = list(kinds_of_gpu(nodes))
-    series = [_series(wanted, kind) for kind in kinds]
+    all_series = [each for kind in kinds_of_gpu(nodes) for each in _series(wanted, kind)]
     origin = f"one layer of Megatron's, torch {torch.__version__}"
-    source = Source(name=series[0].source, kind="measured", origin=origin)
-    profile = with_model(loaded_or_empty(wanted.output, source), series[0].model)
-    for each in series if wanted.again else ():
-        profile = without_series(profile, each)
+    sources = [Source(name=each.source, kind="measured", origin=origin) for each in all_series]
+    profile = loaded_or_empty(wanted.output, sources[0])
+    for series, source in zip(all_series, sources, strict=True):
+        profile = with_model(with_source(profile, source), series.model)
+        if wanted.again:
+            profile = without_series(profile, series)
     return profile
 
 
@@ -184,7 +193,7 @@ def _measured(
         memory_limit_bytes=None if on_gpu else memory_bytes,
         used_bytes=used_bytes,
     )
-    flags = single_layer_flags(wanted.flags, wanted.shape)
+    flags = single_layer_flags(wanted.flags, series.model)
     return measured_layers(wanted.script, flags, request, local_rank)
 
 
