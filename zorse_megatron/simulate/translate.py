@@ -12,7 +12,9 @@ yet, those that its word in `schedule.actions` promises:
 - A weight gradient takes its part of the backward, which where it stands apart takes the rest.
 - A computation of a tensor-parallel group is one task of all its ranks: it starts when all are
   ready, and between collectives takes as long as on the slowest. Collectives inside layers take
-  idle links. A TP group without sequence parallelism gathers what arrived in parts first.
+  idle links. A TP group without sequence parallelism gathers what arrived in parts first. So do
+  ranks that share experts, but for what each computes alone: before tokens first leave it, after
+  they were last there, and weight gradients that stand apart.
 - Where replicas of a group cut their layers differently, its REDUCE_GRADs and UNSHARDs stop the
   main stream.
 - Sends and receives only start a transfer and take no time. The transfer runs when the sender has
@@ -414,6 +416,7 @@ class PassTasks:
         self.tp_tasks = tp_tasks
         self.pace = pace
         self.set = costs.sizes.replica(self.rank).ranks
+        self.shares_experts = costs.sizes.replica(self.rank).expert_parallel is not None
         self.times_s: dict[tuple[int, Kind, int, GatherPart | None], Sequence[float]] = {}
         """(chunk, kind, samples, part of it or None) -> what its phases take, without a
         perturbation."""
@@ -427,12 +430,16 @@ class PassTasks:
         """Add an action in parts, each of which also waits for tasks; returns its tasks."""
         action, owner = self.track.actions[position], (self.rank, position)
         factor = self.pace.draw()
-        tasks = []
+        tasks: list[int] = []
         for number, (part, after) in enumerate(parts):
+            if self.shares_experts and action.kind in COMPUTE:
+                assert part is EVERYTHING, "what is packed is waited for as a whole"
+                tasks += self._around_exchanges(position, factor, after)
+                continue
             phases_s, main = self._phases_s(action, part), self.streams.main
             if factor != 1.0:
                 phases_s = [factor * each for each in phases_s]
-            if len(self.set) > 1:
+            if len(self.set) > 1 and not self.shares_experts:
                 inside_s = part.layers * self._inside_s(action)
                 task = self.tp_tasks.join(
                     self.set, action, owner, phases_s, inside_s, main, *after, part=number
@@ -443,6 +450,46 @@ class PassTasks:
         if len(tasks) > 1:
             self.track.starts[position] = tasks[0]
         return tasks
+
+    def _around_exchanges(
+        self, position: int, factor: float, after: tuple[int, ...]
+    ) -> Sequence[int]:
+        """Of a rank that shares experts: others are waited for between the first exchange and the
+        last one only."""
+        action, owner = self.track.actions[position], (self.rank, position)
+        before_s, phases_s, behind_s = self._ends_s(action)
+        tasks: list[int] = []
+        if before_s:
+            tasks.append(self.streams.run(position, Role.COMPUTE, factor * before_s, *after))
+        phases_s = [factor * each for each in phases_s]
+        inside_s, main = self._inside_s(action), self.streams.main
+        task = self.tp_tasks.join(self.set, action, owner, phases_s, inside_s, main, *after)
+        tasks.append(self.streams.on_main(task))
+        if behind_s:
+            tasks.append(self.streams.run(position, Role.COMPUTE, factor * behind_s))
+        return tasks
+
+    def _ends_s(self, action: Action) -> tuple[float, Sequence[float], float]:
+        """What `_around_exchanges` takes: before, between and behind them.
+
+        At the ends a rank is alone with embedding and head, and with attention of the first layer
+        or the last.
+        """
+        chunk, sizes = action.chunk, self.costs.sizes
+        assert chunk is not None
+        attention, mlp, *ends = self._phases_s(action, EVERYTHING)
+        first = ends[0] if chunk == 0 else 0.0
+        last = ends[-1] if sizes.is_last(chunk) else 0.0
+        layers = max(1, sizes.num_layers(chunk))
+        if action.kind is Kind.FORWARD:
+            return first + attention / layers, [attention - attention / layers, mlp], last
+        again, (mode, recomputed) = 0.0, sizes.recompute(self.rank, chunk)
+        if mode == "full":  # of each layer, less what `ActionCosts.seconds` leaves out
+            whole, *_ = self.costs.phases(self.rank, chunk, self._size(action))
+            again = whole.forward_s / layers * attention / (whole.backward_s or 1.0)
+        of_first = (attention - recomputed * again) / layers
+        of_last = again if recomputed == layers else 0.0
+        return last + of_last, [attention - of_first - of_last, mlp], of_first + first
 
     def _phases_s(self, action: Action, part: GatherPart) -> Sequence[float]:
         """See `ActionCosts.seconds` and `forward_part_s`."""
