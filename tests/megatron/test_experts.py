@@ -9,6 +9,7 @@ import torch
 
 from tests.megatron.comparison import (
     LLAMA,
+    MASKED,
     NUM_LAYERS,
     UNTIED,
     assert_follows,
@@ -33,6 +34,14 @@ from tests.megatron.plans import (
 from tests.megatron.test_checkpoints import RUNS, Saved, assert_same_rest
 from tests.megatron.test_mixed_precision import FP16_ROUNDING
 from tests.megatron.test_moving import STEPS, assert_runs, both_runs
+from tests.megatron.test_upstream_script import (
+    EVALUATED,
+    PACKED,
+    tuned_on,
+    write_conversations,
+    write_tokenizer,
+)
+from tests.megatron.upstream import needs_upstream
 from tests.traces import load_trace
 from zorse_megatron.plan.plan import Plan, Replica, TpShards
 
@@ -166,6 +175,47 @@ def test_follows_one_process(name: str, corpus: Path) -> None:
     alone = stock_run(for_one_process(flags))
     assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
     assert_follows(plan_run(plan, flags), alone)
+
+
+OF_EACH = (
+    *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.5"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+)
+DOCUMENTS = ("--dataloader-inter-document-masking", *MASKED)
+PACKED_ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
+    "aux_loss of two samples, breadth first, recomputed": (
+        with_settings(PAIRS, FULL),
+        (
+            *(*DOCUMENTS, *BALANCED, "--micro-batch-size", "2", "--moe-aux-loss-coeff", "0.5"),
+            *("--moe-z-loss-coeff", "0.01"),
+        ),
+    ),
+    "seq_aux_loss and bias, in TP groups, sequence parallel": (
+        IN_TP_GROUPS,
+        (*DOCUMENTS, *OF_EACH, "--sequence-parallel"),
+    ),
+    "global_aux_loss, in TP groups": (IN_TP_GROUPS, (*DOCUMENTS, *OF_ALL)),
+    "conversations, shared by ranks": (SHARED, (*BALANCED, "--moe-z-loss-coeff", "0.01")),
+    "conversations, shared by ranks, recomputed, weight gradients apart": (
+        with_settings(split(SHARED_BREADTH_FIRST), FULL),
+        (*BIASED, "--moe-layer-freq", "([0]+[1]*3)"),
+    ),
+}
+
+
+@needs_upstream
+@pytest.mark.parametrize("name", PACKED_ROWS)
+def test_follows_one_process_on_packed_samples(name: str, corpus: Path, tmp_path: Path) -> None:
+    plan, more = PACKED_ROWS[name]
+    if DOCUMENTS[0] in more:
+        flags = flags_for(corpus, *MODEL, *more)
+    else:
+        write_conversations(tmp_path / "talk.jsonl")
+        write_tokenizer(tmp_path / "tokenizer")
+        flags = tuned_on(tmp_path, tmp_path / "tokenizer", *MODEL, *EVALUATED, *more)
+    alone = stock_run(for_one_process(flags), **PACKED)
+    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    assert_follows(plan_run(plan, flags, **PACKED), alone)
 
 
 def test_the_trace_has_the_bytes_that_ranks_send_to_experts(corpus: Path, tmp_path: Path) -> None:

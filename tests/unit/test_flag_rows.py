@@ -179,7 +179,6 @@ EXAMPLES = {
         ({}, "--optimizer muon --use-distributed-optimizer", "--use-distributed-optimizer"),
         ({}, f"--zorse-lora {LORA} --optimizer muon", "--optimizer"),
         ({}, f"{EXPERTS} --zorse-lora {LORA}", "--zorse-lora"),
-        ({}, f"{EXPERTS} --sft", "--sft"),
         ({}, f"{EXPERTS} --optimizer muon", "--optimizer"),
         ({}, "--num-experts 4", "--num-experts"),
     ],

@@ -63,10 +63,15 @@ def plan_loader_builder(
 
 
 def _collated(stock: Callable[..., Any], dataset: Any, samples: list[Any]) -> Any:
-    """Stock's; a rank that shares experts and has no samples gets batches of none."""
+    """Stock's; a rank that shares experts and has no samples gets batches of none.
+
+    These are not packed: stock cannot join the lengths of no samples.
+    """
     if samples:
         return stock(samples)
-    return {name: values[:0] for name, values in stock([dataset[0]]).items()}
+    batch = stock([dataset[0]])
+    batch.pop("cu_seqlens", None)
+    return {name: values[:0] for name, values in batch.items()}
 
 
 def datasets_on_rank_0(stock: Callable[..., Any], *, rank: int) -> Callable[..., Any]:
@@ -211,6 +216,13 @@ class PackedLayout:
         whole = own.new_empty(self.tp_group.size() * own.shape[0], *own.shape[1:])
         torch.distributed.all_gather_into_tensor(whole, own.contiguous(), group=self.tp_group)
         return change(whole).chunk(self.tp_group.size())[self.tp_group.rank()].contiguous()
+
+
+def left_as_one_sequence(
+    _layer: Any, hidden_states: torch.Tensor, padding_mask: Any, packed_seq_params: Any
+) -> tuple[torch.Tensor, Any, None]:
+    """In place of `_maybe_unflatten_for_moe`: see `PlanRouter.routing`."""
+    return hidden_states, padding_mask, None
 
 
 def _joined(samples: torch.Tensor) -> torch.Tensor:

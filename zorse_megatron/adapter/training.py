@@ -46,6 +46,7 @@ from zorse_megatron.adapter.samples import (
     attending_within_sequences,
     counting_each_chunk,
     datasets_on_rank_0,
+    left_as_one_sequence,
     plan_loader_builder,
 )
 from zorse_megatron.adapter.session import PlanSession
@@ -273,9 +274,15 @@ def _hooks(
     }
     if session.weight_gradients is not None:
         hooks["linear_backward"] = partial(delaying_weights, session.weight_gradients)
-    if get_args().num_experts is not None:
+    args = get_args()
+    if args.num_experts is not None:
+        tokens = args.seq_length if at.samples.are_packed else None
         hooks["experts_spec"] = partial(
-            with_plan_layers, get_args().micro_batch_size, at.place, at.expert_place
+            with_plan_layers,
+            args.micro_batch_size,
+            at.place,
+            at.expert_place,
+            packed_tokens=tokens,
         )
         hooks["router_losses"] = session.logging_router_losses
     if at.expert_place is not None:
@@ -285,6 +292,7 @@ def _hooks(
             counting_each_chunk, loop=training, num_chunks=at.num_chunks, device=at.device
         )
         hooks["packed_attention"] = attending_within_sequences
+        hooks["packed_samples_of_experts"] = lambda _stock: left_as_one_sequence
     return hooks
 
 

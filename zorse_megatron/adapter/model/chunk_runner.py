@@ -215,12 +215,14 @@ class MegatronChunkRunner:
         return self._as_sent(given, micro_batch)
 
     def _as_layers_take(self, sent: torch.Tensor | None) -> torch.Tensor | None:
-        """Packed samples are one sequence to a layer."""
-        return sent if sent is None or self.packed is None else self.packed.one_sequence(sent)
+        """Packed samples are one sequence to a layer; without any there is nothing to pack."""
+        if sent is None or self.packed is None or not sent.shape[1]:
+            return sent
+        return self.packed.one_sequence(sent)
 
     def _as_sent(self, own: torch.Tensor | None, micro_batch: MicroBatch) -> torch.Tensor | None:
         """Packed samples are sent like others, so that they can be cut apart."""
-        if own is None or self.packed is None:
+        if own is None or self.packed is None or not own.shape[1]:
             return own
         return self.packed.by_samples(own, micro_batch.size)
 

@@ -52,12 +52,16 @@ def with_plan_layers(
     place: TpRank | None,
     expert_place: ExpertRank | None,
     stock: Callable[..., Any],
+    *,
+    packed_tokens: int | None = None,
 ) -> Callable[..., Any]:
     """Wrap `get_moe_module_spec_for_backend`: its layers are those below.
 
-    `block_samples`: see `PlanRouter`. `place`: of a rank in a tensor-parallel group;
-    `expert_place`: of one that shares experts alone.
+    `block_samples`, `packed_tokens`: see `PlanRouter`. `place`: of a rank in a tensor-parallel
+    group; `expert_place`: of one that shares experts alone.
     """
+
+    router = partial(PlanRouter, block_samples=block_samples, packed_tokens=packed_tokens)
 
     def get_moe_module_spec_for_backend(*args: Any, **kwargs: Any) -> Any:
         submodules = stock(*args, **kwargs).keywords["submodules"]
@@ -70,7 +74,7 @@ def with_plan_layers(
             expert_place=expert_place,
             submodules=replace(
                 submodules,
-                router=partial(PlanRouter, block_samples=block_samples),
+                router=router,
                 experts=partial(GroupedExperts, submodules=linears),
             ),
         )

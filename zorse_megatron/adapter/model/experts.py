@@ -53,11 +53,14 @@ class PlanRouter(TopKRouter):
     local_tokens_per_expert: torch.Tensor
     expert_bias: torch.Tensor
 
-    def __init__(self, *args: Any, block_samples: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, block_samples: int, packed_tokens: int | None = None, **kwargs: Any
+    ) -> None:
         """`block_samples`: of a micro-batch of the command; those of the plan are multiples of it,
-        if there is a loss of each block."""
+        if there is a loss of each block. `packed_tokens`: of a sample, where layers have samples
+        as one sequence."""
         super().__init__(*args, **kwargs)
-        self.block_samples = block_samples
+        self.block_samples, self.packed_tokens = block_samples, packed_tokens
         self.num_samples = 0
         """Of the micro-batch that is routed."""
         self.in_order: LoadsInOrder | None = None
@@ -78,12 +81,17 @@ class PlanRouter(TopKRouter):
         return logits
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
-        """As stock's; logits [tokens of a sample, samples, experts].
+        """As stock's; logits [tokens of a sample, samples, experts], packed [tokens, 1, experts].
 
         In a tensor-parallel group those of the first rank decide: rounding may be another one on
         another kind of GPU, and a token would go to experts of the one rank's choice or of none.
         """
-        self.num_samples = logits.shape[1]
+        length, self.num_samples, experts = logits.shape
+        if self.packed_tokens is not None and length > self.packed_tokens:
+            by_sample = logits.view(-1, self.packed_tokens, experts).transpose(0, 1)
+            found = self.routing(by_sample.contiguous(), padding_mask)
+            sizes = (self.packed_tokens, -1, experts)
+            return tuple(each.view(sizes).transpose(0, 1).reshape(-1, experts) for each in found)
         if self.tp_group.size() > 1:
             logits = _OfFirstRank.apply(logits, self.tp_group)
         if self.in_order is not None and self.training and self.num_samples:
