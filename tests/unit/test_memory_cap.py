@@ -53,9 +53,9 @@ def test_in_a_step_there_are():
 def test_what_the_last_backward_had_is_not_there_in_the_step():
     state = 2 * UNSHARDED + 12 * OWNED
     one = cap(state + 1000)
-    one.keep_layer(1, "none")
+    one.keep_layer(one.memory, 1, "none")
     one.peak_bytes = 0
-    one.drop_layer(1, "none")
+    one.drop_layer(one.memory, 1, "none")
     assert one.peak_bytes == state + 1000  # its backward runs
     one.peak_bytes = 0
     one.check()

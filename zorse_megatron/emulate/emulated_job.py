@@ -63,6 +63,8 @@ class EmulatedJob:
     """Rank of the job -> its GPU's link to the host, in each direction."""
     costs: tuple[DtypeCosts, ...]
     """Rank of the job -> what it costs to compute its part in the type of its group."""
+    layer_costs: tuple[tuple[DtypeCosts, ...], ...]
+    """The same of each layer of the model, where these are not alike; empty where they are."""
     perturbation: Perturbation
     sequence_length: int
     """Sequence length of the tiny model."""
@@ -72,6 +74,10 @@ class EmulatedJob:
     """None: every rank has all of each layer."""
     directory: Path
     """Where ranks write their reports."""
+
+    def costs_of_layer(self, rank: int, layer: int) -> DtypeCosts:
+        """What a layer of the model costs on a rank."""
+        return self.layer_costs[rank][layer] if self.layer_costs else self.costs[rank]
 
     def save(self) -> Path:
         """Write the job for its ranks, which this process starts itself."""

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.costs.interface import WHOLE, DtypeCosts, ModelSection, TpCosts, TpShard
+from zorse_megatron.costs.interface import (
+    WHOLE,
+    DtypeCosts,
+    LayerCosts,
+    ModelSection,
+    TpCosts,
+    TpShard,
+)
 from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.costs.shared_experts import TokenMessages
 from zorse_megatron.emulate.conductor import conducted
@@ -173,6 +180,7 @@ class Emulator:
                 capacities_bytes=self._tensor_bytes(gpus, plan),
                 host_bytes_per_s=tuple(map(self.inputs.comm.host_link_bytes_per_s, gpus)),
                 costs=costs_of_ranks(self.inputs, layout, len(gpus)),
+                layer_costs=layer_costs_of_ranks(self.inputs, layout, len(gpus)),
                 perturbation=self.perturbation,
                 sequence_length=self.training.shape.sequence_length,
                 hidden_size=HIDDEN_SIZE,
@@ -313,6 +321,18 @@ def costs_of_ranks(inputs: Inputs, plan: Plan | None, world_size: int) -> tuple[
     return tuple(_of_rank(inputs, plan, rank) for rank in range(world_size))
 
 
+def layer_costs_of_ranks(
+    inputs: Inputs, plan: Plan | None, world_size: int
+) -> tuple[tuple[DtypeCosts, ...], ...]:
+    """The same of each layer, where there are two kinds of them; such plans have no replicas of
+    several ranks."""
+    if inputs.layer_kinds is None:
+        return ()
+    dtypes = [None if plan is None else _place(plan, rank)[1] for rank in range(world_size)]
+    kinds = [inputs.mean(layer, layer + 1) for layer in range(inputs.num_layers)]
+    return tuple(tuple(_whole(costs, dtype) for costs in kinds) for dtype in dtypes)
+
+
 def tp_groups_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobTpGroups | None:
     """What ranks need to know of others of their replicas; None where there are none.
 
@@ -356,11 +376,11 @@ def _place(plan: Plan, rank: int) -> tuple[Replica, ComputeDtype | None]:
     return group.replicas[index], group.compute_dtype
 
 
-def _whole(inputs: Inputs, dtype: ComputeDtype | None) -> DtypeCosts:
+def _whole(costs: LayerCosts, dtype: ComputeDtype | None) -> DtypeCosts:
     """Costs of a rank that has all of each layer."""
     if dtype is None:
-        return DtypeCosts(compute=inputs.compute, memory=inputs.memory)
-    return inputs.by_dtype[dtype]
+        return DtypeCosts(compute=costs.compute, memory=costs.memory)
+    return costs.by_dtype[dtype]
 
 
 def _of_rank(inputs: Inputs, plan: Plan, rank: int) -> DtypeCosts:

@@ -21,8 +21,9 @@ from zorse_megatron.costs.interface import ModelSection
 from zorse_megatron.runtime.mixed_tp_exchange import MixedTpTensor
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
-CountedSection = Literal["embedding", "layer", "head", "tied table"]
-"""A table that embedding and output layer share is counted apart: two chunks may have a copy."""
+CountedSection = Literal["embedding", "head", "tied table"] | int
+"""A layer by its number in the model. A table that embedding and output layer share is counted
+apart: two chunks may have a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ def chunk_view_of(wrapped: Any) -> ChunkView:
     config = get_model_config(wrapped)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     names = {id(parameter): name for name, parameter in trained.items()}
-    section_of = partial(_counted_section_of, tied=model.share_embeddings_and_output_weights)
+    section_of = partial(_counted_section_of, model)
     counts: dict[CountedSection, int] = {}
     for name, parameter in trained.items():
         counts[section_of(name)] = counts.get(section_of(name), 0) + parameter.numel()
@@ -170,9 +171,19 @@ def _flat(buffer: Any, sections_by_id: dict[int, CountedSection]) -> FlatBuffer:
     )
 
 
-def _counted_section_of(name: str, *, tied: bool) -> CountedSection:
+def _counted_section_of(model: Any, name: str) -> CountedSection:
     is_table = name in ("embedding.word_embeddings.weight", "output_layer.weight")
-    return "tied table" if tied and is_table else _section_of(name)
+    if is_table and model.share_embeddings_and_output_weights:
+        return "tied table"
+    section = _section_of(name)
+    if section != "layer":
+        return section
+    return number_of_layer(model.decoder.layers[int(name.split(".")[2])])
+
+
+def number_of_layer(layer: Any) -> int:
+    """Its number in the model, from 0 on."""
+    return int(layer.layer_number) - 1
 
 
 def _section_of(name: str) -> ModelSection:

@@ -50,7 +50,11 @@ from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.rank_placement import refuse_other_cluster
 from zorse_megatron.launch.training_command import without_layout
-from zorse_megatron.plan.divided_replicas import replicas_that_share_experts, tp_groups_of
+from zorse_megatron.plan.divided_replicas import (
+    replicas_of_several_ranks,
+    replicas_that_share_experts,
+    tp_groups_of,
+)
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.plan_file import load_plan
 from zorse_megatron.schedule.lower import refuse_unsupported
@@ -116,8 +120,14 @@ class EmulationOptions:
                 expected="one of the two in a plan that is emulated",
                 remedy="Use zorse explain, or plan with --max-tp 1.",
             )
-        if plan.model.moe_layer_freq is not None:
-            yield _dense_among_experts(f"{source}: model.moe_layer_freq")
+        several = [where for where, _ in replicas_of_several_ranks(plan)]
+        if plan.model.moe_layer_freq is not None and several:
+            yield Problem(
+                where=f"{source}: {several[0]}",
+                found="several ranks, and dense layers among layers with experts",
+                expected="replicas of one rank in such a plan, if it is emulated",
+                remedy="Use zorse explain.",
+            )
         given = {"--rebalance": self.rebalance, "--status": self.status}
         yield from conflicts(
             [name for name, value in given.items() if self.stock and value],
@@ -347,8 +357,6 @@ class ComparisonOptions:
                 expected="a job that trains all weights: stock Megatron has no adapters to train",
                 remedy="Use zorse compare --simulated, and zorse emulate for the plan.",
             )
-        if workload.model.moe_layer_freq is not None and not self.simulated:
-            yield _dense_among_experts("--moe-layer-freq")
         if self.simulated:
             given = given_options(context, _EMULATED)
             yield from conflicts(given, "--simulated", why="it is for what is emulated")
@@ -488,23 +496,18 @@ def _layouts(found: Sequence["ComparedSystem"]) -> list[Plan]:
     return [plan for plan in layouts if plan is not None]
 
 
-def _dense_among_experts(where: str) -> Problem:
-    return Problem(
-        where=where,
-        found="dense layers among layers with experts",
-        expected="layers that are all alike, as the emulation paces them",
-        remedy="Use zorse explain, or zorse compare --simulated.",
-    )
-
-
 def emulated_together(found: Sequence["ComparedSystem"]) -> list["ComparedSystem"]:
     """The rows, of which some are not to be emulated where one tiny model cannot be all of them."""
-    if not _divides_both_ways(_layouts(found)):
-        return list(found)
+    layouts, left_out = _layouts(found), tp_groups_of
     reason = "simulated: the emulation has no TP groups beside ranks that share experts"
+    if any(plan.model.moe_layer_freq for plan in layouts):
+        reason = "simulated: the emulation has no dense layers in replicas of several ranks"
+        left_out = replicas_of_several_ranks
+    elif not _divides_both_ways(layouts):
+        return list(found)
     return [
         replace(each, system=None, is_emulated=False, reason=each.reason or reason)
-        if any(any(tp_groups_of(plan)) for plan in _layouts([each]))
+        if any(any(left_out(plan)) for plan in _layouts([each]))
         else each
         for each in found
     ]

@@ -107,17 +107,18 @@ class MemoryCap:
         self.look()
         self._leaving_bytes = num_bytes
 
-    def keep_layer(self, size: int, how: RecomputeMode) -> None:
-        """Hold what a layer's forward keeps of `size` samples. Raises torch.OutOfMemoryError."""
-        self.keep(self.layer_bytes(size, how))
+    def keep_layer(self, memory: MemoryCost, size: int, how: RecomputeMode) -> int:
+        """Hold what a layer's forward keeps of `size` samples, and return it.
 
-    def layer_bytes(self, size: int, how: RecomputeMode) -> int:
-        """What a layer's forward keeps of `size` samples."""
-        return self.memory.activation_bytes(size, how, self.kind)
+        `memory`: of the layer. Raises torch.OutOfMemoryError.
+        """
+        num_bytes = memory.activation_bytes(size, how, self.kind)
+        self.keep(num_bytes)
+        return num_bytes
 
-    def drop_layer(self, size: int, how: RecomputeMode) -> None:
+    def drop_layer(self, memory: MemoryCost, size: int, how: RecomputeMode) -> None:
         """Let it go with the next change, after having all of it there if it is recomputed."""
-        whole, kept = (self.layer_bytes(size, mode) for mode in ("none", how))
+        whole, kept = (memory.activation_bytes(size, mode, self.kind) for mode in ("none", how))
         self.keep(whole - kept)
         self.drop(whole)
 

@@ -16,6 +16,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +58,7 @@ class ModelSizes:
 
     def __init__(self, job: EmulatedJob, rank: int) -> None:
         self.memory = self.whole_memory = job.costs[rank].memory
+        self.of_layer = partial(job.costs_of_layer, rank)
         self.computed: ModelSection | None = None
         """Which section of the model this rank computes."""
         self.on_operation: Callable[[], None] = lambda: None
@@ -128,7 +130,10 @@ class ModelSizes:
         memory = self.memory
         own_head = memory.head_parameters(tied_on_same_rank=True)
         table = memory.head_parameters(tied_on_same_rank=False) - own_head
-        real: dict[CountedSection, int] = {"layer": len(chunk.layers) * memory.layer_parameters()}
+        real: dict[CountedSection, int] = {
+            number: self.of_layer(number).memory.layer_parameters()
+            for number in (each for each in chunk.num_parameters if isinstance(each, int))
+        }
         if "tied table" in chunk.num_parameters:
             real["tied table"] = table
         if chunk.embedding is not None:

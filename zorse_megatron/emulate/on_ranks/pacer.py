@@ -24,8 +24,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
-from zorse_megatron.adapter.model.chunk_view import ChunkView
+from zorse_megatron.adapter.model.chunk_view import ChunkView, number_of_layer
 from zorse_megatron.costs.interface import (
+    ComputeCost,
+    DtypeCosts,
     LayerTimes,
     ModelSection,
     PassTimes,
@@ -79,6 +81,8 @@ class Pacer:
         """Whether gradients of weights are computed apart from backwards."""
         self._left: dict[Any, deque[int]] = {}
         """Layer -> samples of its backwards whose weight gradients are to be computed."""
+        self._costs: dict[Any, DtypeCosts] = {}
+        """Layer -> its costs."""
         self._stepped: Any = None
         self._num_stepped = 0
         """Elements, or chunks, of an update that is made in parts."""
@@ -93,6 +97,7 @@ class Pacer:
         for number, layer in enumerate(chunk.layers):
             recomputed = number < chunk.num_recomputed
             how: RecomputeMode = "full" if recomputed else chunk.recompute
+            self._costs[layer] = self.sizes.of_layer(number_of_layer(layer))
             if self.sizes.in_tp_group:
                 self._watch_layer_of_tp_group(layer, how)
             elif self.sizes.sharing is not None:
@@ -103,7 +108,7 @@ class Pacer:
             self._splits = True
             if self.sizes.sharing is None:
                 self._left[layer] = left = deque[int]()
-                weight.register_hook(partial(self._weight_gradients, left))
+                weight.register_hook(partial(self._weight_gradients, layer, left))
         if chunk.embedding is not None:
             self._watch_embedding(chunk.embedding)
         if chunk.output_layer is not None:
@@ -133,14 +138,14 @@ class Pacer:
 
         mlp.register_forward_pre_hook(enter)
         mlp.experts.register_forward_pre_hook(partial(self._half, how, "mlp"))
-        mlp.experts.register_forward_hook(self._experts)
+        mlp.experts.register_forward_hook(partial(self._experts, layer))
         mlp.register_forward_hook(lambda *args: on_backward(args[-1], self._tokens_go))
         layer.register_forward_hook(partial(self._layer_of_tp_group, how))
 
     def _tokens_go(self) -> None:
         self.sizes.tokens_return = False
 
-    def _experts(self, module: Any, _inputs: Any, output: Any) -> None:
+    def _experts(self, layer: Any, module: Any, _inputs: Any, output: Any) -> None:
         """Tokens go back, as do their gradients when those of rows are there."""
         self.sizes.tokens_return = True
         size = self.sizes.micro_batch_size(_first(output))
@@ -150,7 +155,7 @@ class Pacer:
 
         def accumulate(_gathered: object = None) -> None:
             if self._splits:
-                self._take_apart(size)
+                self._take_apart(layer, size)
             else:
                 self._take("B", later_s)
 
@@ -221,49 +226,52 @@ class Pacer:
         on_backward(output, self._begin_pass)
 
     def _layer(self, how: RecomputeMode, layer: Any, _inputs: Any, output: Any) -> None:
-        hidden = _first(output)
-        size = hidden.shape[1]
-        times = self.compute.layer(self.kind, size)
+        hidden, costs = _first(output), self._costs[layer]
+        size, compute = hidden.shape[1], costs.compute
+        times = compute.layer(self.kind, size)
         if torch._C._current_graph_task_id() != -1:  # a forward within a backward
-            self._take("B", self.compute.recompute_s(self.kind, size, "full"))
+            self._take("B", compute.recompute_s(self.kind, size, "full"))
         else:
             self._take("F", times.forward_s)
             if layer.training:
-                self.cap.keep_layer(size, how)
-                self.host.forward_bytes += self.cap.layer_bytes(size, how)
-        backward_s = times.backward_s - self._apart_s(size)
+                self.host.forward_bytes += self.cap.keep_layer(costs.memory, size, how)
+        backward_s = times.backward_s - self._apart_s(compute, size)
         if how == "selective":
-            backward_s += self.compute.recompute_s(self.kind, size, how)
+            backward_s += compute.recompute_s(self.kind, size, how)
         # Of a layer that is recomputed, one of its two outputs gets a gradient.
         on_backward(
             hidden, lambda: self._backward(backward_s, partial(self._drop, layer, size, how))
         )
 
-    def _apart_s(self, size: int) -> float:
+    def _apart_s(self, compute: ComputeCost, size: int) -> float:
         """What a layer's backward leaves to its weight gradients."""
-        return self.compute.weight_gradients_s(self.kind, size) if self._splits else 0.0
+        return compute.weight_gradients_s(self.kind, size) if self._splits else 0.0
 
     def _drop(self, layer: Any, size: int, how: RecomputeMode) -> None:
         """A layer's activations go; what its weight gradients are made of stays."""
+        memory = self._costs[layer].memory
         if not self._splits:
-            self.cap.drop_layer(size, how)
+            self.cap.drop_layer(memory, size, how)
             return
-        arriving = self.cap.memory.arriving_bytes(size)
+        arriving = memory.arriving_bytes(size)
         self.cap.keep(arriving)
-        self.cap.drop_layer(size, how)
+        self.cap.drop_layer(memory, size, how)
         if layer in self._left:
             self._left[layer].append(size)
-        self.cap.keep(self.cap.memory.delayed_bytes(size))
+        self.cap.keep(memory.delayed_bytes(size))
         self.cap.drop(arriving)
 
-    def _weight_gradients(self, left: deque[int], gradient: torch.Tensor | None) -> None:
+    def _weight_gradients(
+        self, layer: Any, left: deque[int], gradient: torch.Tensor | None
+    ) -> None:
         """Those of one layer: they are there all at once, in the order of its backwards."""
         if gradient is not None:
-            self._take_apart(left.popleft())
+            self._take_apart(layer, left.popleft())
 
-    def _take_apart(self, size: int) -> None:
-        self._take("W", self._apart_s(size))
-        self.cap.drop(self.cap.memory.delayed_bytes(size))
+    def _take_apart(self, layer: Any, size: int) -> None:
+        costs = self._costs[layer]
+        self._take("W", self._apart_s(costs.compute, size))
+        self.cap.drop(costs.memory.delayed_bytes(size))
 
     def _entering(self, section: ModelSection) -> Callable[..., None]:
         """What notes which section of the model the rank computes."""
@@ -277,7 +285,7 @@ class Pacer:
         compute: Any = self.compute  # of a rank of a TP group: a `TpComputeCost`
         times: LayerTimes = compute.layer_in_two(self.kind, size)
         whole_s = times.attention.backward_s + times.mlp.backward_s
-        left = 1 - self._apart_s(size) / whole_s if self._splits and whole_s else 1.0
+        left = 1 - self._apart_s(compute, size) / whole_s if self._splits and whole_s else 1.0
         return LayerTimes(attention=_shorter(times.attention, left), mlp=_shorter(times.mlp, left))
 
     def _half(self, how: RecomputeMode, half: str, _module: Any, inputs: Any) -> None:
@@ -305,8 +313,7 @@ class Pacer:
         hidden = _first(output)
         size = self.sizes.micro_batch_size(hidden)
         if torch._C._current_graph_task_id() == -1 and layer.training:
-            self.cap.keep_layer(size, how)
-            self.host.forward_bytes += self.cap.layer_bytes(size, how)
+            self.host.forward_bytes += self.cap.keep_layer(self.cap.memory, size, how)
         backward_s, enter = self._halves(size).mlp.backward_s, self._entering("layer")
         if self.sizes.sharing is not None:  # it takes its time within
             backward_s = 0.0
