@@ -12,12 +12,12 @@ import torch
 
 from tests.megatron.recording_entry import let_values_be_narrower
 from zorse_megatron.adapter.measuring_run import run_until_built
+from zorse_megatron.inputs.lora import LORA_FLAG, parse_lora
 
 ROUNDS = 6
 
 
 def compare(model: Any, size: int) -> dict[str, Any]:
-    from zorse_megatron.adapter.memory import SavedActivations
     from zorse_megatron.adapter.model.model_passes import ModelPasses
     from zorse_megatron.measure.on_ranks.layer_timing import measured_pass
 
@@ -29,13 +29,6 @@ def compare(model: Any, size: int) -> dict[str, Any]:
         )
         wholes_s.append(whole_model_s(passes, size))
     found = repeats[0]
-    parameters = {p.untyped_storage().data_ptr() for p in passes.model.parameters()}
-    kept = SavedActivations(parameters.__contains__, None)
-    one = passes.make("layer", size)
-    with kept.counting():
-        output = one.forward()
-    saved_bytes = kept.num_bytes
-    del output
     return {
         # The fastest, as of the whole model.
         "measured_s": {
@@ -55,10 +48,23 @@ def compare(model: Any, size: int) -> dict[str, Any]:
         "saved_bytes": found["layer"].saved_bytes,
         "attention": found["layer"].attention,
         "peak_bytes": {p: f.peak_bytes for p, f in found.items()},
-        "counted_bytes": saved_bytes,
-        "input_bytes": one.given[0].nbytes,
+        **counted(passes, size),
         "whole_s": min(wholes_s),
     }
+
+
+def counted(passes: Any, size: int) -> dict[str, int]:
+    """What autograd keeps of a layer."""
+    from zorse_megatron.adapter.memory import SavedActivations
+
+    parameters = {p.untyped_storage().data_ptr() for p in passes.model.parameters()}
+    kept = SavedActivations(parameters.__contains__, None)
+    one = passes.make("layer", size)
+    with kept.counting():
+        output = one.forward()
+    counted_bytes = kept.num_bytes
+    del output
+    return {"counted_bytes": counted_bytes, "input_bytes": one.given[0].nbytes}
 
 
 def whole_model_s(passes: Any, size: int) -> float:
@@ -77,10 +83,23 @@ if __name__ == "__main__":
     # CPU seconds: on a machine that others use, short passes run undisturbed more often than long.
     time.perf_counter = time.process_time
     size = int(sys.argv[1])
-    if "--multi-latent-attention" in sys.argv:
+    flags, adapters = sys.argv[2:], None
+    if LORA_FLAG in flags:
+        at = flags.index(LORA_FLAG)
+        adapters = parse_lora(flags[at + 1], [])
+        del flags[at : at + 2]
+    if "--multi-latent-attention" in flags:
         let_values_be_narrower()
-    run_until_built(
-        None,
-        sys.argv[2:],
-        lambda model, _optimizer: print("FOUND " + json.dumps(compare(model, size))),
-    )
+
+    def use(model: Any, _optimizer: Any) -> None:
+        if adapters is None:
+            found = compare(model, size)
+        else:
+            from zorse_megatron.adapter.model.lora import add_adapters
+            from zorse_megatron.adapter.model.model_passes import ModelPasses
+
+            add_adapters(model.module, adapters)
+            found = counted(ModelPasses(model), size)
+        print("FOUND " + json.dumps(found))
+
+    run_until_built(None, flags, use)

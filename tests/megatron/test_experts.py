@@ -31,6 +31,7 @@ from tests.megatron.plans import (
     tp_replica,
     with_settings,
 )
+from tests.megatron.stock_adapters_entry import ADAPTERS
 from tests.megatron.test_checkpoints import RUNS, Saved, assert_same_rest
 from tests.megatron.test_mixed_precision import FP16_ROUNDING
 from tests.megatron.test_moving import STEPS, assert_runs, both_runs
@@ -43,6 +44,7 @@ from tests.megatron.test_upstream_script import (
 )
 from tests.megatron.upstream import needs_upstream
 from tests.traces import load_trace
+from zorse_megatron.inputs.lora import is_adapter
 from zorse_megatron.plan.plan import Plan, Replica, TpShards
 
 EXPERTS = (
@@ -216,6 +218,41 @@ def test_follows_one_process_on_packed_samples(name: str, corpus: Path, tmp_path
     alone = stock_run(for_one_process(flags), **PACKED)
     assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
     assert_follows(plan_run(plan, flags, **PACKED), alone)
+
+
+BOTH_LOSSES = (*BALANCED, "--moe-z-loss-coeff", "0.01")
+ADAPTED_ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
+    "aux_loss, unequal groups": (LAYOUTS["3|2"], BOTH_LOSSES),
+    "bias, recomputed": (
+        with_settings(BREADTH_FIRST, FULL),
+        (*BIASED, *UNTIED, "--moe-layer-freq", "([0]+[1]*3)"),
+    ),
+    "in the host": (in_the_host(BREADTH_FIRST), BOTH_LOSSES),
+    "in TP groups, sequence parallel": (IN_TP_GROUPS, (*BOTH_LOSSES, "--sequence-parallel")),
+    "global_aux_loss, shared by ranks": (SHARED, OF_ALL),
+    "bias, shared by ranks": (
+        SHARED_BREADTH_FIRST,
+        (
+            *(*BIASED, "--moe-shared-expert-intermediate-size", "40"),
+            "--moe-shared-expert-gate",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED_ROWS)
+def test_adapters_follow_one_process(name: str, corpus: Path) -> None:
+    """All else stays, the experts' bias too; losses of routers reach adapters before them."""
+    plan, more = ADAPTED_ROWS[name]
+    flags = flags_for(corpus, *MODEL, *more)
+    alone = stock_run(for_one_process(flags), entry="tests.megatron.stock_adapters_entry")
+    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    run = plan_run(plan, (*flags, "--zorse-lora", ADAPTERS))
+    assert_follows(run, alone)
+    for before, after in zip(run.initial, run.of_ranks, strict=True):
+        for weight, value in before.items():
+            changed = not torch.equal(value, after[weight])
+            assert changed == is_adapter(weight) or not value.numel(), weight
 
 
 def test_the_trace_has_the_bytes_that_ranks_send_to_experts(corpus: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tests.megatron.plans import (
     FULL,
     LAYOUTS,
     chunked_plan,
+    expert_replica,
     in_the_host,
     plan_of,
     replica,
@@ -50,6 +51,7 @@ from zorse_megatron.weights.convert import Imported, import_model
 from zorse_megatron.weights.opened import base_digest, iteration_folder
 
 ALL = ("--zorse-lora", "rank=4,alpha=12,targets=q,k,v,o,gate,up,down")
+BESIDE_EXPERTS = ("--zorse-lora", "rank=4,alpha=12,targets=q,k,v,o", "--moe-aux-loss-coeff", "0")
 SOME = ("--zorse-lora", "rank=3,alpha=2,targets=q,v,up")
 UNEQUAL = TpShards(kv_groups=(2, 0), mlp_columns=(32, 96), vocabulary_rows=(192, 64))
 ALONE = plan_of(((replica(0, 2, 4),), 4))
@@ -133,7 +135,9 @@ def _job(base: Imported, *more: str) -> list[str]:
         *(*base.flags, "--pretrained-checkpoint", str(base.folder), "--seq-length", str(LENGTH)),
         *("--micro-batch-size", "1", "--global-batch-size", "8", "--lr", str(RATE)),
         *("--lr-decay-style", "constant", "--weight-decay", "0.1", "--log-interval", "1"),
-        *(*WITHOUT_DROPOUT, *WITHOUT_EVALUATION, *WITHOUT_WORKERS, "--seed", "7", *ALL, *more),
+        *(*WITHOUT_DROPOUT, *WITHOUT_EVALUATION, *WITHOUT_WORKERS, "--seed", "7"),
+        *(BESIDE_EXPERTS if "--num-experts" in base.flags else ALL),
+        *more,
     ]
 
 
@@ -152,6 +156,8 @@ def _of_peft(
     peft, transformers = _peft_and_transformers()
     base = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     names = [name.split(".")[1] for name in TARGETS.values()]
+    if hasattr(base.config, "num_local_experts"):
+        names = names[:4]
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, config)
     parameters = dict(model.named_parameters())
@@ -177,12 +183,14 @@ def _of_peft(
     return losses, model
 
 
-def test_follows_peft(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_follows_peft(name: str, models: Path, tmp_path: Path) -> None:
     """Twenty steps of Adam with clipping and weight decay; the first loss is the base's.
 
-    What is exported, as adapters or merged into the base, is the model that `peft` has trained.
+    Experts have none, and no loss of their load. What is exported, as adapters or merged into the
+    base, is the model that `peft` has trained.
     """
-    source, saved = models / "llama", tmp_path / "saved"
+    source, saved = models / name, tmp_path / "saved"
     base = import_model(source, tmp_path / "base")
     batches = tmp_path / "batches.pt"
     run = plan_run(
@@ -196,15 +204,15 @@ def test_follows_peft(models: Path, tmp_path: Path) -> None:
     assert run.losses == pytest.approx(losses, abs=MAX_LOSS_DIFFERENCE)  # seen: 1e-6
     assert losses[-1] < losses[0] - 0.1  # it has learnt something
     command = ["export-hf", str(saved), "OUT", "--source", str(source)]
-    for name, more in (("adapter", ["--adapter"]), ("merged", ["--merge", str(base.folder)])):
-        run_zorse(["zorse", *command[:2], str(tmp_path / name), *command[3:], *more])
+    for kind, more in (("adapter", ["--adapter"]), ("merged", ["--merge", str(base.folder)])):
+        run_zorse(["zorse", *command[:2], str(tmp_path / kind), *command[3:], *more])
     peft, transformers = _peft_and_transformers()
     fresh = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     adapted = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
     merged = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", attn_implementation="eager"
     )
-    tokens, before = torch.load(models / "llama.pt")
+    tokens, before = torch.load(models / f"{name}.pt")
     expected = model(tokens).logits
     assert (expected - before).abs().max() > 0.1
     for found in (adapted, merged):
@@ -287,6 +295,20 @@ def test_goes_on_under_any_plan(models: Path, tmp_path: Path) -> None:
         run = plan_run(plan, _saving(base, again, *degree, *more), script=())
         assert run.losses == pytest.approx(whole.losses[2:], abs=MAX_LOSS_DIFFERENCE), name
         assert run.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-4), name
+
+
+def test_goes_on_beside_experts(models: Path, tmp_path: Path) -> None:
+    """Experts and routers come from the base at every start, also to ranks that share them."""
+    base = import_model(models / "mixtral", tmp_path / "base")
+    saved = tmp_path / "saved"
+    whole = plan_run(LAYOUTS["3|2"], _saving(base, saved), script=())
+    assert all(is_adapter(key) for key in _tensors(saved / "iter_0000002"))
+    shutil.rmtree(saved / "iter_0000004")
+    (saved / TRACKER).write_text("2")
+    shared = plan_of(((expert_replica((0, 1), (1, 3), (3, 1), 2),), 3), ((replica(2, 8, 1),), 1))
+    run = plan_run(shared, _saving(base, saved), script=())
+    assert run.losses == pytest.approx(whole.losses[2:], abs=MAX_LOSS_DIFFERENCE)
+    assert run.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-4)
 
 
 def _refused(flags: list[str]) -> str:

@@ -10,6 +10,7 @@ from zorse_megatron.costs.model_memory import LayerActivations
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.model_in_flags import computing_from_flags, shape_from_flags
 from zorse_megatron.flags.table import WITHOUT_DROPOUT
+from zorse_megatron.inputs.lora import LORA_FLAG, parse_lora
 from zorse_megatron.inputs.model import Computing, ModelShape
 from zorse_megatron.measure.tasks import single_layer_flags
 
@@ -42,9 +43,9 @@ LATENT = (
 SHARED = ("--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate")
 
 
-def measured(flags: tuple[str, ...]) -> tuple[ModelShape, dict[str, Any]]:
+def measured(flags: tuple[str, ...], *more: str) -> tuple[ModelShape, dict[str, Any]]:
     shape = shape_from_flags(flags)
-    words = [str(SIZE), *single_layer_flags(flags, shape)]
+    words = [str(SIZE), *single_layer_flags(flags, shape), *more]
     entry = "tests.megatron.measure_layers_entry"
     result = run_ranks(words, 1, entry=entry, timeout_s=120).check()
     (line,) = [line for line in result.outputs[0].splitlines() if line.startswith("FOUND ")]
@@ -114,6 +115,19 @@ def test_experts(more: tuple[str, ...], beside: int) -> None:
     )
     expected = form.bytes_per_sample("none") + 2 * 2 * 4 * SEQUENCE
     assert facts["counted_bytes"] == SIZE * expected + SEQUENCE**2 + beside
+
+
+@pytest.mark.parametrize("more", [(), ("--swiglu", *SHARED)], ids=["gelu", "shared"])
+def test_adapters_beside_experts(more: tuple[str, ...]) -> None:
+    """Experts that stay as they are keep no inputs of their matrices; routers still do."""
+    flags = (*EXPERTS, *more)
+    shape, facts = measured(flags, LORA_FLAG, "rank=4,alpha=8,targets=q,k,v,o")
+    lora = parse_lora("rank=4,alpha=8,targets=q,k,v,o", [])
+    form = LayerActivations(
+        model=shape, element_bytes=4, attention="unfused", computing=Computing(lora=lora)
+    )
+    expected = form.bytes_per_sample("none") + 2 * 2 * 4 * SEQUENCE
+    assert facts["counted_bytes"] == SIZE * expected + SEQUENCE**2 + 8 * 8
 
 
 @pytest.mark.parametrize("more", [(), ("--q-lora-rank", "40")], ids=["keys", "queries"])

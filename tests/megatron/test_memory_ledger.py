@@ -88,6 +88,10 @@ OF_EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", str(2 * HIDDEN)),
     *("--disable-bias-linear", "--moe-router-load-balancing-type", "none"),
 )
+BESIDE_EXPERTS = replace(
+    EXPERTS,
+    computing=replace(USUAL, lora=parse_lora("rank=32,alpha=16,targets=q,k,v,o", [])),
+)
 WITH_EXPERTS = ("full recomputation, weight gradients apart", "in the host")
 
 
@@ -107,13 +111,15 @@ def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
         *((name, MEMORY) for name in PLANS),
         *((name, ADAPTERS) for name in WITH_ADAPTERS),
         *((name, EXPERTS) for name in WITH_EXPERTS),
+        *((name, BESIDE_EXPERTS) for name in ("1f1b", "in the host")),
     ],
 )
 def test_peaks_are_those_of_the_simulator(
     name: str, memory: TransformerMemory, corpus: Path, tmp_path: Path
 ) -> None:
-    plan, more = PLANS[name], OF_EXPERTS if memory is EXPERTS else ()
-    lora = ("--zorse-lora", str(LORA)) if memory is ADAPTERS else ()
+    plan, more = PLANS[name], () if memory.model.experts is None else OF_EXPERTS
+    trained = memory.computing.lora
+    lora = () if trained is None else ("--zorse-lora", str(trained))
     run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path), *more, *lora).check()
     predicted = simulate(
         plan,

@@ -37,7 +37,7 @@ from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.lora import misfits, parse_lora
 from zorse_megatron.inputs.model import USUAL, Computing, Experts, ExpertsOfRank, ModelShape
 from zorse_megatron.inputs.profile import Profile, Source, parse_profile
-from zorse_megatron.plan.plan import TpShards
+from zorse_megatron.plan.plan import ExpertParallel, TpShards
 from zorse_megatron.plan.plan_file import dump_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.cost_models import CostModels
@@ -45,6 +45,7 @@ from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.outcome import PlannerInputError
 from zorse_megatron.planner.search.tensor_parallel_choices import dealt, tp_shards_to_try
 from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.rank_bytes import RankSizes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 KIND, TOKENS, HIDDEN, WIDTH, NUMBER, CHOSEN = "A100-40", 512, 1024, 768, 16, 4
@@ -419,10 +420,46 @@ def test_placements_of_experts_are_near_the_best_of_all():
     assert every <= best < 1.02 * every
 
 
+# Adapters of attention, beside experts that stay as they are.
+
+LORA = parse_lora("rank=8,alpha=16,targets=q,v", [])
+
+
 def test_experts_have_no_adapters():
-    lora = parse_lora("rank=8,alpha=16,targets=q,v", [])
+    lora = parse_lora("rank=8,alpha=16,targets=q,gate,up", [])
     (problem,) = misfits(lora, MODEL)
-    assert "16 experts" in problem.found and not list(misfits(lora, DENSE))
+    assert problem.found == "targets gate,up, and 16 experts in a layer"
+    assert not list(misfits(lora, DENSE)) and not list(misfits(LORA, MODEL))
+
+
+def test_frozen_experts_are_read_backward_and_nothing_is_added_up():
+    frozen = replace(USUAL, lora=replace(LORA, targets=()))
+    costs = AnalyticCompute(MODEL, dtype="bfloat16", computing=frozen)
+    there, back = (each.bytes_per_parameter for each in traffic_of("bfloat16"))
+    others = ATTENTION + NUMBER * HIDDEN + 2 * HIDDEN
+    spared_s = (back - there) * others / GPU_KINDS[KIND].memory_bytes_per_s
+    for size in (8, 32):
+        forward_s, backward_s, weights_s = seconds_by_hand(size)
+        times = costs.layer(KIND, size)
+        assert times.forward_s == pytest.approx(forward_s)
+        assert times.backward_s == pytest.approx(backward_s - weights_s - spared_s)
+        assert costs.weight_gradients_s(KIND, size) == 0.0
+
+
+def test_frozen_experts_are_where_they_are_held():
+    """2 bytes for each parameter, layer by layer; adapters alone have gradients and state."""
+    model = replace(MODEL, dense_layers=(0,))
+    inputs = inputs_of(model, lora=LORA)
+    shared = ExpertParallel(experts=(3, NUMBER - 3), samples=(4, 2))
+    pair = replica(0, 1, size=6, count=2, expert_parallel=shared)
+    plan = plan_of([pair, replica(2, size=6)], [replica(3, count=24)], layers=4)
+    sizes = RankSizes(replace(plan, model=inputs.model), inputs)
+    layer, ends = model.layer_parameters(), model.embedding_parameters()
+    dense = model.dense.layer_parameters()
+    for rank, missing in enumerate((NUMBER - 3, 3, 0)):
+        assert sizes.frozen_bytes(rank, 0) == 2 * (dense + layer - missing * EXPERT + ends)
+        assert sizes.held(rank, 0) == 2 * LORA.layer_parameters(model)
+    assert sizes.frozen_bytes(3, 1) == 2 * (2 * layer + model.head_parameters())
 
 
 @pytest.mark.slow

@@ -178,7 +178,6 @@ EXAMPLES = {
         ({}, "--optimizer muon", "--fp16"),
         ({}, "--optimizer muon --use-distributed-optimizer", "--use-distributed-optimizer"),
         ({}, f"--zorse-lora {LORA} --optimizer muon", "--optimizer"),
-        ({}, f"{EXPERTS} --zorse-lora {LORA}", "--zorse-lora"),
         ({}, f"{EXPERTS} --optimizer muon", "--optimizer"),
         ({}, "--num-experts 4", "--num-experts"),
     ],
@@ -301,6 +300,7 @@ EXAMPLES = {
         ({}, f"--zorse-lora {LORA} --save a/ --save-interval 1 --pretrained-checkpoint a", "--save")
     ],
     "adapters_lack_matrices": [({}, f"--zorse-lora {LORA},gate", "--zorse-lora")],
+    "experts_lack_adapters": [({}, f"{EXPERTS} --zorse-lora {LORA},up", "--zorse-lora")],
     "batches_cut_blocks": [
         (
             {},

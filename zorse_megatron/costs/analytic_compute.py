@@ -319,7 +319,8 @@ class AnalyticCompute:
         if lora is None:
             return _Added()
         there, back = (each.bytes_per_parameter for each in traffic_of(self.dtype))
-        parameters, weights = lora.layer_parameters(model, ranks), model.layer_parameters(ranks)
+        parameters = lora.layer_parameters(model, ranks)
+        weights = model.layer_parameters(ranks) - model.expert_parameters
         tokens, forward, backward = micro_batch_size * model.seq_length, 0.0, 0.0
         for size in lora.sizes(model).values():
             inputs = size.inputs / (1 if size.cuts_outputs else ranks)
@@ -368,6 +369,8 @@ class AnalyticCompute:
     @property
     def _expert_gradient_bytes(self) -> float:
         """Of experts, read and written once where gradients of weights are added up."""
+        if self.computing.lora is not None:
+            return 0.0
         is_narrow = self.computing.narrow_gradients
         accumulated = element_bytes(self.dtype) if is_narrow else _FLOAT32_BYTES
         return 2.0 * accumulated * self.model.expert_parameters

@@ -152,9 +152,12 @@ class LayerActivations:
         score_bytes = self.computing.router_bytes or self.element_bytes
         model, rows = self.model, chosen * (experts.num_held > 0)
         is_gated, has_input = model.is_gated, model.activation != "relu"
+        trains = self._trains("gate", "up", "down")
+        # A ReLU's gradient follows from its output, which of experts is kept for their scores.
+        kept = model.ffn_width * bool(rows) if trains else experts.shared_ffn_hidden_size
         yield self._tensor("input of the router", hidden, module="layernorm", is_whole=True)
         for name, width, element_bytes in (
-            ("rows of the experts", rows * hidden, None),
+            ("rows of the experts", rows * hidden * trains, None),
             ("scores", scored, _FLOAT32_BYTES),
             ("chosen experts", chosen, _INDEX_BYTES),
             ("chosen experts in order, and places of their rows", 3 * chosen, _INDEX_BYTES),
@@ -171,7 +174,7 @@ class LayerActivations:
             "input of the activation", model.ffn_input_width * has_input, is_whole=True
         )
         yield self._tensor(
-            "input of the second matrix", model.ffn_width * bool(rows), is_whole=True
+            "input of the second matrix", kept * (trains or not has_input), is_whole=True
         )
 
     def _trains(self, *targets: Target) -> bool:

@@ -26,7 +26,7 @@ from zorse_megatron.flags.model_in_flags import (
 from zorse_megatron.flags.table import defaults, further_rows, spelling_of
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
-from zorse_megatron.inputs.lora import parse_lora
+from zorse_megatron.inputs.lora import MLP_TARGETS, parse_lora
 from zorse_megatron.live.batch_schedule import BatchSchedule
 from zorse_megatron.plan.divided_replicas import DividedSizes, divided_problems, tp_groups_of
 from zorse_megatron.plan.memory_settings import said_settings
@@ -176,6 +176,14 @@ def adapters_lack_matrices(case: Case, name: str) -> Filled:
     is_gated = case.value("swiglu") or case.value("quick_geglu")
     if lora is not None and "gate" in lora.targets and not is_gated:
         yield {}
+
+
+def experts_lack_adapters(case: Case, name: str) -> Filled:
+    """Targets of the MLP, in a model with experts."""
+    lora = getattr(case.args, "zorse_lora", None)
+    of_mlp = [] if lora is None else [each for each in lora.targets if each in MLP_TARGETS]
+    if of_mlp and case.value("num_experts"):
+        yield {"targets": ",".join(of_mlp)}
 
 
 def interval_is_missing(case: Case, name: str) -> Filled:

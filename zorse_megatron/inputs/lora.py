@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
 TARGETS: tuple[Target, ...] = get_args(Target)
+MLP_TARGETS: tuple[Target, ...] = ("gate", "up", "down")
 LORA_FLAG = "--zorse-lora"
 _USUAL = "rank=16,alpha=32,targets=q,k,v,o,gate,up,down"
 _KEYS = ("rank", "alpha", "targets")
@@ -151,12 +152,13 @@ def parse_lora(text: str | None, problems: list[Problem], *, where: str = LORA_F
 def misfits(lora: Lora, shape: "ModelShape", *, where: str = LORA_FLAG) -> Iterator[Problem]:
     """Yield what the model of a command has not."""
     known = target_sizes(shape)
-    if shape.experts is not None:
+    of_mlp = [name for name in lora.targets if name in MLP_TARGETS]
+    if shape.experts is not None and of_mlp:
         yield Problem(
             where=where,
-            found=f"{lora}, and {shape.experts.num_experts} experts in each layer",
-            expected="a model without experts",
-            remedy="Train all weights: experts have no adapters here.",
+            found=f"targets {','.join(of_mlp)}, and {shape.experts.num_experts} experts in a layer",
+            expected="targets of attention alone: q,k,v,o",
+            remedy="Leave the others out: experts stay as they are, and have no adapters here.",
         )
     for name in lora.targets:
         if name not in known:

@@ -182,9 +182,12 @@ class RankSizes:
     def frozen_bytes(self, rank: int, chunk: int) -> int:
         """What a rank has of the chunk beside that, as it is not trained: it never moves."""
         ends = chunk == 0, self.is_last(chunk)
-        memory, layers = self.memory_at(rank, chunk), self.num_layers(chunk)
-        tied = self.tied and all(ends)
-        return int(frozen_bytes(memory, layers, *ends, tied_on_same_rank=tied))
+        memory, tied = self.memory_at(rank, chunk), self.tied and all(ends)
+        of_layers = sum(
+            count * each.parameter_bytes(each.frozen_parameters("layer"))
+            for each, count in self.runs(chunk, self.part(rank))
+        )
+        return of_layers + int(frozen_bytes(memory, 0, *ends, tied_on_same_rank=tied))
 
     def summed_in_tp_groups(self, chunk: int) -> int:
         """Those that every rank of a TP group has, and with sequence parallelism sees a part of.

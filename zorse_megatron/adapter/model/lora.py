@@ -58,6 +58,11 @@ def add_adapters(model: Any, lora: Lora) -> None:
     for layer in model.decoder.layers:
         _add(layer.self_attention, layer.self_attention.linear_qkv, lora, ("q", "k", "v"))
         _add(layer.self_attention, layer.self_attention.linear_proj, lora, ("o",))
+        router = getattr(layer.mlp, "router", None)
+        if router is not None:
+            # As stock's --freeze-all-layers: the model would change, and no checkpoint would tell.
+            router.frozen_expert_bias = True
+            continue
         first = ("gate", "up") if layer.mlp.config.gated_linear_unit else ("up",)
         _add(layer.mlp, layer.mlp.linear_fc1, lora, first)
         _add(layer.mlp, layer.mlp.linear_fc2, lora, ("down",))
