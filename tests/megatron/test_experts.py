@@ -10,6 +10,7 @@ import torch
 from tests.megatron.comparison import (
     LLAMA,
     MASKED,
+    MUON,
     NUM_LAYERS,
     UNTIED,
     assert_follows,
@@ -162,6 +163,21 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "latent queries, shared by ranks, weight gradients apart": (
         split(SHARED_BREADTH_FIRST),
         (*LATENT, *EXPERTS, *BIASED, "--q-lora-rank", "24", "--moe-layer-freq", "([0]+[1]*3)"),
+    ),
+    "Muon": (
+        LAYOUTS["3|2"],
+        (*(*MODEL, *MUON, *BALANCED, "--moe-z-loss-coeff", "0.01"), "--clip-grad", "0.5"),
+    ),
+    "Muon, shared by ranks": (
+        SHARED_BY_THREE,
+        (
+            *(*MODEL, *MUON, *BIASED, "--moe-layer-freq", "([0]+[1]*3)", "--muon-nesterov"),
+            *("--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate"),
+        ),
+    ),
+    "Muon, shared by ranks beside a rank, sharded": (
+        SHARED_BREADTH_FIRST,
+        (*MODEL, *MUON, *OF_ALL, *UNTIED),
     ),
     "latent attention, recomputed": (
         with_settings(LAYOUTS["2|1"], FULL),
@@ -356,6 +372,7 @@ def test_logs_what_one_process_logs(corpus: Path) -> None:
 
 RUNS["in TP groups"] = IN_TP_GROUPS
 RUNS["shared by ranks"] = SHARED_BY_THREE
+RUNS["shared, sharded"] = SHARED_BREADTH_FIRST
 
 
 @pytest.mark.parametrize(
@@ -371,6 +388,13 @@ def test_resumes(by: str, then: str, corpus: Path) -> None:
     saved = Saved(corpus)
     directory, uninterrupted = saved.by(by, *MODEL, *BIASED)
     assert_same_rest(saved.resume(then, directory, *MODEL, *BIASED), uninterrupted)
+
+
+def test_resumes_with_muon(corpus: Path) -> None:
+    """What ranks that share experts own of a momentum goes to others that do."""
+    saved, flags = Saved(corpus), (*MODEL, *MUON, *BIASED)
+    directory, uninterrupted = saved.by("shared by ranks", *flags)
+    assert_same_rest(saved.resume("shared, sharded", directory, *flags), uninterrupted)
 
 
 @pytest.mark.parametrize(

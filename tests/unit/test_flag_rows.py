@@ -178,7 +178,6 @@ EXAMPLES = {
         ({}, "--optimizer muon", "--fp16"),
         ({}, "--optimizer muon --use-distributed-optimizer", "--use-distributed-optimizer"),
         ({}, f"--zorse-lora {LORA} --optimizer muon", "--optimizer"),
-        ({}, f"{EXPERTS} --optimizer muon", "--optimizer"),
         ({}, "--num-experts 4", "--num-experts"),
     ],
     "full_recomputation_lacks_settings": [

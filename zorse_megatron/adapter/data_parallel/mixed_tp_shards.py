@@ -28,6 +28,7 @@ from zorse_megatron.runtime.mixed_tp_exchange import (
     sum_into_owners,
 )
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
+from zorse_megatron.schedule.shards import Interval
 from zorse_megatron.schedule.tensor_parallel_parts import (
     Run,
     TensorPart,
@@ -125,6 +126,17 @@ class MixedTpShards(ChunkShards):
             runs += runs_of(block, tensor.part.shape, at)
             at += block.numel
         return tuple(runs)
+
+    def owners(self, parameter: torch.nn.Parameter) -> dict[int, Interval]:
+        """Global rank -> what it owns of the flattened parameter, where no TP group cuts any."""
+        tensor = self.mixed_tp[parameter]
+        found: dict[int, Interval] = {}
+        for each in tensor.blocks:
+            for run in runs_of(each.block, tensor.part.shape, 0):
+                start, stop = found.get(each.owner, (run.start, run.start))
+                assert stop == run.start, "what one rank owns is in one piece"
+                found[each.owner] = start, run.stop
+        return found
 
     @property
     def parameter_bytes(self) -> int:

@@ -116,30 +116,20 @@ class MuonSteps:
         self._shared: dict[int, list[SharedMatrix]] = {id(chunk): [] for chunk in chunks}
         for chunk, parameter, interval, shard in optimizer.owned_shards:
             if id(shard) in group_of and _length(interval):
-                group = group_of[id(shard)]
-                self._add(
-                    chunk,
-                    OwnedPart(parameter=parameter, interval=interval, shard=shard, group=group),
-                )
+                self._add(chunk, parameter, shard, group_of[id(shard)])
 
-    def _add(self, chunk: Any, part: OwnedPart) -> None:
-        if _length(part.interval) == part.parameter.numel():
+    def _add(
+        self, chunk: Any, parameter: torch.nn.Parameter, shard: torch.Tensor, group: Any
+    ) -> None:
+        holders = _holders(chunk, parameter)
+        part = OwnedPart(
+            parameter=parameter, interval=holders[dist.get_rank()], shard=shard, group=group
+        )
+        if len(holders) == 1:
             self._whole[id(chunk)].append(part)
             return
         self._shared[id(chunk)].append(
-            SharedMatrix(
-                part=part,
-                holders={
-                    rank: owned
-                    for rank, owned in zip(
-                        dist.get_process_group_ranks(chunk.intra_dp_cp_group),
-                        chunk.owned_parts(part.parameter),
-                        strict=True,
-                    )
-                    if _length(owned)
-                },
-                process_group=chunk.intra_dp_cp_group,
-            )
+            SharedMatrix(part=part, holders=holders, process_group=chunk.intra_dp_cp_group)
         )
 
     def steps(self, shard: torch.Tensor) -> bool:
@@ -239,6 +229,16 @@ class MuonSteps:
 
     def _apply(self, part: OwnedPart, update: torch.Tensor) -> None:
         part.shard.add_(update, alpha=-part.group["lr"])
+
+
+def _holders(chunk: Any, parameter: torch.nn.Parameter) -> dict[int, Interval]:
+    """Global rank -> the elements it owns."""
+    if parameter in chunk.mixed_tp:  # ranks share experts
+        found: dict[int, Interval] = chunk.shards.owners(parameter)
+        return found
+    ranks = dist.get_process_group_ranks(chunk.intra_dp_cp_group)
+    parts = zip(ranks, chunk.owned_parts(parameter), strict=True)
+    return {rank: owned for rank, owned in parts if _length(owned)}
 
 
 def _length(interval: Interval) -> int:
