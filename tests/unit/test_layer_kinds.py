@@ -162,7 +162,15 @@ def test_flags_and_plans_say_which_layers_have_experts():
     assert MIXED_MODEL.num_parameters == sum(apart) // 2 + ends
 
 
-@pytest.mark.parametrize("text", ["[0]*3", "[1", "0", "x", "[2]*4", "[1]*[4]", "[1]+1", "-1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[0]*3", "[1", "0", "x", "[2]*4", "[1]*[4]", "[1]+1", "-1", "[[0],1,1,1]", "([1],[0])"),
+        # What Megatron's parser stops at, or would take all memory for.
+        *("[0, 1, 1, 1]", "[0x1]*4", "[True]*4", "1+1", "[1]*9999999999999999", f"[1]*{9**99}"),
+        pytest.param("+".join(["[]"] * 9999), id="many"),
+    ],
+)
 def test_other_frequencies_are_refused(text):
     with pytest.raises(ValueError):
         layers_with_experts(text, LAYERS)

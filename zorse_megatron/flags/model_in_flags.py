@@ -5,6 +5,7 @@ again. Names and defaults are those of megatron-core 0.19 (`megatron/training/ar
 """
 
 import ast
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, Literal, cast
@@ -157,27 +158,40 @@ def layers_with_experts(frequency: Any, num_layers: int) -> tuple[Literal[0, 1],
     ((0, 0, 1, 1, 1), (1, 0, 1, 0, 1))
     """
     try:
-        found = _evaluated(ast.parse(str(frequency).strip(), mode="eval").body)
-    except SyntaxError as error:
-        raise ValueError(f"no list: {frequency}") from error
-    if isinstance(found, int) and found > 0:
-        found = [int(layer % found == 0) for layer in range(num_layers)]
-    if not isinstance(found, list) or len(found) != num_layers or not set(found) <= {0, 1}:
+        if isinstance(frequency, str) and "[" in frequency:
+            if set(frequency) - _OF_LISTS:  # which Megatron's parser refuses
+                raise ValueError(f"no list: {frequency}")
+            frequency = _evaluated(ast.parse(frequency, mode="eval").body, num_layers)
+        elif not isinstance(frequency, list):
+            if (step := int(frequency)) < 1:
+                raise ValueError(f"no number of layers: {step}")
+            frequency = [int(layer % step == 0) for layer in range(num_layers)]
+    except (SyntaxError, RecursionError) as error:
+        raise ValueError(f"neither a list nor a number: {frequency}") from error
+    if len(frequency) != num_layers or not all(each in {0, 1} for each in frequency):
         raise ValueError(f"not one of 0 and 1 for each of {num_layers} layers: {frequency}")
-    return tuple(1 if each else 0 for each in found)
+    return tuple(1 if each else 0 for each in frequency)
 
 
-def _evaluated(node: ast.expr) -> Any:
-    """The value of integers and lists of them, added and multiplied."""
+_OF_LISTS = frozenset("0123456789,[]()+*")
+
+
+def _evaluated(node: ast.expr, longest: int) -> Any:
+    """The value of integers and lists of them, added and multiplied; no list may be longer."""
     match node:
         case ast.Constant(value=int(value)):
             return value
         case ast.List(elts=elements):
-            return [_evaluated(each) for each in elements]
+            return tuple(_evaluated(each, longest) for each in elements)
         case ast.BinOp(left=left, op=ast.Add() | ast.Mult(), right=right):
-            one, other = _evaluated(left), _evaluated(right)
+            one, other = _evaluated(left, longest), _evaluated(right, longest)
             try:
-                return one + other if isinstance(node.op, ast.Add) else one * other
+                if isinstance(node.op, ast.Add):
+                    return one + other
+                sizes = [len(each) if isinstance(each, tuple) else each for each in (one, other)]
+                if math.prod(sizes) > longest:
+                    raise ValueError(f"more than {longest} layers")
+                return one * other
             except TypeError as error:
                 raise ValueError("lists can be added, and multiplied by integers") from error
     raise ValueError(f"neither an integer nor a list: {ast.unparse(node)}")
