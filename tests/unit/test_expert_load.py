@@ -278,7 +278,9 @@ def test_plans_are_found_for_a_load_in_any_order(zorse):
     assert "the busiest expert's tokens over the mean" in refused.output.replace("\n", " ")
 
 
-@pytest.mark.parametrize("load", ["0.9", "4.1", "many", "1,2", "nan", "-1" + ",1" * 15])
+@pytest.mark.parametrize(
+    "load", ["0.9", "4.1", "many", "1,2", "nan", "-1" + ",1" * 15, "1e308" + ",1e308" * 15]
+)
 def test_impossible_loads_are_refused(load, explain):
     result = explain("--expert-load", load)
     assert result.exit_code != 0

@@ -216,9 +216,9 @@ def _expert_load(text: str, experts: "Experts") -> "ExpertLoad":
     number, most = experts.num_experts, experts.num_experts / experts.per_token
     try:
         loads = [float(each) for each in text.split(",")]
-    except ValueError:
-        loads = []
-    total = math.fsum(loads)
+        total = math.fsum(loads)
+    except (ValueError, OverflowError):  # of the sum
+        loads, total = [], 0.0
     busiest = loads[0] if len(loads) == 1 else max(loads, default=0) * number / (total or math.inf)
     is_list = len(loads) == number and min(loads) >= 0
     if not (len(loads) == 1 or is_list) or not 1 - 1e-9 <= busiest <= most * (1 + 1e-9):
