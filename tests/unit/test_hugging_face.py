@@ -147,6 +147,12 @@ def test_experts_that_are_refused(config, where, found):
     assert any(where in each.where and found in each.found for each in refused.value.problems)
 
 
+def test_a_model_whose_layers_are_all_dense_has_no_experts():
+    model = parsed(DEEPSEEK_V3 | {"first_k_dense_replace": 61})
+    assert model.shape == dataclasses.replace(parsed(DEEPSEEK_V3).shape.dense, name="model")
+    assert shape_from_flags([*model.flags, "--seq-length", "4096"]).experts is None
+
+
 def test_other_layers_are_counted_on_every_rank_of_a_tp_group():
     """By hand, of Phi-2: matrices and the biases of their columns are split, one norm is whole."""
     shape = parsed(PHI_2).shape
@@ -200,6 +206,7 @@ VARIANTS = [
     ("nemotron", {"head_dim": 64}),
     ("llama", {"attention_bias": True}),
     ("glm4_moe", {"attention_bias": True, "head_dim": 24, "first_k_dense_replace": 0}),
+    ("glm4_moe", {"attention_bias": True, "head_dim": 24, "use_qk_norm": True}),
     ("deepseek_v2", {"q_lora_rank": None, "first_k_dense_replace": 1}),
     ("llama", {"mlp_bias": True}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),

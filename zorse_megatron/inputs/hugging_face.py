@@ -92,6 +92,8 @@ class Family:
     bias_key: str | None = None
     """Says whether linear layers have biases."""
     qk_norm: bool = False
+    qk_norm_key: str | None = None
+    """Says whether it has norms of query and key heads."""
     tied: bool = False
     """Where the file does not say."""
     head_dim: int | None = None
@@ -268,14 +270,16 @@ class _Config:
             "max_positions": (positions + family.more_positions) * (family.position == "learned"),
             "linear_bias": attention and mlp,
             "qkv_bias": not mlp and (attention or self._has_qkv_bias(family)),
-            "qk_norm": family.qk_norm,
+            "qk_norm": self.flag(family.qk_norm_key, family.qk_norm),
         }
         fields["experts"] = self._experts(family, fields["ffn_hidden_size"])
         fields["dense_layers"] = self._dense_layers(family, fields["num_layers"])
+        if len(fields["dense_layers"]) == fields["num_layers"]:
+            fields |= {"experts": None, "dense_layers": ()}
         if family.is_latent:
             fields["latent"] = self._latent()
             fields["kv_channels"] = max(1, hidden // heads)  # nothing has this width
-        self._refuse_uncounted(hidden)
+        self._refuse_uncounted(family, hidden)
         shape = ModelShape(**fields)
         has_some = attention != mlp
         lacks = [
@@ -426,9 +430,9 @@ class _Config:
             return self.flag("attention_bias", False)
         return family.biases == "qkv" and self.flag("qkv_bias", True)
 
-    def _refuse_uncounted(self, hidden: int) -> None:
+    def _refuse_uncounted(self, family: Family, hidden: int) -> None:
         for key, usual in _UNCOUNTED.items():
-            if self.flag(key, usual) != usual:
+            if key != family.qk_norm_key and self.flag(key, usual) != usual:
                 found, expected = (str(each).lower() for each in (not usual, usual))
                 self.add(key, found, expected, "Describe the model with Megatron's flags.")
         narrow = self.value.get("word_embed_proj_dim")
