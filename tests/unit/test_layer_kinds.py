@@ -78,17 +78,26 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+NONE, FULL = Recompute(mode="none"), Recompute(mode="full")
+RECOMPUTED = {
+    "nothing": (NONE, (NONE,) * LAYERS),
+    "attention": (Recompute(mode="selective"), (Recompute(mode="selective"),) * LAYERS),
+    "all": (FULL, (FULL,) * LAYERS),
+    "the first layer": (replace(FULL, num_layers=1), (FULL, *(NONE,) * (LAYERS - 1))),
+}
+
+
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_chunk_costs_what_its_layers_do(way, splits, recompute):
+def test_a_chunk_costs_what_its_layers_do(way, splits, recomputed):
     """Those of two models whose layers are all alike, of which each chunk has one."""
+    recompute, of_layers = RECOMPUTED[recomputed]
     replicas = WAYS[way]
     rank, size = replicas[0].ranks[0], replicas[0].micro_batch_size
-    memory = {} if recompute is None else {"recompute": Recompute(mode=recompute)}
-    how = {"split_backward": splits, **memory}
+    how = {"split_backward": splits}
     inputs = inputs_for(replicas, MIXED_MODEL)
-    found = costs_of(inputs, plan_of(inputs, replicas, **how))
+    found = costs_of(inputs, plan_of(inputs, replicas, recompute=recompute, **how))
     times = {kind: sum(found.seconds(rank, 0, kind, size, splits=splits)) for kind in KINDS}
     if way != "whole":
         inside = found.tp_collectives(replicas[0].ranks, 0, size, gathers=False)
@@ -103,7 +112,7 @@ def test_a_chunk_costs_what_its_layers_do(way, splits, recompute):
         if kind == "dense" and way == "shared":  # where ranks have samples, and nothing else
             each = [alone([0], size=1, count=1)]
         own = inputs_for(each, UNIFORM[kind])
-        plan = plan_of(own, each, (layer, layer + 1), **how)
+        plan = plan_of(own, each, (layer, layer + 1), recompute=of_layers[layer], **how)
         chunk = next(n for n, c in enumerate(plan.chunks) if c.layers == (layer, layer + 1))
         one, here = costs_of(own, plan), each[0].micro_batch_size
         for what in KINDS:

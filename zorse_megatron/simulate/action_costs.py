@@ -310,9 +310,9 @@ class ActionCosts(CollectiveCosts):
         self._phases: dict[tuple[object, ...], tuple[PassTimes, ...]] = {}
         self._together: dict[tuple[tuple[int, ...], int, int, bool], PassTimes] = {}
 
-    def _compute_of(self, chunk: int) -> ComputeCost:
+    def _compute_of(self, chunk: int, count: int | None = None) -> ComputeCost:
         dtype = self.sizes.group_of(chunk).compute_dtype
-        costs = self.sizes.mean(chunk)
+        costs = self.sizes.mean(chunk, count)
         own = costs.by_dtype.get(dtype) if dtype else None
         if (degree := self.sizes.framework.expert_parallel) > 1:
             assert costs.tp_costs is not None
@@ -512,9 +512,9 @@ class ActionCosts(CollectiveCosts):
         compute = self._tp_compute(rank, chunk)
         return compute is not None and compute.includes_collectives(self.kinds[rank], section)
 
-    def _tp_compute(self, rank: int, chunk: int) -> TpComputeCost | None:
-        """What a rank of a replica of several computes with."""
-        part, tp_costs = self.sizes.part(rank), self.sizes.mean(chunk).tp_costs
+    def _tp_compute(self, rank: int, chunk: int, count: int | None = None) -> TpComputeCost | None:
+        """What a rank of a replica of several computes with; `count`: of so many layers alone."""
+        part, tp_costs = self.sizes.part(rank), self.sizes.mean(chunk, count).tp_costs
         if tp_costs is None or (part.degree == 1 and part.shared is None):
             return None
         return tp_costs.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
@@ -525,8 +525,8 @@ class ActionCosts(CollectiveCosts):
         """Attentions, MLPs, and embedding and head."""
         kind = self.kinds[rank]
         layers, layer = self.sizes.num_layers(chunk), compute.layer_in_two(kind, size)
-        mode, recomputed = self.sizes.recompute(rank, chunk)
-        again_s = recomputed * compute.recompute_s(kind, size, mode) if recomputed else 0.0
+        mode, _ = self.sizes.recompute(rank, chunk)
+        again_s = self._again_s(rank, kind, chunk, size)
         whole_s = layer.attention.forward_s + layer.mlp.forward_s
         # What is recomputed selectively is attention, usually.
         share = layer.attention.forward_s / whole_s if mode == "full" and whole_s else 1.0
@@ -541,6 +541,15 @@ class ActionCosts(CollectiveCosts):
             for half, part in of_each
         )
         return (*halves, *ends)
+
+    def _again_s(self, rank: int, kind: str, chunk: int, size: int) -> float:
+        """What recomputing adds to a backward; the chunk's first layers are recomputed."""
+        mode, recomputed = self.sizes.recompute(rank, chunk)
+        if not recomputed:
+            return 0.0
+        own = self._tp_compute(rank, chunk, recomputed)
+        compute = own or self._compute_of(chunk, recomputed)
+        return recomputed * compute.recompute_s(kind, size, mode)
 
     def _pass_times(self, rank: int, chunk: int, size: int) -> PassTimes:
         """Of a rank that is a TP group of its own."""
@@ -568,8 +577,7 @@ class ActionCosts(CollectiveCosts):
     def _alone(self, rank: int, kind: str, chunk: int, size: int) -> PassTimes:
         compute = self.computes[chunk]
         layers, layer = self.sizes.num_layers(chunk), compute.layer(kind, size)
-        mode, recomputed = self.sizes.recompute(rank, chunk)
-        again_s = recomputed * compute.recompute_s(kind, size, mode) if recomputed else 0
+        again_s = self._again_s(rank, kind, chunk, size)
         first = compute.embedding(kind, size) if chunk == 0 else NO_TIME
         last = compute.head(kind, size) if self.sizes.is_last(chunk) else NO_TIME
         ends_s = first.forward_s + last.forward_s, first.backward_s + last.backward_s

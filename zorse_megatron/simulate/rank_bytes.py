@@ -165,9 +165,10 @@ class RankSizes:
         ranks = self.shares_experts(rank, chunk)
         return once_s(self.costs.comm, self.tp_costs, ranks, degree, num_bytes)
 
-    def mean(self, chunk: int) -> LayerCosts:
-        """Costs of a layer between the chunk's."""
-        return self.costs.mean(*self.plan.chunks[chunk].layers)
+    def mean(self, chunk: int, count: int | None = None) -> LayerCosts:
+        """Costs of a layer between the chunk's, or between its first `count`."""
+        first, stop = self.plan.chunks[chunk].layers
+        return self.costs.mean(first, stop if count is None else first + count)
 
     def runs(self, chunk: int, part: TpShard) -> Sequence[tuple[MemoryCost, int]]:
         """Memory of the chunk's layers as a rank's part has them, and how many alike follow."""
