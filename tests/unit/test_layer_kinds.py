@@ -18,7 +18,7 @@ from zorse_megatron.costs.stage_formulas import (
     working_bytes_of_layers,
 )
 from zorse_megatron.flags.model_in_flags import layers_with_experts, shape_from_flags
-from zorse_megatron.inputs.model import flags_of_shape
+from zorse_megatron.inputs.model import JobRecompute, flags_of_shape
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Replica, Schedule, TpShards
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import with_load
@@ -160,6 +160,23 @@ def test_the_most_that_a_backward_takes(layers, recomputed):
         now += left
     most = max(most, now)
     assert working_bytes_of_layers(layers, recomputed) == (before, max(0, most - max(before, now)))
+
+
+@pytest.mark.parametrize(("again", "at_once"), [(4, 2), (3, 3), (2, 1), (0, 1)])
+def test_what_leaves_is_that_of_each_layer(again, at_once):
+    """Of layers that are computed again at once the input of the first, whatever the others are."""
+    setting = JobRecompute(mode="full", num_layers=again, layers_at_once=at_once)
+    model = replace(MODEL, dense_layers=(0, 3))
+    inputs = replace(inputs_for([alone([0])], model), recompute=setting if again else None)
+    found = RankSizes(plan_of(inputs, [alone([0])]), inputs).saved_tensors(0, 0)
+    expected = []
+    for layer in range(LAYERS):
+        memory = inputs.mean(layer, layer + 1).memory
+        if layer >= again:
+            expected += memory.saved_tensor_bytes(2, "none", "A100-40")
+        elif not layer % at_once:
+            expected += memory.saved_tensor_bytes(2, "full", "A100-40")
+    assert sorted(found) == sorted(expected)
 
 
 def test_flags_and_plans_say_which_layers_have_experts():

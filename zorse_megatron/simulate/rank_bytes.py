@@ -542,14 +542,16 @@ class RankSizes:
         size, kind = self.micro_batch_size(rank), self.costs.kinds[rank]
         (mode, again), at_once = self.recompute(rank, chunk), self._layers_at_once(rank, chunk)
         found: tuple[int, ...] = ()
+        at = 0
         for memory, count in self.runs(chunk, self.part(rank)):
-            recomputed = min(again, count)
-            again -= recomputed
-            inputs = -(-recomputed // at_once)
-            if count > recomputed:
-                found += (count - recomputed) * memory.saved_tensor_bytes(size, "none", kind)
+            stop = at + count
+            # Layers that are computed again at once may be of two kinds.
+            inputs = len(range(at + -at % at_once, min(stop, again), at_once))
+            if stop > again:
+                found += (stop - max(at, again)) * memory.saved_tensor_bytes(size, "none", kind)
             if inputs:
                 found += inputs * memory.saved_tensor_bytes(size, mode, kind)
+            at = stop
         return found
 
     def _costs_of_parts(self) -> TpCosts | None:
