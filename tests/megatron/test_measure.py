@@ -194,6 +194,7 @@ def test_layers_of_both_kinds_are_measured(tmp_path: Path) -> None:
     experts = (
         *("--num-experts", "4", "--moe-ffn-hidden-size", "32", "--disable-bias-linear"),
         *("--moe-router-load-balancing-type", "none", "--moe-layer-freq", "[0]*1+[1]*3"),
+        *("--expert-model-parallel-size", "2"),  # of ranks that there are not
     )
     files = ("--cluster", str(cluster), "--out", str(profile))
     words = ("profile", "measure", *files, "--max-micro-batch", "1", "--json", "--")

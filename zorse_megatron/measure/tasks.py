@@ -164,6 +164,7 @@ def single_layer_flags(flags: Sequence[str], shape: ModelShape) -> tuple[str, ..
         *kept,
         *("--num-layers", "1", "--micro-batch-size", "1", "--global-batch-size", "1"),
         *("--pipeline-model-parallel-size", "1", "--tensor-model-parallel-size", "1"),
+        *("--expert-model-parallel-size", "1"),
         *("--train-iters", "1", "--lr", "1e-4", "--lr-decay-style", "constant"),
         *("--tokenizer-type", "NullTokenizer", "--null-tokenizer-eod-id", "0"),
         *("--vocab-size", str(shape.vocab_size), "--make-vocab-size-divisible-by", "1"),
