@@ -315,6 +315,11 @@ def test_plans_of_other_models_are_refused():
         ("plan: model.moe_router_topk", "4"),
         ("plan: model.moe_ffn_hidden_size", "768"),
     ]
+    some = replace(MODEL, dense_layers=(1,))
+    assert told(plan_for(MODEL), some) == [("plan: model.moe_layer_freq", "[1")]
+    assert told(plan_for(some), MODEL) == [("plan: model.moe_layer_freq", "[1")]
+    assert not told(plan_for(some), some)
+    assert told(plan_for(MODEL), replace(MODEL, num_layers=5)) == [("plan: model.num_layers", "4")]
     # A plan that says nothing of its model is for any.
     assert not told(plan_of((replica(0),), layers=4), MODEL)
 

@@ -224,13 +224,22 @@ def workload_problems(plan: Plan, workload: Workload, source: str = "plan") -> I
 def fingerprint_problems(plan: Plan, model: ModelFingerprint, source: str) -> Iterator[Problem]:
     """Yield every field of the plan's model that another model has otherwise.
 
-    A plan that says how wide feed-forward blocks are says of experts all that there is.
+    A plan that says how wide feed-forward blocks are says of experts all that there is; one that
+    says how many experts there are says of all layers which have some.
     """
+    both = plan.model, model
+    has_experts = all(each.num_experts for each in both)
     knows_experts = plan.model.ffn_hidden_size is not None or plan.model.num_experts is not None
     for field in dataclasses.fields(ModelFingerprint):
         planned, other = getattr(plan.model, field.name), getattr(model, field.name)
         if field.name == "num_experts" and knows_experts:
             planned, other = planned or 0, other or 0
+        if (
+            field.name == "moe_layer_freq"
+            and has_experts
+            and plan.model.num_layers == model.num_layers
+        ):
+            planned, other = ([*each.layers_with_experts] for each in both)
         if planned is not None and other is not None and planned != other:
             yield Problem(
                 where=f"{source}: model.{field.name}",

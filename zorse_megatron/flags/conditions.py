@@ -406,7 +406,7 @@ def other_layers_have_experts(case: Case, plan: Plan, name: str) -> Filled:
     value, num_layers = case.value(name), plan.model.num_layers
     if None in (plan.model.num_experts, value):
         return
-    planned = plan.model.moe_layer_freq or (1,) * num_layers
+    planned = plan.model.layers_with_experts
     if _layers_with_experts(value, num_layers) != planned:
         listed = "all of them" if all(planned) else f"layers {[*planned]}"
         yield {"planned": listed.replace(" ", "") if len(planned) > 8 else listed}

@@ -298,6 +298,11 @@ class ModelFingerprint:
     moe_layer_freq: Annotated[tuple[Literal[0, 1], ...], Field(min_length=1)] | None = None
     """Layer -> whether it has experts, as in Megatron's list; absent: all have, or none."""
 
+    @property
+    def layers_with_experts(self) -> tuple[int, ...]:
+        """The same of a model with experts, in full."""
+        return self.moe_layer_freq or (1,) * self.num_layers
+
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class ClusterFingerprint:
