@@ -38,6 +38,7 @@ from zorse_megatron.simulate.network import NetworkLoads
 from zorse_megatron.simulate.rank_bytes import RankSizes
 
 LAYERS = 4
+NUMBER_WIDE = 16
 
 
 def sharing(ranks, experts, samples, count, weight=1.0, **more):
@@ -284,3 +285,31 @@ def test_all_samples_may_be_on_some_of_the_ranks():
     """Such ranks are not halved into some that have none."""
     outcome = find_plan(inputs_of(MIXED, replace(MODEL, num_layers=1), batch=8))
     assert outcome.iteration_s > 0
+
+
+def test_groups_of_a_node_become_one_that_shares_experts():
+    """From a pipeline of single GPUs: no pipeline of the two nodes is faster, by brute force."""
+    inputs = inputs_of(TWO_NODES, replace(WIDE, num_layers=6), batch=32)
+    evaluator, seams = evaluated(inputs), (0, 2, 4, 5, 6)
+
+    def pipeline(replicas, bounds):
+        in_host = Offload(optimizer_state=True)
+        groups = tuple(Group(replicas=(each,), offload=in_host) for each in replicas)
+        chunks = [Chunk(group=n, layers=pair) for n, pair in enumerate(itertools.pairwise(bounds))]
+        return replace(plan_of(inputs, *replicas[:1]), groups=groups, chunks=tuple(chunks))
+
+    alone = [
+        Replica(ranks=(rank,), micro_batch_size=1, num_microbatches=32, shard_weight=1.0)
+        for rank in range(4)
+    ]
+    start = evaluator.evaluate_plan(pipeline(alone, seams))
+    found = with_shared_experts(evaluator, start, [start], lambda progress: None)
+    times_s = []
+    for seam, *sizes in itertools.product(range(1, 6), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):
+        pairs = [
+            sharing((2 * n, 2 * n + 1), (NUMBER_WIDE // 2,) * 2, (size, size), 16 // size)
+            for n, size in enumerate(sizes)
+        ]
+        each = evaluator.evaluate_plan(pipeline(pairs, (0, seam, 6)))
+        times_s += [each.iteration_s] if each.fits else []
+    assert len(times_s) > 20 and found.iteration_s <= 1.002 * min(times_s) < start.iteration_s

@@ -2,18 +2,29 @@
 
 The search and its closed forms know experts that each rank has whole, or a tensor-parallel group
 divides. Here such a plan, and stock's layouts with expert parallelism, are where a climb starts:
-ranks of a group share experts or not, with more or fewer experts and samples on each kind of GPU,
-other numbers of micro-batches, other settings, and a layer more or less. All are simulated.
+ranks of a group share experts or not, those of neighbouring groups in one node become one group,
+with more or fewer experts and samples on each kind of GPU, other numbers of micro-batches, other
+settings, and a layer more or less. All are simulated.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import permutations
+from itertools import accumulate, groupby, pairwise, permutations
 
 from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
 from zorse_megatron.plan.memory_settings import settings_in
-from zorse_megatron.plan.plan import ExpertParallel, Group, Offload, Plan, Recompute, Replica
+from zorse_megatron.plan.plan import (
+    Chunk,
+    ExpertParallel,
+    Group,
+    Offload,
+    Plan,
+    Recompute,
+    Replica,
+    Schedule,
+)
 from zorse_megatron.planner.build_plan import sharing_experts, with_regions
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -148,18 +159,80 @@ class _Climb:
             if partitions:
                 whole = self._at_all(whole, numbers, partitions[0]) or whole
         yield whole
+        yield from self._with_fewer_groups(plan, tuple(self._neighbours(plan)))
 
     def _alike(self, plan: Plan) -> list[list[int]]:
-        """Numbers of groups of the same kinds of GPUs, together."""
-        found: dict[tuple[str, ...], list[int]] = {}
+        """Numbers of groups of the same kinds of GPUs in the same replicas, together."""
+        found: dict[tuple[tuple[str, ...], ...], list[int]] = {}
         for number, group in enumerate(plan.groups):
-            found.setdefault(self._kinds(group.ranks), []).append(number)
+            kinds = tuple(self._kinds(replica.ranks) for replica in group.replicas)
+            found.setdefault(kinds, []).append(number)
         return list(found.values())
 
     def _at_all(self, plan: Plan, numbers: Sequence[int], parts: Parts) -> Plan | None:
         """The plan whose groups have these replicas joined."""
         groups = [self._with_joined(plan.groups[number], parts) for number in numbers]
         return next(self._each_with(plan, numbers, groups), None)
+
+    def _neighbours(self, plan: Plan) -> Iterator[tuple[int, int]]:
+        """Groups of one replica each whose layers follow each other, and whose GPUs are in one
+        node."""
+        nodes = [{self.inputs.spec.node_of(rank) for rank in each.ranks} for each in plan.groups]
+        taken: set[int] = set()
+        for pair in pairwise(chunk.group for chunk in plan.chunks):
+            have_one = all(
+                len(plan.groups[at].replicas) == 1 and plan.groups[at].replicas[0].tp_degree == 1
+                for at in pair
+            )
+            in_one_node = pair[0] != pair[1] and len(nodes[pair[0]] | nodes[pair[1]]) == 1
+            if have_one and in_one_node and taken.isdisjoint(pair):
+                taken.update(pair)
+                yield pair
+
+    def _with_fewer_groups(self, plan: Plan, pairs: Sequence[tuple[int, int]]) -> Iterator[Plan]:
+        """The plan with each pair of groups as one, whose ranks share experts of all its layers."""
+        groups, taken_by = [*plan.groups], {number: number for number in range(len(plan.groups))}
+        for first, second in pairs:
+            joined = self._as_one(groups[first], groups[second])
+            if joined is None:
+                return
+            groups[first], taken_by[second] = joined, first
+        order = dict.fromkeys(taken_by.values())
+        numbers = {number: at for at, number in enumerate(order)}
+        parts = [(numbers[taken_by[chunk.group]], chunk.layers) for chunk in plan.chunks]
+        runs = [(number, [*run]) for number, run in groupby(parts, key=operator.itemgetter(0))]
+        if pairs and len(runs) == len(order):
+            yield replace(
+                plan,
+                groups=tuple(groups[number] for number in order),
+                chunks=tuple(
+                    Chunk(group=number, layers=(run[0][1][0], run[-1][1][1]))
+                    for number, run in runs
+                ),
+                schedule=Schedule(name="1f1b"),
+            )
+
+    def _as_one(self, one: Group, other: Group) -> Group | None:
+        """Both run all samples; together each rank runs a part of them."""
+        members = [_with_own_settings(group, group.replicas[0]) for group in (one, other)]
+        ranks = tuple(sorted(rank for each in members for rank in each.ranks))
+        speeds = [self._speed(rank) for rank in ranks]
+        total, size = members[0].num_samples, sum(each.micro_batch_size for each in members)
+        count = min(_divisors(total), key=lambda each: (abs(each * size - total), each))
+        whole = replace(
+            members[0],
+            ranks=ranks,
+            shard_weight=sum(each.shard_weight for each in members),
+            halved=None,
+            region=None,
+            max_in_flight=_sum([each.max_in_flight for each in members]),
+            max_delayed_wgrad=_sum([each.max_delayed_wgrad for each in members]),
+            expert_parallel=ExpertParallel(
+                experts=_deal(self.experts, speeds), samples=(0,) * len(ranks)
+            ),
+        )
+        replica = self._dealt(whole, total, count, speeds)
+        return None if replica is None else replace(_bare(one), replicas=(replica,))
 
     def _partitions(self, group: Group) -> Iterator[Parts]:
         """Which replicas of a group may share experts: all, those of a node, or pairs."""
@@ -186,14 +259,7 @@ class _Climb:
             if joined is None or any(len(each.ranks) > 1 for each in members):
                 return None
             found.append(joined)
-        return replace(
-            group,
-            replicas=tuple(found),
-            recompute=None,
-            offload=None,
-            hierarchical=None,
-            grad_reduce_dtype=None,
-        )
+        return replace(_bare(group), replicas=tuple(found))
 
     def _sharing(self, members: Sequence[Replica]) -> Replica | None:
         """One replica of several, which runs all of their samples; None: there are none."""
@@ -264,6 +330,8 @@ class _Climb:
                 halves = [self._in_two(plan.groups[number]) for number in numbers]
                 yield from self._each_with(plan, numbers, halves)
         yield from _layers_moved(plan)
+        for pair in self._neighbours(plan):
+            yield from self._with_fewer_groups(plan, (pair,))
 
     def _changed(
         self, plan: Plan, numbers: Sequence[int], at: int, change: Change
@@ -402,6 +470,11 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
+def _bare(group: Group) -> Group:
+    """Without what its replicas say for themselves, and what sharing excludes."""
+    return replace(group, recompute=None, offload=None, hierarchical=None, grad_reduce_dtype=None)
+
+
 def _with_own_settings(group: Group, replica: Replica) -> Replica:
     """What is packed (`adapter.data_parallel.mixed_tp_shards`) never waits in the host."""
     settings = settings_in(group, replica)
@@ -421,13 +494,16 @@ def _with_settings(group: Group, **settings: object) -> Group:
 
 
 def _layers_moved(plan: Plan) -> Iterator[Plan]:
-    """One layer from a chunk to its neighbour."""
-    for at in range(len(plan.chunks) - 1):
-        lower, upper = plan.chunks[at : at + 2]
-        for change in (-1, 1):
-            seam = lower.layers[1] + change
-            if lower.layers[0] < seam < upper.layers[1]:
-                chunks = [*plan.chunks]
-                chunks[at] = replace(lower, layers=(lower.layers[0], seam))
-                chunks[at + 1] = replace(upper, layers=(seam, upper.layers[1]))
-                yield replace(plan, chunks=tuple(chunks))
+    """One layer from a chunk to another, neighbours first; those between move on by one."""
+    counts, numbers = [chunk.num_layers for chunk in plan.chunks], range(len(plan.chunks))
+    for source, target in sorted(permutations(numbers, 2), key=lambda pair: abs(pair[0] - pair[1])):
+        if counts[source] > 1:
+            moved = [count + (at == target) - (at == source) for at, count in enumerate(counts)]
+            seams = [*accumulate(moved, initial=0)]
+            yield replace(
+                plan,
+                chunks=tuple(
+                    replace(chunk, layers=layers)
+                    for chunk, layers in zip(plan.chunks, pairwise(seams), strict=True)
+                ),
+            )
