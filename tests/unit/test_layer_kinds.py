@@ -20,6 +20,7 @@ from zorse_megatron.costs.stage_formulas import (
 from zorse_megatron.flags.model_in_flags import layers_with_experts, shape_from_flags
 from zorse_megatron.inputs.model import JobRecompute, flags_of_shape
 from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Replica, Schedule, TpShards
+from zorse_megatron.planner.baselines.lower_bounds import lower_bound_s
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import with_load
 from zorse_megatron.planner.simulate_plan import simulate_plan
@@ -221,6 +222,32 @@ def test_the_plan_found_is_the_best_cut_of_unequal_layers():
     )
     assert len(found.plan.groups) == 2
     assert simulate_plan(inputs, found.plan).iteration_s <= best_s * (1 + 1e-9)
+
+
+def test_no_plan_is_faster_than_the_bound():
+    """Which is the best way to share the work of two GPUs: one has most of what suits it best."""
+    text = b"nodes:\n  - {name: a, gpus: [1 x V100-32, 1 x L4], nics: 100 Gb/s}\n"
+    model = replace(MODEL, dense_layers=(0, 1), seq_length=128)
+    inputs = inputs_of(text, model, batch=8)
+    inputs = replace(inputs, space=replace(inputs.space, max_tensor_parallel=1))
+
+    def least_s(compute, part, kind):
+        return min(getattr(compute, part)(kind, size).both_s / size for size in range(1, 9))
+
+    kinds = [inputs.runs(layer, layer + 1)[0][0].compute for layer in (0, 2)]
+    parts = [(each, "layer", 2) for each in kinds]
+    parts += [(kinds[0], "embedding", 1), (kinds[0], "head", 1)]
+    work = [
+        [8 * number * least_s(compute, part, kind) for kind in ("V100-32", "L4")]
+        for compute, part, number in parts
+    ]
+    work.sort(key=lambda pair: pair[0] / pair[1])
+    one_s, other_s = 0.0, sum(theirs for _, theirs in work)
+    for mine, theirs in work:
+        share = min(1.0, (other_s - one_s) / (mine + theirs))
+        one_s, other_s = one_s + share * mine, other_s - share * theirs
+    assert one_s == pytest.approx(other_s)
+    assert lower_bound_s(inputs) <= one_s
 
 
 def test_dense_layers_of_a_rank_without_samples_cost_nothing():

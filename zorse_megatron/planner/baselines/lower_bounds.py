@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from zorse_megatron.costs.interface import WHOLE, ComputeCost, TpComputeCost, TpShard
@@ -24,7 +25,8 @@ class _Rates:
     name: str
     count: int
     layers_s: tuple[float, ...]
-    """All layers of the model; attention and MLP apart, where one GPU may have more of either."""
+    """All layers of the model; each kind of them apart, and attention and MLP, where one GPU may
+    have more of either."""
     ends_s: tuple[float, ...]
     """Embedding, head."""
 
@@ -52,7 +54,9 @@ def lower_bound_s(
         _dual_prices([kind.ends_s[end] / sum(kind.layers_s) for kind in kinds]) for end in range(2)
     ]
     return inputs.global_batch_size * max(
-        _dual_value(kinds, half, prices) for half in _halves(kinds) for prices in product(*choices)
+        _dual_value(kinds, layers, prices)
+        for layers in _layer_prices(kinds)
+        for prices in product(*choices)
     )
 
 
@@ -74,9 +78,11 @@ def _all_rates(inputs: Inputs, recomputing: bool, dtypes: tuple[ComputeDtype, ..
     ]
 
 
-def _halves(kinds: Sequence[_Rates]) -> list[float]:
-    """Prices of the attentions to try, where that of all layers is 1."""
-    return sorted({kind.layers_s[0] / sum(kind.layers_s) for kind in kinds})
+def _layer_prices(kinds: Sequence[_Rates]) -> list[tuple[float, ...]]:
+    """Prices of the layers' parts to try, which add up to 1."""
+    return sorted(
+        {tuple(part_s / sum(kind.layers_s) for part_s in kind.layers_s) for kind in kinds}
+    )
 
 
 def _dual_prices(ratios: Sequence[float]) -> list[float]:
@@ -84,15 +90,11 @@ def _dual_prices(ratios: Sequence[float]) -> list[float]:
     return [0.0] if min(ratios) <= 0 else sorted({0.0, *ratios})
 
 
-def _dual_value(kinds: Sequence[_Rates], half: float, ends: Sequence[float]) -> float:
-    """Seconds per sample if all layers together have the price 1, and the ends these prices.
-
-    `half`: the price of the attentions, where they have one of their own.
-    """
+def _dual_value(kinds: Sequence[_Rates], layers: Sequence[float], ends: Sequence[float]) -> float:
+    """Seconds per sample if the layers' parts and the ends have these prices."""
 
     def best_per_s(kind: _Rates) -> float:
-        prices = (half, 1 - half) if len(kind.layers_s) > 1 else (1.0,)
-        rates = [p / s for p, s in zip(prices, kind.layers_s, strict=True)]
+        rates = [p / s for p, s in zip(layers, kind.layers_s, strict=True)]
         return max(*rates, *(p / s for p, s in zip(ends, kind.ends_s, strict=True) if p), 0.0)
 
     return (1 + sum(ends)) / sum(kind.count * best_per_s(kind) for kind in kinds)
@@ -101,28 +103,41 @@ def _dual_value(kinds: Sequence[_Rates], half: float, ends: Sequence[float]) -> 
 def _rates(
     inputs: Inputs, kind: str, count: int, recomputing: bool, dtypes: tuple[ComputeDtype, ...]
 ) -> _Rates:
-    ways = list(ways_to_compute(inputs, kind, dtypes))
-    sizes = _sizes(inputs, kind)
-
-    def least_s(part: Callable[[Way, int], float]) -> float:
-        return min(part(way, size) / size for way in ways for size in sizes)
+    def least_s(of: Inputs, part: Callable[[Way, int], float]) -> float:
+        sizes = _sizes(of, kind)
+        return min(
+            part(way, size) / size for way in ways_to_compute(of, kind, dtypes) for size in sizes
+        )
 
     def layer_s(way: Way, size: int) -> float:
         return way.layer_s(kind, size, recomputing=recomputing)
 
-    def half_s(half: int) -> float:
-        return least_s(lambda way, size: way.halves_s(kind, size, recomputing=recomputing)[half])
+    def half_s(half: int, way: Way, size: int) -> float:
+        return way.halves_s(kind, size, recomputing=recomputing)[half]
 
-    layers_s = (least_s(layer_s),) if not may_share_layers(inputs) else (half_s(0), half_s(1))
+    parts = [partial(half_s, half) for half in (0, 1)] if may_share_layers(inputs) else [layer_s]
     return _Rates(
         name=kind,
         count=count,
-        layers_s=tuple(inputs.num_layers * each for each in layers_s),
+        layers_s=tuple(
+            number * least_s(of, part) for of, number in _kinds_of_layers(inputs) for part in parts
+        ),
         ends_s=(
-            least_s(lambda way, size: way.compute.embedding(kind, size).both_s / way.rows),
-            least_s(lambda way, size: way.compute.head(kind, size).both_s / way.rows),
+            least_s(inputs, lambda way, size: way.compute.embedding(kind, size).both_s / way.rows),
+            least_s(inputs, lambda way, size: way.compute.head(kind, size).both_s / way.rows),
         ),
     )
+
+
+def _kinds_of_layers(inputs: Inputs) -> list[tuple[Inputs, int]]:
+    """Inputs of models whose layers are all like some of this one's, and how many these are."""
+    if inputs.layer_kinds is None:
+        return [(inputs, inputs.num_layers)]
+    counts, costs_of = Counter[int](), {}
+    for costs, count in inputs.runs(0, inputs.num_layers):
+        counts[id(costs)] += count
+        costs_of[id(costs)] = replace(inputs, **vars(costs), layer_kinds=None)
+    return [(costs_of[key], count) for key, count in counts.items()]
 
 
 def _sizes(inputs: Inputs, kind: str) -> tuple[int, ...]:
@@ -222,7 +237,7 @@ def link_bound(
     def layers_s(counts: Mapping[str, int]) -> float:
         """All layers of all samples, with so many GPUs of each kind; as `lower_bound_s`."""
         kinds = [replace(rates[kind], count=count) for kind, count in counts.items()]
-        values = (_dual_value(kinds, half, (0.0, 0.0)) for half in _halves(kinds))
+        values = (_dual_value(kinds, layers, (0.0, 0.0)) for layers in _layer_prices(kinds))
         return inputs.global_batch_size * max(values)
 
     crossing = _crossing(inputs, dtypes, narrow_gradients)
