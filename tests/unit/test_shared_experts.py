@@ -14,6 +14,8 @@ from tests.unit.test_stock_expert_parallel import (
     inputs_of,
 )
 from zorse_megatron.costs.interface import TpShard
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.model_in_flags import computing_from_flags
 from zorse_megatron.inputs.model import Experts
 from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
 from zorse_megatron.plan.plan import (
@@ -313,3 +315,31 @@ def test_groups_of_a_node_become_one_that_shares_experts():
         each = evaluator.evaluate_plan(pipeline(pairs, (0, seam, 6)))
         times_s += [each.iteration_s] if each.fits else []
     assert len(times_s) > 20 and found.iteration_s <= 1.002 * min(times_s) < start.iteration_s
+
+
+def test_no_plan_is_found_whose_lists_have_loads_too_late():
+    """Regions have samples of their own, so that one waits for what the other has not begun."""
+    usual = inputs_of(ONE_NODE, batch=16)
+    words = "--num-experts 4 --moe-router-load-balancing-type global_aux_loss"
+    command = read_command([*words.split(), "--moe-aux-loss-coeff", "0.1"])
+    assert computing_from_flags(command.args).needs_loads_in_order
+    waiting = replace(usual, space=replace(usual.space, needs_loads_in_order=True))
+    groups = tuple(
+        Group(
+            replicas=tuple(
+                Replica(
+                    ranks=(rank + 2 * number,),
+                    micro_batch_size=1,
+                    num_microbatches=8,
+                    shard_weight=1.0,
+                    region="ab"[rank],
+                )
+                for rank in range(2)
+            )
+        )
+        for number in range(2)
+    )
+    chunks = tuple(Chunk(group=n, layers=(2 * n, 2 * n + 2)) for n in range(2))
+    plan = replace(plan_of(usual, *groups[0].replicas), groups=groups, chunks=chunks)
+    assert evaluated(usual).evaluate_plan(plan) is not None
+    assert evaluated(waiting).evaluate_plan(plan) is None

@@ -332,6 +332,7 @@ def computing_from_flags(args: Namespace) -> Computing:
         recompute=_recompute(args),
         modules=_modules(args),
         sample_block=_sample_block(args),
+        needs_loads_in_order=needs_loads_in_order(args),
         has_auxiliary_loss=any(auxiliary_losses(args).values()),
         router_bytes=router_bytes(args),
         lora=getattr(args, "zorse_lora", None),

@@ -572,6 +572,8 @@ class Computing:
     sample_block: int = 1
     """Sizes of micro-batches are multiples of it: the auxiliary loss of experts is one of so many
     samples."""
+    needs_loads_in_order: bool = False
+    """Whether a backward needs what experts got of all earlier samples of the step."""
     has_auxiliary_loss: bool = False
     """Whether routers have a loss that balances their experts."""
     router_bytes: int = 0

@@ -104,6 +104,13 @@ def _layers(plan: Plan) -> Iterator[Problem]:
             expected="one per layer, of a model with num_experts",
             remedy="Correct them, or leave it out where all layers have experts, or none.",
         )
+    elif with_experts is not None and len({*with_experts}) == 1:
+        yield Problem(
+            where="model.moe_layer_freq",
+            found=f"{with_experts[0]} for all layers",
+            expected="layers with experts and layers without",
+            remedy="Leave it out; without experts, leave num_experts out, too.",
+        )
     for index, chunk in enumerate(plan.chunks):
         first, stop = chunk.layers
         if first >= stop or first < 0 or stop > total:

@@ -3,7 +3,7 @@
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from zorse_megatron.errors import PlanError
@@ -15,6 +15,8 @@ from zorse_megatron.planner.closed_form.candidate import Estimate
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.simulate_plan import NodeHostMemory, extended, host_needs, simulate_plan
+from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.validate import executes_in_order
 from zorse_megatron.simulate.assumptions import SimulationError
 from zorse_megatron.simulate.result import SimulationResult
 
@@ -152,13 +154,21 @@ class Evaluator:
         return self._evaluations[key]
 
     def _evaluated(self, plan: Plan, estimate: Estimate | None) -> Evaluation | None:
-        if problems_of(plan):
+        if problems_of(plan) or not self._is_in_time(plan):
             return None
         if computations(plan) > MOST_COMPUTATIONS and estimate is not None:
             short = self._extrapolated(plan, estimate)
             if short is not None:
                 return short
         return self._whole(plan, estimate)
+
+    def _is_in_time(self, plan: Plan) -> bool:
+        """Whether experts' loads are known where backwards need them, if they do."""
+        if not self.inputs.space.needs_loads_in_order:
+            return True
+        with suppress(PlanError):
+            return executes_in_order(plan, lower_plan(plan))
+        return False
 
     def _whole(self, plan: Plan, estimate: Estimate | None) -> Evaluation | None:
         result = self.simulated(plan)

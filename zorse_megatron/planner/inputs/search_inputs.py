@@ -55,6 +55,8 @@ class SearchSpace:
     """None: whatever fits."""
     sample_block: int = 1
     """Micro-batch sizes are multiples of it."""
+    needs_loads_in_order: bool = False
+    """Whether backwards wait for the forwards of all earlier samples, which lists must allow."""
     max_tensor_parallel: int | None = None
     """Most ranks of a tensor-parallel group; 1: no TP groups. None: as many as a node has."""
     barring_tp: tuple[str, ...] = ()
@@ -302,7 +304,11 @@ def with_load(inputs: Inputs, load: ExpertLoad) -> Inputs:
 def _space_for(model: ModelShape, computing: Computing, space: SearchSpace) -> SearchSpace:
     """Of plans that train the model as the command does."""
     if model.experts is not None:
-        space = replace(space, sample_block=computing.sample_block)
+        space = replace(
+            space,
+            sample_block=computing.sample_block,
+            needs_loads_in_order=computing.needs_loads_in_order,
+        )
     barring = flags_barring_tp(model)
     return replace(space, max_tensor_parallel=1, barring_tp=barring) if barring else space
 
