@@ -1,6 +1,7 @@
 """Ranks that die in every way: who is named, once, how soon, and how all ranks end."""
 
 import os
+import re
 import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -151,7 +152,9 @@ def test_names_a_node_that_is_silent(dead: int, ended: dict[str, Ended]) -> None
     """A stopped watcher says no more than a node that has lost its network."""
     job = ended[f"{dead}:stop-watcher"]
     (line,) = job.errors
-    assert f"rank {dead} has been silent for 3 s" in line
+    silent = re.search(rf"rank {dead} has been silent for (\d+) s", line)
+    assert silent is not None, line
+    assert 3 <= int(silent[1]) <= 6, "3 s, and more where the machine is busy"
     assert job.statuses[1 - dead] == job.statuses[2] == LOST_RANK
     assert job.statuses[dead] == -signal.SIGKILL, "its own rank ends it"
 
