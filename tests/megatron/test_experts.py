@@ -195,6 +195,17 @@ def test_follows_one_process(name: str, corpus: Path) -> None:
     assert_follows(plan_run(plan, flags), alone)
 
 
+def test_uneven_routing_follows_one_process(corpus: Path) -> None:
+    """Biases that change by 5 send nearly all tokens of every other step to those that had few."""
+    flags = flags_for(corpus, *MODEL, *BIASED, "--moe-router-bias-update-rate", "5")
+    alone = stock_run(for_one_process(flags))
+    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    loads = torch.stack([chosen.sum(dim=0) for chosen in alone.choices]).double()
+    busiest = loads.max(dim=1).values / loads.mean(dim=1)  # of 4 experts, two per token: at most 2
+    assert (busiest > 1.9).double().mean() > 0.2
+    assert_follows(plan_run(SHARED, flags), alone)
+
+
 OF_EACH = (
     *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.5"),
     *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
