@@ -229,14 +229,20 @@ def with_regions(plan: Plan, spec: Topology) -> Plan:
 
 
 def sharing_experts(replicas: Sequence[Replica], experts: Sequence[int]) -> Replica:
-    """One replica of several single ranks, each with its samples; `experts`: of each rank, in
-    ascending order."""
-    members = sorted(replicas, key=lambda each: each.ranks)
-    samples = tuple(each.micro_batch_size for each in members)
+    """One replica of all these ranks, each with its samples; `experts`: of each rank, in ascending
+    order."""
+    samples: dict[int, int] = {}
+    for each in replicas:
+        shared = each.expert_parallel
+        own = (each.micro_batch_size,) if shared is None else shared.samples
+        samples.update(zip(each.ranks, own, strict=True))
+    ranks = tuple(sorted(samples))
     return replace(
-        members[0],
-        ranks=tuple(rank for each in members for rank in each.ranks),
-        micro_batch_size=sum(samples),
-        shard_weight=sum(each.shard_weight for each in members),
-        expert_parallel=ExpertParallel(experts=tuple(experts), samples=samples),
+        min(replicas, key=lambda each: each.ranks),
+        ranks=ranks,
+        micro_batch_size=sum(samples.values()),
+        shard_weight=sum(each.shard_weight for each in replicas),
+        expert_parallel=ExpertParallel(
+            experts=tuple(experts), samples=tuple(samples[rank] for rank in ranks)
+        ),
     )

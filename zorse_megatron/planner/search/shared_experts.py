@@ -215,23 +215,10 @@ class _Climb:
     def _as_one(self, one: Group, other: Group) -> Group | None:
         """Both run all samples; together each rank runs a part of them."""
         members = [_with_own_settings(group, group.replicas[0]) for group in (one, other)]
-        ranks = tuple(sorted(rank for each in members for rank in each.ranks))
-        speeds = [self._speed(rank) for rank in ranks]
-        total, size = members[0].num_samples, sum(each.micro_batch_size for each in members)
-        count = min(_divisors(total), key=lambda each: (abs(each * size - total), each))
-        whole = replace(
-            members[0],
-            ranks=ranks,
-            shard_weight=sum(each.shard_weight for each in members),
-            halved=None,
-            region=None,
-            max_in_flight=_sum([each.max_in_flight for each in members]),
-            max_delayed_wgrad=_sum([each.max_delayed_wgrad for each in members]),
-            expert_parallel=ExpertParallel(
-                experts=_deal(self.experts, speeds), samples=(0,) * len(ranks)
-            ),
-        )
-        replica = self._dealt(whole, total, count, speeds)
+        joined, total = self._joined(members), members[0].num_samples
+        count = _count_near(total, joined.micro_batch_size)
+        speeds = [self._speed(rank) for rank in joined.ranks]
+        replica = self._dealt(joined, total, count, speeds)
         return None if replica is None else replace(_bare(one), replicas=(replica,))
 
     def _partitions(self, group: Group) -> Iterator[Parts]:
@@ -268,13 +255,13 @@ class _Climb:
         if len({each.num_microbatches for each in members}) == 1:
             return joined if total else None
         size = sum(each.micro_batch_size for each in members if each.num_microbatches)
-        count = min(_divisors(total), key=lambda each: (abs(each * size - total), each))
+        count = _count_near(total, size)
         return self._dealt(joined, total, count, [each.num_samples for each in members])
 
     def _joined(self, replicas: Sequence[Replica]) -> Replica:
-        """One replica of several, which are in the order of their ranks."""
+        """One replica of several."""
         working = [each for each in replicas if each.num_microbatches]
-        speeds = [self._speed(each.ranks[0]) for each in replicas]
+        speeds = [self._speed(rank) for rank in sorted(r for each in replicas for r in each.ranks)]
         return replace(
             sharing_experts(replicas, _deal(self.experts, speeds)),
             halved=None,
@@ -464,6 +451,11 @@ def _deal(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 def _sum(limits: Sequence[int | None]) -> int | None:
     known = [each for each in limits if each is not None]
     return sum(known) if known and len(known) == len(limits) else None
+
+
+def _count_near(total: int, size: int) -> int:
+    """How many micro-batches of about `size` samples `total` are."""
+    return min(_divisors(total), key=lambda each: (abs(each * size - total), each))
 
 
 def _divisors(number: int) -> list[int]:
