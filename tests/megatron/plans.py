@@ -43,6 +43,7 @@ def expert_replica(
     count: int,
     *weights: float,
     weight: float = 1.0,
+    overlap: bool = False,
 ) -> Replica:
     """A replica whose ranks share experts alone."""
     return Replica(
@@ -51,7 +52,7 @@ def expert_replica(
         num_microbatches=count,
         shard_weight=weight,
         expert_parallel=ExpertParallel(
-            experts=experts, samples=samples, shard_weights=weights or None
+            experts=experts, samples=samples, shard_weights=weights or None, overlap=overlap
         ),
     )
 

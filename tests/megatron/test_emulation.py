@@ -441,6 +441,13 @@ SHARED = plan_of(
     ((expert_replica((0, 1), (6, 2), (2, 1), 2, weight=3.0), replica(2, 1, 2)), 2),
     ((expert_replica((3, 4, 5), (3, 0, 5), (2, 2, 0), 2, 2.0, 1.0, 3.0),), 2),
 )
+OVERLAPPED = plan_of(
+    (
+        (expert_replica((0, 1), (6, 2), (4, 2), 1, weight=3.0, overlap=True), replica(2, 1, 2)),
+        2,
+    ),
+    ((expert_replica((3, 4, 5), (3, 0, 5), (2, 2, 0), 2, 2.0, 1.0, 3.0, overlap=True),), 2),
+)
 LOAD = ExpertLoad(shares=(0.05, 0.05, 0.3, 0.2, 0.2, 0.1, 0.1, 0.0))
 
 
@@ -451,6 +458,8 @@ LOAD = ExpertLoad(shares=(0.05, 0.05, 0.3, 0.2, 0.2, 0.1, 0.1, 0.0))
         pytest.param(split(SHARED), WITH_EXPERTS, id="weight gradients apart"),
         pytest.param(changed(SHARED, FULL), WITH_EXPERTS, id="recomputed"),
         pytest.param(SHARED, with_load(WITH_EXPERTS, LOAD), id="uneven routing"),
+        pytest.param(OVERLAPPED, WITH_EXPERTS, id="overlapped"),
+        pytest.param(split(OVERLAPPED), with_load(WITH_EXPERTS, LOAD), id="overlapped, apart"),
     ],
 )
 def test_ranks_that_share_experts_take_what_the_simulator_says(lab, monkeypatch, plan, all_inputs):
@@ -521,7 +530,7 @@ def test_tokens_cost_what_they_cost_where_routing_is_even():
     assert there == {(0, 1): round(2 * each * passing[1]), (1, 0): round(each * passing[0])}
     told = {(0, 1): 2 * MODEL.seq_length * 2 * 4, (1, 0): MODEL.seq_length * 2 * 4}
     assert sizes.token_messages(routes) == told
-    sizes.tokens_return = True
+    sizes.exchanges.returns = True
     assert sizes.token_messages(tokens) == {(1, 0): there[0, 1], (0, 1): there[1, 0]}
     assert sizes.token_messages(routes) == {(1, 0): told[0, 1], (0, 1): told[1, 0]}
 

@@ -1,6 +1,7 @@
 """Mixture of experts under any plan: losses, norms, weights and biases are one process's."""
 
 import re
+from functools import partial
 from itertools import permutations, product
 from pathlib import Path
 
@@ -105,6 +106,22 @@ SHARED_BY_THREE = plan_of(
     ((expert_replica((0, 1, 2), (1, 0, 3), (2, 2, 0), 2, 1.0, 0.0, 2.0),), 3),
     ((replica(3, 8, 1),), 1),
 )
+overlapped = partial(expert_replica, overlap=True)
+OVERLAPPED = plan_of(
+    ((overlapped((0, 1), (1, 3), (2, 2), 1), replica(2, 2, 2, 0.5)), 1),
+    ((overlapped((3, 4, 5), (2, 0, 2), (2, 0, 2), 2, 1.0, 3.0, 0.0),), 2),
+    (
+        (
+            overlapped((6, 7), (4, 0), (0, 2), 2),
+            tp_replica((8, 9), 4, 1, 0.5, TpShards(experts=(1, 3))),
+        ),
+        1,
+    ),
+)
+OVERLAPPED_BREADTH_FIRST = chunked_plan(
+    [(overlapped((0, 1, 4), (1, 3, 0), (2, 2, 0), 1), replica(2, 1, 4)), (replica(3, 4, 2),)],
+    [(0, 1), (1, 2), (0, 1)],
+)
 ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "aux_loss": (LAYOUTS["3|2"], (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
     "bias": (LAYOUTS["2|3, idle at the end"], (*MODEL, *BIASED)),
@@ -149,6 +166,18 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
             *(*MODEL, *BIASED, *UNTIED, "--moe-layer-freq", "([0]+[1]*3)"),
             *("--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate"),
         ),
+    ),
+    "overlapped": (OVERLAPPED, (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
+    "overlapped, dense layers, weight gradients apart": (
+        split(OVERLAPPED_BREADTH_FIRST),
+        (
+            *(*MODEL, *BIASED, *UNTIED, "--moe-layer-freq", "([1]+[0]+[1]+[0])"),
+            *("--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate"),
+        ),
+    ),
+    "overlapped in one group, clipped, latent attention": (
+        plan_of(((overlapped((0, 1, 2), (1, 0, 3), (2, 0, 2), 2, 1.0, 0.0, 2.0),), 4)),
+        (*LATENT, *EXPERTS, *BIASED, "--clip-grad", "0.1", "--overlap-grad-reduce"),
     ),
     "GELU": (LAYOUTS["2|1"], (*EXPERTS, *BALANCED, "--disable-bias-linear")),
     "one group, overlapping": (

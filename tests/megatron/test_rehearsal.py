@@ -36,6 +36,7 @@ APART, HOST = "interleaved, weight gradients apart", "in the host, layered"
 LEVELS = "two levels, an idle rank and one without a shard"
 ADAPTERS, EXPERTS, SPREAD = "adapters", "experts", "experts in a tensor-parallel group"
 SHARED = "experts of ranks with samples of their own"
+OVERLAPPED = "the same, tokens on their way beside products"
 CASES = {
     APART: Row(
         plan=split(with_settings(BOTH_ENDS, schedule=Schedule(name="interleaved"))), steps=2
@@ -53,6 +54,17 @@ CASES = {
         plan=plan_of(
             ((expert_replica((0, 1), (1, 3), (2, 0), 2), replica(2, 4, 1)), 3),
             ((replica(3, 4, 2),), 1),
+        ),
+        flags=(*OF_EXPERTS, *BALANCED_LOAD),
+        steps=2,
+    ),
+    OVERLAPPED: Row(
+        plan=plan_of(
+            (
+                (expert_replica((0, 1), (1, 3), (2, 0), 2, overlap=True), replica(2, 4, 1)),
+                3,
+            ),
+            ((expert_replica((3, 4), (2, 2), (2, 2), 2, overlap=True),), 1),
         ),
         flags=(*OF_EXPERTS, *BALANCED_LOAD),
         steps=2,
@@ -97,6 +109,7 @@ MISSING = {
     "host_link hold_back": HOST,
     "transport after": APART,
     "collectives _on_streams": LEVELS,
+    "expert_exchange wait": OVERLAPPED,
 }
 
 
@@ -141,12 +154,13 @@ def assert_few_waits(row: Row, rank: int, found: Counter[str]) -> None:
     # Of what ours calls in a script, or in our entry.
     allowed = Counter({**WAITS, "loss _divided" if SCRIPT else "gpt_entry _validate": losses})
     if "--num-experts" in row.flags:  # on a GPU that has no products in Triton; else nowhere
-        layers = sum(chunk.num_layers for chunk in chunks_of(row.plan, rank))
-        allowed["grouped_gemm placed_counts"] = layers * micro_batches
+        passes = micro_batches * sum(chunk.num_layers for chunk in chunks_of(row.plan, rank))
         group, number = row.plan.replica_of_rank(rank)
-        if row.plan.groups[group].replicas[number].expert_parallel:
+        if shared := row.plan.groups[group].replicas[number].expert_parallel:
+            passes *= shared.parts
             # How many rows are sent and received.
-            allowed["expert_exchange _routes"] = layers * micro_batches
+            allowed["expert_exchange _routes"] = passes
+        allowed["grouped_gemm placed_counts"] = passes
     if found["streamed_gradients count_zeros"]:
         allowed["training train_under_plan"] += 2  # their number, too
     assert found <= allowed, f"also waited for: {found - allowed}"

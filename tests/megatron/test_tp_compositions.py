@@ -152,6 +152,7 @@ def unlike_specs() -> list[str]:
     from zorse_megatron.adapter.model.uneven_tp_shards import (
         SelfAttentionWithoutHeads,
         layer_spec_with,
+        replacing_attention,
     )
 
     config = model_config()
@@ -163,7 +164,7 @@ def unlike_specs() -> list[str]:
         "one of the stage": default_layer_spec,
     }
     found = {
-        name: layer_spec_with(SelfAttentionWithoutHeads, each)(
+        name: layer_spec_with(replacing_attention(SelfAttentionWithoutHeads), each)(
             config
         ).submodules.self_attention.module
         for name, each in given.items()

@@ -135,6 +135,8 @@ LATENT = "--multi-latent-attention"
 MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 BALANCED = f"{EXPERTS} --moe-aux-loss-coeff 0.1"
+WHOLE_LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+DOCUMENTS = "--dataloader-inter-document-masking --reset-position-ids --reset-attention-mask"
 IN_ORDER = f"{BALANCED} --moe-router-load-balancing-type global_aux_loss"
 IN_REGIONS = {
     "replicas": [
@@ -151,9 +153,9 @@ HASHES = "--check-weight-hash-across-dp-replicas-interval"
 REDUCE_DTYPE = "groups[1].grad_reduce_dtype"
 
 
-def sharing_experts(*samples):
+def sharing_experts(*samples, overlap=False):
     """Replicas of which the first one's ranks share experts alone."""
-    shared = {"experts": [1, 3], "samples": samples}
+    shared = {"experts": [1, 3], "samples": samples, "overlap": overlap}
     pair = replica(4, 5, micro_batch_size=sum(samples), expert_parallel=shared)
     return {"replicas": [pair, replica(6), replica(7)]}
 
@@ -323,7 +325,20 @@ EXAMPLES = {
     "micro_batches_are_no_blocks": [
         ({}, f"{BALANCED} --micro-batch-size 4", "--moe-aux-loss-coeff"),
         (sharing_experts(3, 1), f"{BALANCED} --micro-batch-size 2", "--moe-aux-loss-coeff"),
+        (
+            sharing_experts(2, 2, overlap=True),
+            f"{BALANCED} --micro-batch-size 2",
+            "--moe-aux-loss-coeff",
+        ),
         ({}, f"{IN_ORDER} --micro-batch-size 4", "--moe-aux-loss-coeff"),
+    ],
+    "tokens_overlap": [
+        (sharing_experts(2, 2, overlap=True), flags, where)
+        for flags, where in (
+            (IN_ORDER, "--moe-router-load-balancing-type"),
+            (f"{EXPERTS} {DOCUMENTS}", "--dataloader-inter-document-masking"),
+            (f"{EXPERTS} {WHOLE_LAYERS}", "--recompute-granularity"),
+        )
     ],
     "loads_come_too_late": [(IN_REGIONS, IN_ORDER, "--moe-router-load-balancing-type")],
 }

@@ -76,6 +76,7 @@ WAYS = {
     "whole": [alone([0]), alone([1])],
     "TP group": [tp_group([0, 1])],
     "shared": [sharing([0, 1, 2], (NUMBER - 3, 3, 0), (1, 2, 1), 1)],
+    "shared evenly": [sharing([0, 1, 2, 3], (NUMBER // 4,) * 4, (1,) * 4, 1)],
 }
 
 
@@ -100,7 +101,8 @@ def test_a_chunk_costs_what_its_layers_do(way, splits, recomputed):
     inputs = inputs_for(replicas, MIXED_MODEL)
     found = costs_of(inputs, plan_of(inputs, replicas, recompute=recompute, **how))
     times = {kind: sum(found.seconds(rank, 0, kind, size, splits=splits)) for kind in KINDS}
-    if way != "whole":
+    exchanges = way not in ("whole", "shared")  # of unlike ranks each waits for the others
+    if exchanges:
         inside = found.tp_collectives(replicas[0].ranks, 0, size, gathers=False)
         times["inside"] = inside.both_s
     parts = dict.fromkeys(times, 0.0)
@@ -110,7 +112,10 @@ def test_a_chunk_costs_what_its_layers_do(way, splits, recomputed):
         each = replicas
         if kind == "dense" and way == "TP group":  # whose columns are divided, then
             each = [replace(one, tp_shards=None) for one in replicas]
-        if kind == "dense" and way == "shared":  # where ranks have samples, and nothing else
+        if kind == "dense" and way in (
+            "shared",
+            "shared evenly",
+        ):  # where ranks have samples, and nothing else
             each = [alone([0], size=1, count=1)]
         own = inputs_for(each, UNIFORM[kind])
         plan = plan_of(own, each, (layer, layer + 1), recompute=of_layers[layer], **how)
@@ -118,7 +123,7 @@ def test_a_chunk_costs_what_its_layers_do(way, splits, recomputed):
         one, here = costs_of(own, plan), each[0].micro_batch_size
         for what in KINDS:
             parts[what] += sum(one.seconds(rank, chunk, what, here, splits=splits))
-        if way != "whole" and len(each[0].ranks) > 1:
+        if exchanges and len(each[0].ranks) > 1:
             inside = one.tp_collectives(each[0].ranks, chunk, here, gathers=False)
             parts["inside"] += inside.both_s
         held += one.sizes.held(rank, chunk)

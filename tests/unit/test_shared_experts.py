@@ -166,16 +166,36 @@ def test_tokens_cross_once_to_each_rank_with_any_of_their_experts(text):
     there_s, back_s, told_s = (
         costs.loads.exchanges([(each, 1)]).alone_s for each in (there, back, told)
     )
-    found = costs.tp_collectives((0, 1, 2, 3), 0, 4, gathers=False)
-    assert found.forward_s == pytest.approx(LAYERS * (there_s + back_s + 2 * told_s), rel=1e-6)
-    hidden_s = max(
-        costs.sizes.tp_costs.of_rank(costs.sizes.part(rank), None).compute.row_gradients_s(
-            "A100-40", 4
-        )
-        for rank in range(4)
+    attention, experts_s, weights = zip(
+        *(layer_s(costs, rank, 4) for rank in range(4)), strict=True
     )
-    left_s = max(0.0, back_s - hidden_s)
-    assert found.backward_s == pytest.approx(LAYERS * (there_s + left_s + told_s), rel=1e-6)
+    forward = max(each.forward_s for each in attention) + max(each.forward_s for each in experts_s)
+    expected = LAYERS * (forward + there_s + back_s + 2 * told_s)
+    assert took(costs, Kind.FORWARD, 4) == pytest.approx(expected, rel=1e-6)
+    # Those of weights and what goes back last are beside each other; then each goes on.
+    both = zip(experts_s, weights, strict=True)
+    backward = max(each.backward_s - part for each, part in both) + there_s
+    backward += max(
+        max(part, back_s + told_s) + each.backward_s
+        for each, part in zip(attention, weights, strict=True)
+    )
+    assert took(costs, Kind.BACKWARD, 4) == pytest.approx(LAYERS * backward, rel=1e-6)
+
+
+def layer_s(costs, rank, size):
+    """Attention, experts, and gradients of experts' weights."""
+    compute = costs.sizes.tp_costs.of_rank(costs.sizes.part(rank), None).compute
+    times = compute.layer_in_two("A100-40", size)
+    return times.attention, times.mlp, compute.row_gradients_s("A100-40", size)
+
+
+def took(costs, kind, size):
+    """All ranks' pass through the layers of a chunk."""
+    ranks = range(4)
+    of_layers = [costs.seconds(rank, 0, kind, size, splits=False)[:3] for rank in ranks]
+    before, between, behind = (max(each) for each in zip(*of_layers, strict=True))
+    added = costs.tp_collectives(tuple(ranks), 0, size, gathers=False)
+    return before + between + behind + getattr(added, f"{kind.name.lower()}_s")
 
 
 def test_ranks_wait_for_the_slowest_in_attention_and_in_experts():
@@ -190,8 +210,10 @@ def test_ranks_wait_for_the_slowest_in_attention_and_in_experts():
         [each.seconds(rank, 0, Kind.FORWARD, 2, splits=False) for rank in (0, 2)]
         for each in (even, uneven)
     )
-    assert before[1][1] > 3 * before[0][1], "the T4's experts take longer"
-    assert after[1][1] == pytest.approx(before[1][1] / 4, rel=1e-3)
+    (fast, slow), (_, less) = before, after
+    assert slow[1] - (LAYERS - 1) * slow[0] > 3 * (fast[1] - (LAYERS - 1) * fast[0])
+    experts_s = [each[1] - (LAYERS - 1) * each[0] for each in (slow, less)]
+    assert experts_s[1] == pytest.approx(experts_s[0] / 4, rel=1e-3)
     task_s = {
         experts: simulate_plan(inputs, plan(experts)).usage[2].busy_s
         for experts in ((8, 8), (14, 2))

@@ -53,8 +53,10 @@ MIXED = b"nodes:\n  - {name: a, gpus: [2 x A100-40, 2 x T4], nics: 100 Gb/s}\n"
 BANDWIDTH = 1555e9
 
 
-def inputs_of(text=ONE_NODE, model=MODEL, batch=16, dtype="float16"):
-    return make_inputs(parse_cluster(text), model, None, global_batch_size=batch, dtype=dtype)
+def inputs_of(text=ONE_NODE, model=MODEL, batch=16, dtype="float16", **how):
+    return make_inputs(
+        parse_cluster(text), model, None, global_batch_size=batch, dtype=dtype, **how
+    )
 
 
 def grid(stages, degree, width=4, **changes):

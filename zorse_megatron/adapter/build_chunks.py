@@ -28,6 +28,7 @@ from zorse_megatron.adapter.loss import comm_dtype_of
 from zorse_megatron.adapter.memory import before_first_step
 from zorse_megatron.adapter.model.initial_weights import copy_single_process_weights, set_value
 from zorse_megatron.adapter.model.lora import add_adapters, initial_values
+from zorse_megatron.adapter.model.overlapped_layer import OverlappedLayer
 from zorse_megatron.adapter.model.uneven_tp_shards import LocalSizes
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.rank_plan import RankPlan
@@ -83,6 +84,9 @@ class ChunkBuilder:
 
     def _build(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = stock(*args, **kwargs)
+        layers = unwrap_model(model).decoder.layers
+        if len(layers) and isinstance(layers[-1], OverlappedLayer):
+            layers[-1].hands_on = False
         if self.adapters is not None:
             add_adapters(model, self.adapters.lora)
         return model

@@ -216,13 +216,15 @@ def _expert_rank(
 ) -> ExpertRank | None:
     group, index = plan.replica_of_rank(rank)
     replica = plan.groups[group].replicas[index]
-    if replica.expert_parallel is None:
+    shared = replica.expert_parallel
+    if shared is None:
         return None
     return ExpertRank(
         index=replica.ranks.index(rank),
         group=groups.replica,
         parts=TpPartition.of(replica),
-        tokens=tuple(count * sequence_length for count in replica.expert_parallel.samples),
+        tokens=tuple(count // shared.parts * sequence_length for count in shared.samples),
+        overlap=shared.overlap,
     )
 
 

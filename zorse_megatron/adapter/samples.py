@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 
 from zorse_megatron.adapter.groups.global_groups import presented
+from zorse_megatron.flags.model_in_flags import packs_samples
 from zorse_megatron.runtime.batch_sampler import MicroBatchAssignment, PlanBatchSampler
 
 LoaderBuilder = Callable[[Any, int], Any]
@@ -112,7 +113,7 @@ class SampleKind:
 
 def sample_kind(args: Namespace) -> SampleKind:
     """The kind of sample that stock's parsed arguments ask for."""
-    packed = bool(args.sft or args.dataloader_inter_document_masking)
+    packed = packs_samples(args)
     masks = args.reset_attention_mask and args.create_attention_mask_in_dataloader
     return SampleKind(
         are_packed=packed,

@@ -28,10 +28,12 @@ from zorse_megatron.adapter.data_parallel.chunk_shards import wait_for_parameter
 from zorse_megatron.adapter.groups import global_groups
 from zorse_megatron.adapter.loss import IdleReplicaLosses, tell_last_rank
 from zorse_megatron.adapter.model.expert_layers import with_plan_layers
+from zorse_megatron.adapter.model.overlapped_layer import overlapping
 from zorse_megatron.adapter.model.uneven_tp_shards import (
     LocalSizes,
     SelfAttentionToNothing,
     layer_spec_with,
+    replacing_attention,
     size_hooks,
     with_sequence_parallelism,
 )
@@ -179,7 +181,7 @@ def _session(at: RankPlan, run: PlanRun) -> PlanSession:
             num_steps=None if run.options.trace else 0,
             clock=of_device,
             directory=run.options.trace,
-            sent=None if at.expert_place is None else at.expert_place.sent,
+            sent=None if at.expert_place is None else at.expert_place.log.sent,
         ),
         watch=make_watch(at, run, assignment, (run.setup and run.setup.clock) or of_device),
         link=None if at.offload == Offload() else make_link(at.device),
@@ -217,6 +219,12 @@ def _check_same_plan(run: PlanRun) -> None:
         )
 
 
+def _change_layers(cfg: Any, change: Callable[[Any], None]) -> None:
+    """Let layers be built as `change` leaves their spec."""
+    given = cfg.model.transformer_layer_spec
+    cfg.model.transformer_layer_spec = layer_spec_with(change, given)
+
+
 def _configure(cfg: Any, at: RankPlan) -> LocalSizes | None:
     """Set on the script's config container what the plan needs; returns what differs by rank."""
     # The user's flag is kept in args: it decides the format of checkpoints.
@@ -229,8 +237,9 @@ def _configure(cfg: Any, at: RankPlan) -> LocalSizes | None:
         set_recompute(cfg.model.transformer, recompute)
     shared = at.expert_place
     if shared is not None and not shared.tokens[shared.index]:
-        given = cfg.model.transformer_layer_spec
-        cfg.model.transformer_layer_spec = layer_spec_with(SelfAttentionToNothing, given)
+        _change_layers(cfg, replacing_attention(SelfAttentionToNothing))
+    if shared is not None and shared.overlap:
+        _change_layers(cfg, overlapping)
     if at.place is None or at.place.tp_shards.are_equal:
         return None
     local_sizes = LocalSizes(cfg.model, at.place)

@@ -323,7 +323,9 @@ def _cells(group: Group, replicas: list[Replica]) -> list[str]:
     one = replicas[0]
     halves = f", {one.halved.num_whole} in halves" if one.halved else ""
     work = f"{one.num_microbatches} x {number_of(one.micro_batch_size, 'sample')}{each}{halves}"
-    how = "share experts" if one.expert_parallel else "per replica"
+    shared, how = one.expert_parallel, "per replica"
+    if shared is not None:
+        how = f"share experts{', overlapped' if shared.overlap else ''}"
     together = f" ({len(one.ranks)} {how})" if len(one.ranks) > 1 else ""
     share = one.shard_weight / sum(other.shard_weight for other in group.replicas)
     return [ranks + together, work, f"{100 * share:.1f} %{each}"]

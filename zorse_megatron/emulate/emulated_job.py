@@ -22,8 +22,10 @@ class JobSharing:
     ranks: tuple[int, ...]
     size: int
     """Samples of a micro-batch on all of them."""
+    parts: int
+    """In how many it runs, interleaved."""
     messages: TokenMessages
-    """Of one layer of the real model."""
+    """Of one part in one layer of the real model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -356,17 +356,18 @@ def tp_groups_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobT
 
 def _sharing(inputs: Inputs, replica: Replica, dtype: ComputeDtype | None) -> JobSharing | None:
     """Of a rank of the replica."""
-    if replica.expert_parallel is None:
+    shared, size = replica.expert_parallel, replica.micro_batch_size
+    if shared is None:
         return None
     assert inputs.tp_costs is not None
     messages = TokenMessages.of(
         replica,
-        replica.micro_batch_size,
+        size // shared.parts,
         tp_costs=inputs.tp_costs,
         boundary_bytes=_whole(inputs, dtype).memory.boundary_bytes,
         sequence_length=inputs.sequence_length,
     )
-    return JobSharing(ranks=replica.ranks, size=replica.micro_batch_size, messages=messages)
+    return JobSharing(ranks=replica.ranks, size=size, parts=shared.parts, messages=messages)
 
 
 def _place(plan: Plan, rank: int) -> tuple[Replica, ComputeDtype | None]:

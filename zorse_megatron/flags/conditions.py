@@ -28,7 +28,12 @@ from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.lora import MLP_TARGETS, parse_lora
 from zorse_megatron.live.batch_schedule import BatchSchedule
-from zorse_megatron.plan.divided_replicas import DividedSizes, divided_problems, tp_groups_of
+from zorse_megatron.plan.divided_replicas import (
+    DividedSizes,
+    divided_problems,
+    replicas_that_share_experts,
+    tp_groups_of,
+)
 from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import Plan, Replica, has_equal_tp_shards
 from zorse_megatron.schedule.lower import lower_plan
@@ -458,7 +463,21 @@ def loads_come_too_late(case: Case, plan: Plan, name: str) -> Filled:
 def _samples_of_routers(replica: Replica) -> tuple[int, ...]:
     """Those of micro-batches, or a rank's own samples of them, where it shares experts alone."""
     shared = replica.expert_parallel
-    return replica.sizes if shared is None else shared.samples
+    if shared is None:
+        return replica.sizes
+    return tuple(count // shared.parts for count in shared.samples)
+
+
+def tokens_overlap(case: Case, plan: Plan, name: str) -> Filled:
+    """Micro-batches run as two interleaved halves somewhere, and are never there as a whole."""
+    excluded, expected = {
+        "moe_router_load_balancing_type": (needs_loads_in_order(case.args), "any other loss"),
+        "recompute_granularity": (case.value(name) == "full", "layers that are not recomputed"),
+    }.get(name, (case.value(name), "samples that are not packed"))
+    for where, _, shared in replicas_that_share_experts(plan) if excluded else ():
+        if shared.overlap:
+            yield {"set": f"{where}.expert_parallel", "expected": expected}
+            return
 
 
 def optimizer_state_waits(case: Case, plan: Plan, name: str) -> Filled:

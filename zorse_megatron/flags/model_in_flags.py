@@ -333,6 +333,7 @@ def computing_from_flags(args: Namespace) -> Computing:
         modules=_modules(args),
         sample_block=_sample_block(args),
         needs_loads_in_order=needs_loads_in_order(args),
+        are_packed=packs_samples(args),
         has_auxiliary_loss=any(auxiliary_losses(args).values()),
         router_bytes=router_bytes(args),
         lora=getattr(args, "zorse_lora", None),
@@ -361,6 +362,12 @@ def _sample_block(args: Namespace) -> int:
 def has_block_loss(args: Namespace) -> bool:
     """Whether stock takes a loss over the samples of a micro-batch; others are by sample."""
     return bool(auxiliary_losses(args).get("aux_loss")) or needs_loads_in_order(args)
+
+
+def packs_samples(args: Namespace) -> bool:
+    """Whether the samples of a micro-batch are one sequence."""
+    names = ("sft", "dataloader_inter_document_masking")
+    return any(getattr(args, name, False) for name in names)
 
 
 def needs_loads_in_order(args: Namespace) -> bool:

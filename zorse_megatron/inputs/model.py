@@ -574,6 +574,8 @@ class Computing:
     samples."""
     needs_loads_in_order: bool = False
     """Whether a backward needs what experts got of all earlier samples of the step."""
+    are_packed: bool = False
+    """Whether the samples of a micro-batch are one sequence."""
     has_auxiliary_loss: bool = False
     """Whether routers have a loss that balances their experts."""
     router_bytes: int = 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zorse_megatron.errors import Problem
+from zorse_megatron.plan.memory_settings import settings_by_rank
 from zorse_megatron.plan.plan import ExpertParallel, Plan, Replica
 
 _TITLES = {
@@ -130,7 +131,30 @@ def expert_parallel_problems(plan: Plan) -> Iterator[Problem]:
                 expected=f"{len(replica.ranks)} weights, one per rank, with a positive, finite sum",
                 remedy="Correct them, or leave them out: then shares are equal.",
             )
+        if shared.overlap:
+            yield from _overlap_problems(plan, where, replica, shared)
         yield from _beside_expert_parallel(plan, where, replica)
+
+
+def _overlap_problems(
+    plan: Plan, where: str, replica: Replica, shared: ExpertParallel
+) -> Iterator[Problem]:
+    """Halves have whole samples, and in a layer that is recomputed nothing is interleaved."""
+    if any(count % 2 for count in shared.samples):
+        yield Problem(
+            where=f"{where}.expert_parallel.samples",
+            found=f"{list(shared.samples)} with overlap",
+            expected="even numbers, as a micro-batch runs as two halves",
+            remedy="Change them, or remove overlap.",
+        )
+    recompute = settings_by_rank(plan)[replica.ranks[0]].recompute
+    if recompute is not None and recompute.mode == "full":
+        yield Problem(
+            where=f"{where}.expert_parallel.overlap",
+            found="true, with layers that are recomputed",
+            expected='recompute of mode "none" or "selective"',
+            remedy="Change the mode, or remove overlap.",
+        )
 
 
 def _beside_expert_parallel(plan: Plan, where: str, replica: Replica) -> Iterator[Problem]:

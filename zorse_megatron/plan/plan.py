@@ -70,6 +70,14 @@ class ExpertParallel:
     """Samples of each micro-batch; they add up to its size."""
     shard_weights: tuple[Weight, ...] | None = None
     """Relative shares of the replica's training state, of all but experts; absent: equal ones."""
+    overlap: bool = False
+    """Whether each micro-batch runs as two interleaved halves, so that tokens of one travel while
+    the other is computed."""
+
+    @property
+    def parts(self) -> int:
+        """In how many a micro-batch runs."""
+        return 2 if self.overlap else 1
 
     def weight_of(self, index: int) -> float:
         """Which part of the replica's share rank `index` owns."""

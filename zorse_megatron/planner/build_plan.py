@@ -232,8 +232,10 @@ def sharing_experts(replicas: Sequence[Replica], experts: Sequence[int]) -> Repl
     """One replica of all these ranks, each with its samples; `experts`: of each rank, in ascending
     order."""
     samples: dict[int, int] = {}
+    overlap = False
     for each in replicas:
         shared = each.expert_parallel
+        overlap |= shared is not None and shared.overlap
         own = (each.micro_batch_size,) if shared is None else shared.samples
         samples.update(zip(each.ranks, own, strict=True))
     ranks = tuple(sorted(samples))
@@ -243,6 +245,8 @@ def sharing_experts(replicas: Sequence[Replica], experts: Sequence[int]) -> Repl
         micro_batch_size=sum(samples.values()),
         shard_weight=sum(each.shard_weight for each in replicas),
         expert_parallel=ExpertParallel(
-            experts=tuple(experts), samples=tuple(samples[rank] for rank in ranks)
+            experts=tuple(experts),
+            samples=tuple(samples[rank] for rank in ranks),
+            overlap=overlap,
         ),
     )

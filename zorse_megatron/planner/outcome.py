@@ -190,7 +190,8 @@ def _of(replica: Replica, kinds: Sequence[str]) -> str:
     if len(replica.ranks) == 1:
         return f" {kinds[replica.ranks[0]]}"
     inside = Counter(kinds[rank] for rank in replica.ranks)
-    share = " that share experts" if replica.expert_parallel else ""
+    shared = replica.expert_parallel
+    share = f" that share experts{', overlapped' if shared.overlap else ''}" if shared else ""
     return f" x ({' + '.join(f'{count} {kind}' for kind, count in sorted(inside.items()))}{share})"
 
 

@@ -45,6 +45,16 @@ class TpRank:
         return self.positions.bounds(length) if self.is_split else (0, length)
 
 
+@dataclass(kw_only=True)
+class ExchangeLog:
+    """What a rank that shares experts has sent."""
+
+    sent: list[tuple[int, ...]] = field(default_factory=list)
+    """Of each exchange: bytes to each rank. Who reads them empties it."""
+    returns: bool = False
+    """Whether the last one was from the ranks of experts to those of tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertRank:
     """One of the ranks of a replica that share the experts of its layers, and nothing else."""
@@ -55,9 +65,11 @@ class ExpertRank:
     parts: TpPartition
     """Which experts its ranks hold."""
     tokens: tuple[int, ...]
-    """Of a micro-batch, on each rank."""
-    sent: list[tuple[int, ...]] = field(default_factory=list, compare=False)
-    """Of each exchange, as it is started: bytes to each rank. Who reads them empties it."""
+    """What each rank sends at once: those of a micro-batch, or of half of it."""
+    overlap: bool = False
+    """Whether micro-batches run as two interleaved halves."""
+    log: ExchangeLog = field(default_factory=ExchangeLog, compare=False)
+    """Of its exchanges, as they are started."""
 
     @property
     def experts(self) -> range:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zorse_megatron.costs.communication import TpCollectives
+from zorse_megatron.costs.expert_passes import ExpertPass
 from zorse_megatron.costs.interface import (
     NO_TIME,
     ComputeCost,
@@ -14,12 +15,12 @@ from zorse_megatron.costs.interface import (
     TpComputeCost,
     TpShard,
 )
-from zorse_megatron.costs.shared_experts import SharedExpertsCompute, TokenMessages
 from zorse_megatron.costs.stage_formulas import exchanges_s, pass_s
-from zorse_megatron.schedule.actions import Kind
+from zorse_megatron.schedule.actions import COMPUTE, Kind
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 from zorse_megatron.schedule.shards import Interval
 from zorse_megatron.simulate.assumptions import SimulationError
+from zorse_megatron.simulate.between_experts import BetweenExperts, ChunkLayers
 from zorse_megatron.simulate.network import BufferWork, Hierarchical, NetworkLoads, TaskWork
 from zorse_megatron.simulate.rank_bytes import RankSizes, low_precision_bytes
 from zorse_megatron.simulate.residency import SteppedUnit
@@ -307,7 +308,9 @@ class ActionCosts(CollectiveCosts):
         self._inside: TpCollectives | None = None
         if sizes.tp_costs is not None:
             self._inside = TpCollectives(tp_costs=sizes.tp_costs, comm=loads.comm)
+        self.between_experts = BetweenExperts(sizes, loads)
         self._phases: dict[tuple[object, ...], tuple[PassTimes, ...]] = {}
+        self._passes: dict[tuple[object, ...], ExpertPass] = {}
         self._together: dict[tuple[tuple[int, ...], int, int, bool], PassTimes] = {}
 
     def _compute_of(self, chunk: int, count: int | None = None) -> ComputeCost:
@@ -342,8 +345,19 @@ class ActionCosts(CollectiveCosts):
         """The phases of a forward, a backward, or a weight gradient, which has one.
 
         `size`: samples; `splits`: whether backwards leave weight gradients out; then both take as
-        long as one whole backward, of which each phase gives what it has of the layers' time.
+        long as one whole backward, of which each phase gives what it has of the layers' time. Of
+        ranks that share experts, layers have three: before, between and behind their exchanges.
         """
+        phases_s = self._phases_s(rank, chunk, kind, size, splits=splits)
+        if kind not in COMPUTE or self.sizes.part(rank).shared is None:
+            return phases_s
+        ranks = self.sizes.replica(rank).ranks
+        together = self._expert_pass(ranks, chunk, kind, size, splits=splits)
+        return [*together.of_rank(ranks.index(rank)), *phases_s[2:]]
+
+    def _phases_s(
+        self, rank: int, chunk: int, kind: Kind, size: int, *, splits: bool
+    ) -> Sequence[float]:
         phases = self.phases(rank, chunk, size)
         if kind is Kind.FORWARD:
             return [float(each.forward_s) for each in phases]
@@ -354,6 +368,36 @@ class ActionCosts(CollectiveCosts):
         of_layers = backward_s[:2]  # attention and MLP, or all in one
         share = weights_s / sum(of_layers) if weights_s else 0.0
         return [(1 - share) * each for each in of_layers] + backward_s[2:]
+
+    def _expert_pass(
+        self, ranks: tuple[int, ...], chunk: int, kind: Kind, size: int, *, splits: bool
+    ) -> ExpertPass:
+        key = ranks, chunk, kind, size, splits
+        if key not in self._passes:
+            computed = [self._layers_of(rank, chunk, kind, size, splits=splits) for rank in ranks]
+            self._passes[key] = self.between_experts.of_pass(
+                ranks, chunk, kind, size, computed, splits=splits
+            )
+        return self._passes[key]
+
+    def _layers_of(
+        self, rank: int, chunk: int, kind: Kind, size: int, *, splits: bool
+    ) -> ChunkLayers:
+        attention_s, experts_s, *_ = self._phases_s(rank, chunk, kind, size, splits=splits)
+        mode, recomputed = self.sizes.recompute(rank, chunk)
+        if mode != "full" or kind is Kind.FORWARD:
+            return ChunkLayers(attention_s=attention_s, experts_s=experts_s)
+        attention, experts, *_ = self.phases(rank, chunk, size)
+        share = recomputed / self.sizes.num_layers(chunk)
+        return ChunkLayers(
+            attention_s=attention_s,
+            experts_s=experts_s,
+            attention_again_s=share
+            * attention_s
+            * attention.forward_s
+            / (attention.backward_s or 1),
+            experts_again_s=share * experts_s * experts.forward_s / (experts.backward_s or 1),
+        )
 
     def forward_part_s(self, rank: int, chunk: int, size: int, part: GatherPart) -> Sequence[float]:
         """What one of `gather_parts` has of each phase of a forward."""
@@ -374,8 +418,8 @@ class ActionCosts(CollectiveCosts):
 
     def _weight_gradients_s(self, rank: int, chunk: int, size: int) -> float:
         compute = self._tp_compute(rank, chunk)
-        own = compute or self.computes[chunk]
-        of_layer = own.weight_gradients_s(self.kinds[rank], size)
+        own, parts = compute or self.computes[chunk], self.sizes.parts(rank)
+        of_layer = parts * own.weight_gradients_s(self.kinds[rank], size // parts)
         return self.sizes.num_layers(chunk) * of_layer
 
     def tp_collectives(
@@ -463,50 +507,13 @@ class ActionCosts(CollectiveCosts):
         )
 
     def _between_experts(self, ranks: tuple[int, ...], chunk: int, size: int) -> PassTimes:
-        """Tokens on their way to other ranks' experts and back (`adapter.model.expert_exchange`).
-
-        A token is sent once to each rank that has any of its experts. All ranks are told the
-        experts of all tokens, and then their weights. Links are taken to be idle. What goes back
-        last is hidden behind gradients of experts' weights, if these are not apart.
-        """
-        sizes = self.sizes
-        layers, again = self._exchanging(ranks[0], chunk)
-        assert sizes.tp_costs is not None
-        messages = TokenMessages.of(
-            sizes.replica(ranks[0]),
-            size,
-            tp_costs=sizes.tp_costs,
-            boundary_bytes=lambda own: sizes.boundary_bytes(own, chunk),
-            sequence_length=sizes.costs.sequence_length,
+        """What exchanges of tokens add."""
+        splits = bool(self.sizes.group_of(chunk).split_backward)
+        forward, backward = (
+            self._expert_pass(ranks, chunk, kind, size, splits=splits)
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
         )
-        there = messages.there
-        back = {pair[::-1]: num_bytes for pair, num_bytes in there.items()}
-        there_s, back_s = (self.loads.exchanges([(each, 1)]).alone_s for each in (there, back))
-        both_s = there_s + back_s
-        hidden_s = 0.0
-        if not sizes.group_of(chunk).split_backward:
-            hidden_s = max(self._row_gradients_s(rank, chunk, size) for rank in ranks)
-        told_s = self.loads.exchanges([(messages.told, 1)]).alone_s
-        return PassTimes(
-            forward_s=layers * (both_s + 2 * told_s),
-            backward_s=layers * (there_s + max(0.0, back_s - hidden_s) + told_s)
-            + again * (both_s + 2 * told_s),
-        )
-
-    def _exchanging(self, rank: int, chunk: int) -> tuple[int, int]:
-        """Layers of the chunk that send tokens to experts, and those of them that do so again."""
-        sizes, (mode, recomputed) = self.sizes, self.sizes.recompute(rank, chunk)
-        first, stop = sizes.plan.chunks[chunk].layers
-        again = first + (recomputed if mode == "full" else 0)
-        counted = sizes.costs.num_with_experts
-        return counted(first, stop), counted(first, again)
-
-    def _row_gradients_s(self, rank: int, chunk: int, size: int) -> float:
-        part, tp_costs = self.sizes.part(rank), self.sizes.costs.of_experts.tp_costs
-        assert tp_costs is not None, "of a rank that shares experts"
-        compute = tp_costs.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
-        assert isinstance(compute, SharedExpertsCompute)
-        return compute.row_gradients_s(self.kinds[rank], size)
+        return PassTimes(forward_s=forward.exposed_s, backward_s=backward.exposed_s)
 
     def _is_measured_together(self, rank: int, chunk: int, section: ModelSection) -> bool:
         compute = self._tp_compute(rank, chunk)
@@ -523,8 +530,9 @@ class ActionCosts(CollectiveCosts):
         self, compute: TpComputeCost, rank: int, chunk: int, size: int
     ) -> tuple[PassTimes, ...]:
         """Attentions, MLPs, and embedding and head."""
-        kind = self.kinds[rank]
-        layers, layer = self.sizes.num_layers(chunk), compute.layer_in_two(kind, size)
+        kind, parts = self.kinds[rank], self.sizes.parts(rank)
+        layer = compute.layer_in_two(kind, size // parts)
+        layers = parts * self.sizes.num_layers(chunk)
         mode, _ = self.sizes.recompute(rank, chunk)
         again_s = self._again_s(rank, kind, chunk, size)
         whole_s = layer.attention.forward_s + layer.mlp.forward_s
@@ -549,7 +557,8 @@ class ActionCosts(CollectiveCosts):
             return 0.0
         own = self._tp_compute(rank, chunk, recomputed)
         compute = own or self._compute_of(chunk, recomputed)
-        return recomputed * compute.recompute_s(kind, size, mode)
+        parts = self.sizes.parts(rank)
+        return parts * recomputed * compute.recompute_s(kind, size // parts, mode)
 
     def _pass_times(self, rank: int, chunk: int, size: int) -> PassTimes:
         """Of a rank that is a TP group of its own."""
@@ -569,7 +578,7 @@ class ActionCosts(CollectiveCosts):
         forward_s, backward_s = exchanges_s(
             computed_s,
             sizes.once_s(rank, chunk, sizes.boundary_bytes(size, chunk)),
-            *self._exchanging(rank, chunk),
+            *self.between_experts.exchanging(rank, chunk),
             hides=(is_combined and mode != "full") or sizes.tp_costs.has_shared_expert,
         )
         return PassTimes(forward_s=forward_s, backward_s=backward_s)

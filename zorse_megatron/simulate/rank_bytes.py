@@ -135,6 +135,11 @@ class RankSizes:
             found = self._parts[rank] = TpShard.of(self.replica(rank), rank)
         return found
 
+    def parts(self, rank: int) -> int:
+        """In how many the rank's micro-batches run."""
+        shared = self.part(rank).shared
+        return 1 if shared is None else shared.parts
+
     def _memory(self, chunk: int, part: TpShard) -> MemoryCost:
         if part == WHOLE:
             return self.memory_of(chunk)
@@ -531,11 +536,15 @@ class RankSizes:
         arriving = max(each.arriving_bytes(size) for each, _ in runs) if delayed else 0
         return MicroBatchBytes(
             held=memory.boundary_bytes(size),
-            saved=saved,
+            saved=saved + self._copied_bytes(rank, chunk, size),
             head=memory.head_bytes(size) if self.is_last(chunk) else 0,
             working=working + arriving,
             delayed=delayed,
         )
+
+    def _copied_bytes(self, rank: int, chunk: int, size: int) -> int:
+        """The halves of a chunk's input, which are copies of it."""
+        return self.memory_at(rank, chunk).boundary_bytes(size) if self.parts(rank) > 1 else 0
 
     def saved_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
         """The bytes of each tensor that layers keep of a micro-batch."""
@@ -552,7 +561,8 @@ class RankSizes:
             if inputs:
                 found += inputs * memory.saved_tensor_bytes(size, mode, kind)
             at = stop
-        return found
+        copied = self._copied_bytes(rank, chunk, size)
+        return (*found, copied) if copied else found
 
     def _costs_of_parts(self) -> TpCosts | None:
         """Those of tensor-parallel groups, or of ranks that share experts."""

@@ -457,39 +457,29 @@ class PassTasks:
         """Of a rank that shares experts: others are waited for between the first exchange and the
         last one only."""
         action, owner = self.track.actions[position], (self.rank, position)
-        before_s, phases_s, behind_s = self._ends_s(action)
+        before_s, between_s, behind_s = self._around_s(action)
         tasks: list[int] = []
         if before_s:
             tasks.append(self.streams.run(position, Role.COMPUTE, factor * before_s, *after))
-        phases_s = [factor * each for each in phases_s]
         inside_s, main = self._inside_s(action), self.streams.main
-        task = self.tp_tasks.join(self.set, action, owner, phases_s, inside_s, main, *after)
+        task = self.tp_tasks.join(
+            self.set, action, owner, [factor * between_s], inside_s, main, *after
+        )
         tasks.append(self.streams.on_main(task))
         if behind_s:
             tasks.append(self.streams.run(position, Role.COMPUTE, factor * behind_s))
         return tasks
 
-    def _ends_s(self, action: Action) -> tuple[float, Sequence[float], float]:
-        """What `_around_exchanges` takes: before, between and behind them.
-
-        At the ends a rank is alone with embedding and head, and with attention of the first layer
-        or the last.
-        """
+    def _around_s(self, action: Action) -> tuple[float, float, float]:
+        """What a rank computes before, between and behind exchanges, embedding and head too."""
         chunk, sizes = action.chunk, self.costs.sizes
         assert chunk is not None
-        attention, mlp, *ends = self._phases_s(action, EVERYTHING)
+        before, between, behind, *ends = self._phases_s(action, EVERYTHING)
         first = ends[0] if chunk == 0 else 0.0
         last = ends[-1] if sizes.is_last(chunk) else 0.0
-        layers = max(1, sizes.num_layers(chunk))
-        if action.kind is Kind.FORWARD:
-            return first + attention / layers, [attention - attention / layers, mlp], last
-        again, (mode, recomputed) = 0.0, sizes.recompute(self.rank, chunk)
-        if mode == "full":  # of each layer, less what `ActionCosts.seconds` leaves out
-            whole, *_ = self.costs.phases(self.rank, chunk, self._size(action))
-            again = whole.forward_s / layers * attention / (whole.backward_s or 1.0)
-        of_first = (attention - recomputed * again) / layers
-        of_last = again if recomputed == layers else 0.0
-        return last + of_last, [attention - of_first - of_last, mlp], of_first + first
+        if action.kind is not Kind.FORWARD:
+            first, last = last, first
+        return first + before, between, behind + last
 
     def _phases_s(self, action: Action, part: GatherPart) -> Sequence[float]:
         """See `ActionCosts.seconds` and `forward_part_s`."""

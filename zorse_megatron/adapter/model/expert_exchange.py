@@ -3,15 +3,16 @@
 Ranks that share experts alone each have samples of their own. A token is sent once to each rank
 that has any of its experts, and from each it gets the weighted sum of what these returned. All
 ranks are told which experts all tokens go to, so that each knows what it will receive, and in
-which order: the host waits once per layer, for numbers of rows. Gradients of experts' weights are
-computed while those of tokens are on their way back. Sums are in an order that does not depend on
-the run.
+which order: the host waits once per layer, for numbers of rows. What is dispatched or combined is
+waited for where it is needed next, forward and backward (`_Passage`), so other samples may be
+computed meanwhile (`overlapped_layer`). Gradients of experts' weights are computed while those of
+tokens are on their way back. Sums are in an order that does not depend on the run.
 
 Source: `MoETokenDispatcher` in megatron/core/transformer/moe/token_dispatcher.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ from zorse_megatron.runtime.mailbox import ExpertRank
 class TokensByRank(MoETokenDispatcher):
     """Nothing of a micro-batch stays here once its forward is over."""
 
-    def __init__(self, config: Any, pg_collection: Any, place: ExpertRank) -> None:
+    def __init__(
+        self, config: Any, pg_collection: Any, place: ExpertRank, left: list[GroupedProduct]
+    ) -> None:
+        """`left`: what experts' weight gradients are made of, which are computed while tokens'
+        gradients leave."""
         super().__init__(config, pg_collection)
-        self.place = place
+        self.place, self.left = place, left
         self.ranks = len(place.tokens)
         counts = torch.tensor(place.parts.proportions("experts"))
-        self.left: list[GroupedProduct] = []
-        """What experts' weight gradients are made of: computed while tokens' gradients leave."""
         self.owners = torch.arange(self.ranks).repeat_interleave(counts)
         """Of each expert, the index of the rank that holds it."""
 
@@ -55,10 +58,14 @@ class TokensByRank(MoETokenDispatcher):
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """To the ranks of its experts: rows [received, width], and all weights [all tokens, k]."""
-        rows, weights = _ToExperts.apply(
-            hidden_states, probs, self.routes.exchange, self.place, self.left
+        """To the ranks of its experts: rows [received, width], and all weights [all tokens, k].
+
+        `dispatch_postprocess` waits for them.
+        """
+        self.passage = _Passage(
+            ways=[_Way(self.routes.exchange), _ToAll(self.place)], place=self.place, left=self.left
         )
+        rows, weights = self.passage.begin(hidden_states, probs)
         return rows, weights
 
     def dispatch_postprocess(
@@ -66,23 +73,26 @@ class TokensByRank(MoETokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens by expert, each as often as it has experts here, counts, and their weights."""
         routes = self.routes
+        rows, probs = self.passage.end(hidden_states, probs)
         weights = probs.reshape(-1).index_select(0, routes.pairs)
-        return _copied(hidden_states, routes.computed), routes.counts, weights
+        return _copied(rows, routes.computed), routes.counts, weights
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The sum of what a row's experts here have returned."""
         return _summed(hidden_states, self.routes.computed)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Back to the tokens' ranks."""
-        back = self.routes.exchange.reversed
-        rows: torch.Tensor = _Exchanged.apply(hidden_states, back, self.place)
+        """Back to the tokens' ranks; `combine_postprocess` waits."""
+        back = _Way(self.routes.exchange.reversed)
+        self.passage = _Passage(ways=[back], place=self.place, left=[])
+        (rows,) = self.passage.begin(hidden_states)
         return rows
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the layer was given them."""
-        total = _summed(hidden_states, self.routes.sent).view(self.shape)
-        del self.routes  # the graph has what a backward needs
+        (rows,) = self.passage.end(hidden_states)
+        total = _summed(rows, self.routes.sent).view(self.shape)
+        del self.routes, self.passage  # the graph has what a backward needs
         return total
 
 
@@ -107,11 +117,13 @@ class Exchange:
 
     sent: list[int]
     received: list[int]
+    returns: bool = False
+    """Whether they come from the experts' ranks."""
 
     @property
     def reversed(self) -> "Exchange":
         """The way back."""
-        return Exchange(sent=self.received, received=self.sent)
+        return Exchange(sent=self.received, received=self.sent, returns=not self.returns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,73 +225,123 @@ class _Summed(torch.autograd.Function):
 
 # What is sent.
 
+_Started = tuple[torch.Tensor, Callable[[], Any]]
+"""What is received, and what waits for it."""
 
-def _start(rows: torch.Tensor, exchange: Exchange, place: ExpertRank) -> Callable[[], torch.Tensor]:
-    """Returns what waits for what is received."""
+
+def _start(rows: torch.Tensor, exchange: Exchange, place: ExpertRank) -> _Started:
     row_bytes, others = rows[:1].nbytes, list(exchange.sent)
     others[place.index] = 0
-    place.sent.append(tuple(row_bytes * count for count in others))
+    place.log.sent.append(tuple(row_bytes * count for count in others))
+    place.log.returns = exchange.returns
     rows, received = rows.contiguous(), rows.new_empty(sum(exchange.received), *rows.shape[1:])
     counts = exchange.received, exchange.sent
     work = dist.all_to_all_single(received, rows, *counts, group=place.group, async_op=True)
     assert work is not None, "this rank is in the group"
-
-    def wait() -> torch.Tensor:
-        work.wait()
-        return received
-
-    return wait
-
-
-def _exchange(rows: torch.Tensor, exchange: Exchange, place: ExpertRank) -> torch.Tensor:
-    return _start(rows, exchange, place)()
+    return received, work.wait
 
 
 def _told_to_all(own: torch.Tensor, place: ExpertRank) -> torch.Tensor:
     """What each rank has of its tokens, one rank after the other."""
-    ranks = len(place.tokens)
-    exchange = Exchange(sent=[len(own)] * ranks, received=list(place.tokens))
-    return _exchange(own.repeat(ranks, 1), exchange, place)
+    received, wait = _ToAll(place).start(own, place)
+    wait()
+    return received
 
 
-class _Exchanged(torch.autograd.Function):
+class _Way:
+    """How rows are sent, and the gradients of those that are received."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def start(self, rows: torch.Tensor, place: ExpertRank) -> _Started:
+        return _start(rows, self.exchange, place)
+
+    def start_back(self, gradient: torch.Tensor, place: ExpertRank) -> _Started:
+        return _start(gradient, self.exchange.reversed, place)
+
+    def given(self, gradients: torch.Tensor) -> torch.Tensor:
+        """The gradient of what was sent."""
+        return gradients
+
+
+class _ToAll(_Way):
+    """All of a rank's rows go to each rank."""
+
+    def __init__(self, place: ExpertRank) -> None:
+        self.ranks = len(place.tokens)
+        own = [place.tokens[place.index]] * self.ranks
+        super().__init__(Exchange(sent=own, received=list(place.tokens)))
+
+    def start(self, rows: torch.Tensor, place: ExpertRank) -> _Started:
+        return super().start(rows.repeat(self.ranks, 1), place)
+
+    def given(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Of each row one rank has a gradient, all others zeros."""
+        return gradients.view(self.ranks, -1, gradients.shape[1]).sum(dim=0)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Passage:
+    """Tensors on their way, from `begin` to `end`; their gradients on the way back.
+
+    Autograd runs the latest functions first. So where other samples are computed between the two
+    in a forward, they are in the backward, and all ranks have messages in one order.
+    """
+
+    ways: list[_Way]
+    """Of each tensor."""
+    place: ExpertRank
+    left: list[GroupedProduct]
+    """What is computed while gradients are on their way."""
+    started: list[_Started] = field(default_factory=list)
+
+    def begin(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Send them; what is returned is not there yet."""
+        found: Sequence[torch.Tensor] = _Begun.apply(self, *tensors)
+        return found
+
+    def end(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Wait for them."""
+        found: Sequence[torch.Tensor] = _Ended.apply(self, *tensors)
+        return found
+
+    def wait(self) -> list[torch.Tensor]:
+        """What is received."""
+        for _, wait in self.started:
+            wait()
+        found = [received for received, _ in self.started]
+        self.started = []
+        return found
+
+
+class _Begun(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, exchange: Exchange, place: ExpertRank
-    ) -> torch.Tensor:
-        ctx.exchange, ctx.place = exchange, place
-        return _exchange(rows, exchange, place)
+    def forward(ctx: Any, passage: _Passage, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.passage, place = passage, passage.place
+        both = zip(passage.ways, tensors, strict=True)
+        passage.started = [way.start(tensor, place) for way, tensor in both]
+        return tuple(received for received, _ in passage.started)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return _exchange(gradient, ctx.exchange.reversed, ctx.place), None, None
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
+        passage: _Passage = ctx.passage
+        both = zip(passage.ways, passage.wait(), strict=True)
+        return None, *(way.given(gradients) for way, gradients in both)
 
 
-class _ToExperts(torch.autograd.Function):
-    """Rows to their experts' ranks, and all tokens' weights to all; one function, so that all ranks
-    have the two gradients' messages in one order."""
+class _Ended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passage: _Passage, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.passage = passage
+        passage.wait()
+        return tensors
 
     @staticmethod
-    def forward(  # noqa: PLR0917  (torch's way)
-        ctx: Any,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        exchange: Exchange,
-        place: ExpertRank,
-        left: list[GroupedProduct],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.exchange, ctx.place, ctx.left = exchange, place, left
-        return _exchange(rows, exchange, place), _told_to_all(weights, place)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, of_weights: torch.Tensor) -> tuple[Any, ...]:
-        place: ExpertRank = ctx.place
-        arriving = _start(gradient, ctx.exchange.reversed, place)
-        while ctx.left:
-            ctx.left.pop(0).accumulate()
-        own, ranks = place.tokens[place.index], len(place.tokens)
-        back = Exchange(sent=list(place.tokens), received=[own] * ranks)
-        # Of each weight one rank has a gradient, all others zeros.
-        parts = _exchange(of_weights, back, place)
-        of_own = parts.view(ranks, own, of_weights.shape[1]).sum(dim=0)
-        return arriving(), of_own, None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        passage: _Passage = ctx.passage
+        both = zip(passage.ways, gradients, strict=True)
+        passage.started = [way.start_back(each, passage.place) for way, each in both]
+        while passage.left:
+            passage.left.pop(0).accumulate()
+        return None, *gradients

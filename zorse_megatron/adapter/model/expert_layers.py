@@ -18,7 +18,7 @@ Source: `MoELayer`, `MoETokenDispatcher` and `SequentialMLP` in megatron/core/tr
 
 import copy
 from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -82,6 +82,17 @@ def with_plan_layers(
     return get_moe_module_spec_for_backend
 
 
+@dataclass(frozen=True, kw_only=True)
+class SentTokens:
+    """Those of half of a micro-batch."""
+
+    dispatcher: TokensByRank
+    rows: tuple[torch.Tensor, torch.Tensor]
+    """Not there yet, and weights of their experts."""
+    beside: torch.Tensor | None
+    """What shared experts return."""
+
+
 class PlanMoELayer(MoELayer):
     """Stock's, with all experts on the rank, or those of its place among ranks that share them."""
 
@@ -113,20 +124,28 @@ class PlanMoELayer(MoELayer):
         super().__init__(config, *args, submodules=submodules, pg_collection=alone, **kwargs)
         self.gathers = place is not None and config.sequence_parallel
         tp_group = None if place is None else place.group
-        self.token_dispatcher = (
-            TokensByExpert(config, alone, experts=experts, tp_group=tp_group)
-            if shared is None
-            else TokensByRank(config, alone, shared)
-        )
-        if isinstance(self.token_dispatcher, TokensByRank):
-            self.experts.delay_weights(self.token_dispatcher.left.append)
+        self.overlaps = shared is not None and shared.overlap
+        if shared is None:
+            dispatcher: Any = TokensByExpert(config, alone, experts=experts, tp_group=tp_group)
+            self.dispatchers = [dispatcher]
+        else:
+            left: list[GroupedProduct] = []
+            self.experts.delay_weights(left.append)
+            # Each has what belongs to its half of a micro-batch.
+            self.dispatchers = [
+                TokensByRank(config, alone, shared, left) for _ in range(1 + shared.overlap)
+            ]
+        self.token_dispatcher = self.dispatchers[0]
         # Whose copies are one to checkpoints, and whose gradients are complete.
         self.router.tp_group = pg_collection.tp
         for parameter in self.router.parameters():
             parameter.sequence_parallel = False
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See `MoELayer`; routers see whole sequences."""
+        """See `MoELayer`; routers see whole sequences. Of halves (`overlapped_layer`): what
+        `compute` and then `arrived` are given."""
+        if self.overlaps:
+            return self._sent(hidden_states, **kwargs)
         dispatcher = self.token_dispatcher
         if not self.gathers:
             return super().forward(hidden_states, *args, **kwargs)
@@ -136,6 +155,33 @@ class PlanMoELayer(MoELayer):
             hidden_states, tensor_parallel_output_grad=False, group=dispatcher.tp_group
         )
         return super().forward(whole, *args, **kwargs)
+
+    def _sent(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> "SentTokens":
+        """Let tokens leave for their experts."""
+        self.dispatchers.reverse()
+        self.token_dispatcher = dispatcher = self.dispatchers[0]
+        if padding_mask is not None:
+            padding_mask = padding_mask.transpose(0, 1).bool()
+        beside = self.shared_experts_compute(hidden_states)
+        rows = self.dispatch(
+            *self.preprocess(hidden_states, *self.route(hidden_states, padding_mask))
+        )
+        return SentTokens(dispatcher=dispatcher, rows=rows, beside=beside)
+
+    def compute(self, sent: "SentTokens") -> torch.Tensor:
+        """What experts return of tokens that have been sent to them; it leaves."""
+        self.token_dispatcher = sent.dispatcher
+        output, _ = self.routed_experts_compute(*sent.rows)
+        found: torch.Tensor = self.combine(output)
+        return found
+
+    def arrived(self, sent: "SentTokens", returning: torch.Tensor) -> torch.Tensor:
+        """The layer's output."""
+        self.token_dispatcher = sent.dispatcher
+        found: torch.Tensor = self.postprocess(returning, sent.beside)
+        return found
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """As stock's, which cannot shape what is computed of no samples."""

@@ -43,7 +43,7 @@ class LocalSizes:
         layer_spec = model_config.transformer_layer_spec
         if not local_groups:  # a number that stock divides by: it is told one group per rank
             local_groups = place.degree
-            layer_spec = layer_spec_with(SelfAttentionWithoutHeads, layer_spec)
+            layer_spec = layer_spec_with(replacing_attention(SelfAttentionWithoutHeads), layer_spec)
         in_transformer: dict[str, Any] = {
             "num_query_groups": local_groups,
             "num_attention_heads": local_groups * heads,
@@ -215,8 +215,11 @@ def without_columns(
     return linear
 
 
-def layer_spec_with(attention: type[SelfAttention], given: Any) -> Callable[..., Any]:
-    """What takes the place of a model config's `transformer_layer_spec`, which is `given`."""
+def layer_spec_with(change: Callable[[Any], None], given: Any) -> Callable[..., Any]:
+    """What takes the place of a model config's `transformer_layer_spec`, which is `given`.
+
+    `change`: is given the spec of each layer; several may be one.
+    """
 
     def transformer_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
         if given is None:
@@ -228,13 +231,18 @@ def layer_spec_with(attention: type[SelfAttention], given: Any) -> Callable[...,
         else:
             spec = given(model_config)
         for layer in getattr(spec, "layer_specs", [spec]):
-            _replace_attention(layer, attention)
+            change(layer)
         return spec
 
     return transformer_layer_spec
 
 
-def _replace_attention(layer: Any, taken: type[SelfAttention]) -> None:
+def replacing_attention(taken: type[SelfAttention]) -> Callable[[Any], None]:
+    """Let layers have this attention in place of Megatron's."""
+    return partial(_replace_attention, taken)
+
+
+def _replace_attention(taken: type[SelfAttention], layer: Any) -> None:
     attention, is_nothing = layer.submodules.self_attention, issubclass(taken, ToNothing)
     if is_nothing and issubclass(attention.module, MLASelfAttention):
         attention.module = LatentAttentionToNothing

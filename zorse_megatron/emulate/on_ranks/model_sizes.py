@@ -14,16 +14,17 @@ ranks count as those of the real model where routing is even, wherever the tiny 
 
 import bisect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zorse_megatron.costs.interface import ModelSection
 from zorse_megatron.emulate.emulated_job import EmulatedJob, JobSharing, JobTpGroups
 from zorse_megatron.emulate.tiny_model import LORA_RANK
+from zorse_megatron.runtime.mailbox import ExchangeLog
 from zorse_megatron.runtime.mixed_tp_exchange import Exchanged, MixedTpTensor
 from zorse_megatron.schedule.shards import shard_bounds
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
@@ -78,8 +79,8 @@ class ModelSizes:
         self.measured: frozenset[ModelSection] = frozenset()
         self.sharing: JobSharing | None = None
         """Whom this rank shares experts with."""
-        self.tokens_return = False
-        """Whether tokens that are exchanged come from experts, rather than go to them."""
+        self.exchanges = ExchangeLog()
+        """Of tokens that this rank has sent to experts, or back."""
         if job.tp_groups is not None:
             self.sharing = job.tp_groups.sharing[rank]
             self.whole_memory = job.tp_groups.memories[rank]
@@ -102,8 +103,16 @@ class ModelSizes:
         """As costs have it, of an activation [sequence, samples, hidden]."""
         return int(hidden.shape[1]) if self.sharing is None else self.sharing.size
 
+    def at_once(self, hidden: torch.Tensor) -> int:
+        """The same of what is computed before tokens leave, and of rows of experts."""
+        parts = 1 if self.sharing is None else self.sharing.parts
+        return self.micro_batch_size(hidden) // parts
+
     def add(self, chunk: "ChunkView") -> None:
         """Learn the buffers of a chunk."""
+        layers: Iterable[Any] = chunk.layers if self.sharing is not None else ()
+        for layer in layers:
+            self.exchanges = layer.mlp.token_dispatcher.place.log
         self._num_whole = chunk.num_whole or self._num_whole
         self._chunks.append(chunk)
         self._element_bytes = next(chunk.wrapped.parameters()).element_size()
@@ -233,7 +242,7 @@ class ModelSizes:
         messages = self.sharing.messages
         # Else numbers of experts, or weights.
         sent = messages.there if rows.shape[1] == self._tiny[1] else messages.told
-        if self.tokens_return:
+        if self.exchanges.returns:
             return {pair[::-1]: num_bytes for pair, num_bytes in sent.items()}
         return sent
 

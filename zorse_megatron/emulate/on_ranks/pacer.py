@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
 from zorse_megatron.adapter.model.chunk_view import ChunkView, number_of_layer
+from zorse_megatron.adapter.model.overlapped_layer import Halves
 from zorse_megatron.costs.interface import (
     ComputeCost,
     DtypeCosts,
@@ -104,6 +105,8 @@ class Pacer:
                 self._watch_shared_experts(layer, how)
             else:
                 layer.register_forward_hook(partial(self._layer, how))
+        if self.sizes.sharing is not None and self.sizes.sharing.parts > 1:
+            chunk.layers[0].register_forward_hook(self._copy)
         for layer, weight in zip(chunk.layers, chunk.delayed_weights, strict=False):
             self._splits = True
             if self.sizes.sharing is None:
@@ -132,23 +135,17 @@ class Pacer:
         mlp = layer.mlp
 
         def enter(module: Any, inputs: Any) -> None:
-            self._tokens_go()
             self._half(how, "attention", module, inputs)
             self._after_attention(how, module, inputs, inputs)
 
         mlp.register_forward_pre_hook(enter)
         mlp.experts.register_forward_pre_hook(partial(self._half, how, "mlp"))
         mlp.experts.register_forward_hook(partial(self._experts, layer))
-        mlp.register_forward_hook(lambda *args: on_backward(args[-1], self._tokens_go))
         layer.register_forward_hook(partial(self._layer_of_tp_group, how))
 
-    def _tokens_go(self) -> None:
-        self.sizes.tokens_return = False
-
     def _experts(self, layer: Any, module: Any, _inputs: Any, output: Any) -> None:
-        """Tokens go back, as do their gradients when those of rows are there."""
-        self.sizes.tokens_return = True
-        size = self.sizes.micro_batch_size(_first(output))
+        """Gradients of tokens go back when those of rows are there."""
+        size = self.sizes.at_once(_first(output))
         compute: Any = self.compute  # a `SharedExpertsCompute`
         later_s = 0.0 if self._splits else compute.row_gradients_s(self.kind, size)
         backward_s = self._halves(size).mlp.backward_s - later_s
@@ -161,7 +158,6 @@ class Pacer:
 
         def begin() -> None:
             self._take("B", backward_s)
-            self.sizes.tokens_return = True
             # Beside what experts' weight gradients are made of.
             module.together.linear_fc1.leave(
                 SimpleNamespace(accumulate=accumulate, start=lambda: None, tensors=())
@@ -290,7 +286,7 @@ class Pacer:
 
     def _half(self, how: RecomputeMode, half: str, _module: Any, inputs: Any) -> None:
         """Before the product that ends attention or MLP in a sum over the TP group."""
-        size = self.sizes.micro_batch_size(inputs[0])
+        size = self.sizes.at_once(inputs[0])
         halves = self._halves(size)
         forward_s = (halves.attention if half == "attention" else halves.mlp).forward_s
         if torch._C._current_graph_task_id() != -1:  # a forward within a backward
@@ -302,7 +298,7 @@ class Pacer:
             self._take("F", forward_s)
 
     def _after_attention(self, how: RecomputeMode, _module: Any, _inputs: Any, output: Any) -> None:
-        size = self.sizes.micro_batch_size(_first(output))
+        size = self.sizes.at_once(_first(output))
         backward_s = self._halves(size).attention.backward_s
         if how == "selective":
             backward_s += self.compute.recompute_s(self.kind, size, how)
@@ -310,7 +306,7 @@ class Pacer:
 
     def _layer_of_tp_group(self, how: RecomputeMode, layer: Any, _inputs: Any, output: Any) -> None:
         """The layer's memory, and when the backward of its MLP begins."""
-        hidden = _first(output)
+        hidden = _last_half(output)
         size = self.sizes.micro_batch_size(hidden)
         if torch._C._current_graph_task_id() == -1 and layer.training:
             self.host.forward_bytes += self.cap.keep_layer(self.cap.memory, size, how)
@@ -323,6 +319,15 @@ class Pacer:
             self._backward(backward_s, partial(self._drop, layer, size, how))
 
         on_backward(hidden, begin)
+
+    def _copy(self, layer: Any, _inputs: Any, output: Any) -> None:
+        """The halves of a chunk's input, which are copies of it."""
+        hidden = _last_half(output)
+        copied = self.cap.memory.boundary_bytes(self.sizes.micro_batch_size(hidden))
+        if layer.training:
+            self.host.forward_bytes += copied
+            self.cap.keep(copied)
+        on_backward(hidden, lambda: self.cap.drop(copied))
 
     def _backward(self, seconds_s: float, let_go: Callable[[], None]) -> None:
         self._take("B", seconds_s)
@@ -409,6 +414,12 @@ def on_backward(output: Any, then: Callable[[], None]) -> None:
     tensor = _first(output)
     if tensor.requires_grad:
         tensor.register_hook(lambda _gradient: then())
+
+
+def _last_half(output: Any) -> torch.Tensor:
+    """The part of a layer's output whose gradient a backward has first."""
+    hidden = _first(output)
+    return hidden.last if isinstance(hidden, Halves) else hidden
 
 
 def _first(output: Any) -> torch.Tensor:

@@ -57,6 +57,8 @@ class SearchSpace:
     """Micro-batch sizes are multiples of it."""
     needs_loads_in_order: bool = False
     """Whether backwards wait for the forwards of all earlier samples, which lists must allow."""
+    may_overlap: bool = True
+    """Whether ranks that share experts may run micro-batches in halves (`ExpertParallel`)."""
     max_tensor_parallel: int | None = None
     """Most ranks of a tensor-parallel group; 1: no TP groups. None: as many as a node has."""
     barring_tp: tuple[str, ...] = ()
@@ -304,10 +306,13 @@ def with_load(inputs: Inputs, load: ExpertLoad) -> Inputs:
 def _space_for(model: ModelShape, computing: Computing, space: SearchSpace) -> SearchSpace:
     """Of plans that train the model as the command does."""
     if model.experts is not None:
+        recomputes = computing.recompute is not None and computing.recompute.mode == "full"
+        whole = computing.needs_loads_in_order or computing.are_packed or recomputes
         space = replace(
             space,
             sample_block=computing.sample_block,
             needs_loads_in_order=computing.needs_loads_in_order,
+            may_overlap=space.may_overlap and not whole,
         )
     barring = flags_barring_tp(model)
     return replace(space, max_tensor_parallel=1, barring_tp=barring) if barring else space

@@ -3,8 +3,8 @@
 The search and its closed forms know experts that each rank has whole, or a tensor-parallel group
 divides. Here such a plan, and stock's layouts with expert parallelism, are where a climb starts:
 ranks of a group share experts or not, those of neighbouring groups in one node become one group,
-with more or fewer experts and samples on each kind of GPU, other numbers of micro-batches, other
-settings, and a layer more or less. All are simulated.
+with exchanges that overlap computation or do not, more or fewer experts and samples on each kind of
+GPU, other numbers of micro-batches, other settings, and a layer more or less. All are simulated.
 """
 
 import operator
@@ -280,8 +280,9 @@ class _Climb:
     ) -> Replica | None:
         """The replica with so many samples in so many micro-batches, and each rank's part of them
         in proportion to weights."""
-        block, shared = self.space.sample_block, replica.expert_parallel
+        shared = replica.expert_parallel
         assert shared is not None, "of ranks that share experts"
+        block = self._block(shared)
         if count < 1 or total % (count * block):
             return None
         samples = tuple(block * each for each in _deal(total // count // block, weights))
@@ -293,6 +294,10 @@ class _Climb:
             num_microbatches=count,
             expert_parallel=replace(shared, samples=samples),
         )
+
+    def _block(self, shared: ExpertParallel) -> int:
+        """What a rank's samples are multiples of, as each half's are of the space's."""
+        return shared.parts * self.space.sample_block
 
     # Where it goes.
 
@@ -311,6 +316,9 @@ class _Climb:
                 for change in self._changes(replica):
                     yield from self._changed(plan, numbers, at, change)
             if any(each.expert_parallel for each in first.replicas):
+                for overlap, step in ((True, 0), (True, -1), (False, 0)):
+                    others = [self._with_overlap(plan.groups[at], overlap, step) for at in numbers]
+                    yield from self._each_with(plan, numbers, others)
                 for settings in self._settings_near(first):
                     changed = [_with_settings(plan.groups[at], **settings) for at in numbers]
                     yield from self._each_with(plan, numbers, changed)
@@ -347,12 +355,30 @@ class _Climb:
             plan, groups=tuple(changed.get(at) or each for at, each in enumerate(plan.groups))
         )
 
+    def _with_overlap(self, group: Group, overlap: bool, step: int) -> Group | None:
+        """The group whose exchanges overlap computation, or do not; None: they are so, or cannot.
+
+        `step`: to another number of micro-batches, of which there may be more samples then.
+        """
+        replicas = [_overlapping(each, overlap) for each in group.replicas]
+        if tuple(replicas) == group.replicas or (overlap and not self.space.may_overlap):
+            return None
+        found = []
+        for each in replicas:
+            changes = each.expert_parallel is not None and each.num_samples
+            other = self._with_count(each, step=step) if changes else each
+            if other is None:
+                return None
+            found.append(other)
+        return replace(group, replicas=tuple(found))
+
     def _changes(self, replica: Replica) -> Iterator[Change]:
         """Other numbers of micro-batches, and other parts of experts and of samples."""
-        if replica.expert_parallel is None:
+        shared = replica.expert_parallel
+        if shared is None:
             return
         yield from (partial(self._with_count, step=step) for step in (-1, 1))
-        block = self.space.sample_block
+        block = self._block(shared)
         for kinds in permutations(dict.fromkeys(self._kinds(replica.ranks)), 2):
             for part in _PARTS:
                 experts = max(1, int(part * self.experts))
@@ -382,7 +408,7 @@ class _Climb:
         assert shared is not None, "of ranks that share experts"
         found = {"experts": [*shared.experts], "samples": [*shared.samples]}
         for name, moved in (("experts", experts), ("samples", samples)):
-            counts, step = found[name], 1 if name == "experts" else self.space.sample_block
+            counts, step = found[name], 1 if name == "experts" else self._block(shared)
             for _ in range(moved // step):
                 givers, takers = (
                     [at for at, each in enumerate(of_ranks) if each == kind] for kind in kinds
@@ -432,7 +458,9 @@ class _Climb:
                     shard_weight=whole.shard_weight / 2,
                     max_in_flight=whole.max_in_flight and -(-whole.max_in_flight // 2),
                     max_delayed_wgrad=whole.max_delayed_wgrad and whole.max_delayed_wgrad // 2,
-                    expert_parallel=ExpertParallel(experts=experts, samples=samples),
+                    expert_parallel=ExpertParallel(
+                        experts=experts, samples=samples, overlap=shared.overlap
+                    ),
                 )
             )
         return replace(group, replicas=tuple(parts))
@@ -482,7 +510,18 @@ def _with_settings(group: Group, **settings: object) -> Group:
     """What its replicas say for themselves goes."""
     bare = dict.fromkeys(settings)
     replicas = tuple(replace(each, **bare) for each in group.replicas)  # type: ignore[arg-type]
+    recompute = settings.get("recompute")
+    if isinstance(recompute, Recompute) and recompute.mode == "full":  # runs no halves
+        replicas = tuple(_overlapping(each, False) for each in replicas)
     return replace(group, replicas=replicas, **settings)  # type: ignore[arg-type]
+
+
+def _overlapping(replica: Replica, overlap: bool) -> Replica:
+    """The same where no experts are shared."""
+    shared = replica.expert_parallel
+    if shared is None:
+        return replica
+    return replace(replica, expert_parallel=replace(shared, overlap=overlap))
 
 
 def _layers_moved(plan: Plan) -> Iterator[Plan]:
