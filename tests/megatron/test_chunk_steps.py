@@ -27,6 +27,7 @@ CASES = {
     ),
     "in one pass, in 16 bits": (replace(CLIPPED, dtype=torch.float16), "overflow, one pass"),
     "state in the host": (replace(CLIPPED, dtype=torch.bfloat16), "host"),
+    "a part of the state in the host": (replace(CLIPPED, dtype=torch.bfloat16), "host, part"),
     "state of a fused Adam in the host": (replace(CLIPPED, fused_adam=True), "host"),
 }
 
@@ -49,8 +50,20 @@ def _optimizer(setup: Setup, chunks: list[Any], collection: Any, case: str) -> A
     if "one pass" in case:
         choose_update(mine, "fused", torch.device("cpu"))
     if "host" in case:
-        link = HostLink(torch.device("cpu"))
-        mine.keep_in_host(link, optimizer_state=True, gradients=None, on_change=lambda: None)
+
+        class SmallPieces(HostLink):
+            def piece_sizes(self, shards: Any) -> list[int]:
+                whole, rest = divmod(sum(each.tensor.numel() for each in shards), 500)
+                return [500] * whole + [rest]
+
+        part = "part" in case
+        mine.keep_in_host(
+            (SmallPieces if part else HostLink)(torch.device("cpu")),
+            optimizer_state=True,
+            state_fraction=0.6 if part else None,
+            gradients=None,
+            on_change=lambda: None,
+        )
     return optimizer
 
 
@@ -86,6 +99,12 @@ def _train(setup: Setup, case: str, by_chunk: bool) -> tuple[list[Any], list[Any
             tiny_gpt.gather(chunk)
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
+        if "part" in case and by_chunk:
+            stays = [memory for each in mine.host_state.states for memory in each.stays]
+            assert stays and not any(memory.is_away for memory in stays)
+            if step == 1:  # as where a checkpoint is saved: what stays is in the host then
+                assert mine.read(mine.owned_shards[0][-1]).numel()
+                assert sum(memory.is_away for memory in stays)
     held = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
     for *_, shard in mine.owned_shards:
         state = mine.optimizer.state[shard]

@@ -278,6 +278,11 @@ def test_stock_with_tensor_parallelism_takes_what_the_simulator_says(lab):
             0.002,
             id="inputs and state in the host",
         ),
+        pytest.param(
+            changed(UNEVEN, optimizer_state=True, optimizer_state_fraction=0.4),
+            0.002,
+            id="a part of the state in the host",
+        ),
         pytest.param(split(UNEVEN), 0.002, id="1f1b, weight gradients apart"),
         # Two micro-batches at most are in flight: nothing would be away while another is computed.
         pytest.param(ENDING_WITH_TWO, 0.002, id="activations that need not leave"),

@@ -434,6 +434,11 @@ CHANGES_NO_BIT: dict[str, tuple[str, Row]] = {
         "resident, no clip", each_its_own(TWO_BY_TWO, parameters=True)
     ),
     "all in the host": changed("resident, no clip", in_the_host(TWO_BY_TWO), **PIECES),
+    "a part of the state in the host": changed(
+        "resident, no clip",
+        with_settings(TWO_BY_TWO, optimizer_state=True, optimizer_state_fraction=0.4),
+        **PIECES,
+    ),
     # Steps that overflow are skipped alike.
     "all in the host, in two types": changed(
         "fp16 and bf16, resident",

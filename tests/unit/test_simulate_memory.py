@@ -260,6 +260,18 @@ def test_pieces_of_offloaded_state_come_while_others_are_stepped(monkeypatch, nu
     assert result.iteration_s == pytest.approx(3 + 6.4 + (num_pieces + 1) * copy_s)
 
 
+@pytest.mark.parametrize(("fraction", "kept"), [(0.01, 9), (0.35, 6), (0.5, 5), (1.0, 0)])
+def test_what_stays_of_the_state_is_not_moved(monkeypatch, fraction, kept):
+    """The first pieces, as long as fewer than the fraction are left."""
+    monkeypatch.setattr(shards, "STATE_PIECE_ELEMENTS", 64)
+    offload = Offload(optimizer_state=True, optimizer_state_fraction=fraction)
+    result = run(one_group((1, 1), offload=offload), comm=FakeComm(host_bytes_per_s=64.0))
+    assert result.iteration_s == pytest.approx(3 + (10 - kept + 1) * 12)  # there, and back
+    held = [s.by_category_bytes[Category.OPTIMIZER_STATE] for s in result.memory_over_time(0)]
+    assert held[-1] == min(held) == kept * 12 * 64
+    assert max(held) == min(10, kept + 2) * 12 * 64
+
+
 class NarrowGradients(FakeMemory):
     """Gradients are accumulated in 16 bits."""
 

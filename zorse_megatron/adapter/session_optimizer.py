@@ -67,6 +67,7 @@ def build_optimizer(
                 each.keep_in_host(
                     link,
                     optimizer_state=at.offload.optimizer_state,
+                    state_fraction=at.offload.optimizer_state_fraction,
                     gradients=streams,
                     on_change=on_change,
                 )

@@ -308,11 +308,7 @@ def memory_saved_by(group: Group, replica: Replica) -> str:
     if recompute is not None and recompute.mode != "none":
         some = f" of {number_of(recompute.num_layers, 'layer')}" if recompute.num_layers else ""
         said.append(f"{recompute.mode} recompute{some}")
-    said += [
-        f"{name.replace('_', ' ')} on host"
-        for name in ("parameters", "gradients", "optimizer_state", "activations")
-        if getattr(settings.offload, name)
-    ]
+    said += [f"{each} on host" for each in settings.offload.said]
     return ", ".join(said)
 
 

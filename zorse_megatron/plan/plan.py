@@ -103,10 +103,23 @@ class Offload:
     """Whether parameters wait in host memory."""
     optimizer_state: bool = False
     """Whether the optimizer state stays in host memory."""
+    optimizer_state_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The part of it that does; absent: all of it."""
+
     gradients: bool = False
     """Whether reduced gradients wait in host memory for the optimizer step."""
     activations: bool = False
     """Whether saved activations wait in host memory."""
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What waits in host memory, for people."""
+        names = ("parameters", "gradients", "optimizer_state", "activations")
+        found = {name: name.replace("_", " ") for name in names if getattr(self, name)}
+        fraction = self.optimizer_state_fraction
+        if fraction is not None and "optimizer_state" in found:
+            found["optimizer_state"] = f"{fraction:.0%} of the optimizer state"
+        return tuple(found.values())
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

@@ -13,6 +13,7 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.plan.divided_replicas import expert_parallel_problems, tp_shards_problems
+from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import (
     Group,
     Plan,
@@ -50,6 +51,7 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         tp_shards_problems,
         expert_parallel_problems,
         _recomputed_layers,
+        _state_fractions,
         hierarchical_problems,
         _lengths,
         _orders,
@@ -253,6 +255,19 @@ def _recomputed_layers(plan: Plan) -> Iterator[Problem]:
                     expected='num_layers only with mode "full"',
                     remedy="Remove num_layers or change the mode.",
                 )
+
+
+def _state_fractions(plan: Plan) -> Iterator[Problem]:
+    """A part of the optimizer state waits in the host only where the state does."""
+    for each in said_settings(plan):
+        offload = each.settings.offload
+        if offload.optimizer_state_fraction is not None and not offload.optimizer_state:
+            yield Problem(
+                where=f"{each.offload_at}.optimizer_state_fraction",
+                found=f"{offload.optimizer_state_fraction} without optimizer_state",
+                expected="it with optimizer_state only, of which it is the part in the host",
+                remedy="Add optimizer_state, or remove the fraction.",
+            )
 
 
 def _lengths(plan: Plan) -> Iterator[Problem]:

@@ -49,7 +49,10 @@ from zorse_megatron.planner.search.finish_plan import (
     with_plans_of_shorter,
 )
 from zorse_megatron.planner.search.local_moves import with_changes
-from zorse_megatron.planner.search.shared_experts import with_shared_experts
+from zorse_megatron.planner.search.shared_experts import (
+    with_shared_experts,
+    with_state_kept_by_ranks_that_share,
+)
 from zorse_megatron.planner.search.tensor_parallel_search import search_with_tp
 from zorse_megatron.planner.search.zorse_search import SearchResult
 from zorse_megatron.planner.shortage import no_plan
@@ -249,6 +252,10 @@ def _finished(
         finished.append(with_changes(evaluator, best) if strategy == "zorse" else best)
     if strategy == "zorse":
         finished = [_sharing_experts(search, each, on_progress) for each in finished]
+        finished = [
+            with_state_kept_by_ranks_that_share(search.evaluator, each, on_progress)
+            for each in finished
+        ]
     return min(finished, key=lambda each: each.iteration_s)
 
 

@@ -214,8 +214,6 @@ def _said(settings: MemorySettings) -> str:
     if recompute is not None and recompute.mode != "none":
         number = f" {recompute.num_layers}" if recompute.num_layers else ""
         said.append(f"recompute {recompute.mode}{number}")
-    names = ("parameters", "gradients", "optimizer_state", "activations")
-    offloaded = [name for name in names if getattr(settings.offload, name)]
-    if offloaded:
-        said.append("offload " + " and ".join(offloaded))
+    if settings.offload.said:
+        said.append("offload " + " and ".join(settings.offload.said))
     return ", ".join(said)

@@ -224,6 +224,7 @@ class HostBacked:
         self.link = link
         self.host: torch.Tensor | None = None
         self.is_away = False
+        self._parts: list[HostBacked] = []
         self._leaving: Copy | None = None
         self._coming: Copy | None = None
         self._is_leaving = False
@@ -238,6 +239,7 @@ class HostBacked:
         part = HostBacked(tensor, self.link, self.category)
         part.host = self.host[start_bytes : start_bytes + part.num_bytes]
         part.drop()
+        self._parts.append(part)
         return part
 
     @property
@@ -328,8 +330,15 @@ class HostBacked:
         return part if part.nbytes < self.num_bytes else copied_to_host(part)
 
     def in_host(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the storage among the host's bytes, which no copy uses now."""
+        """Elements [start, stop) of the storage among the host's bytes, which no copy uses now.
+
+        Parts that are on the device go to the host: who asks may read, or write.
+        """
         assert self.host is not None, "nothing was sent to the host"
+        for part in self._parts:
+            if not part.is_away:
+                part.send()
+                part.let_go()
         if self.link is not None and self.link.is_cuda:
             torch.cuda.synchronize(self.link.device)
         return self.host[start * dtype.itemsize : stop * dtype.itemsize].view(dtype)

@@ -57,6 +57,15 @@ def state_pieces(owned: int) -> tuple[int, ...]:
     return (STATE_PIECE_ELEMENTS,) * whole + ((rest,) if rest or not whole else ())
 
 
+def kept_pieces(pieces: int, fraction: float | None) -> int:
+    """How many of a shard's first pieces stay on the device where a fraction is in the host.
+
+    >>> kept_pieces(4, 0.6), kept_pieces(4, 0.5), kept_pieces(4, None)
+    (1, 2, 0)
+    """
+    return 0 if fraction is None else pieces - math.ceil(pieces * fraction - 1e-9)
+
+
 def passing_at_most(owned: int) -> int:
     """Elements of a shard of `owned` elements that pass through the device at once: two pieces."""
     return min(owned, 2 * STATE_PIECE_ELEMENTS)

@@ -10,9 +10,10 @@ are in the host while a STEP runs, it writes the new ones there.
 
 Optimizer state that is offloaded by the plan's setting stays in the host all the time, and passes
 through the GPU during STEP, two pieces at a time, as `adapter.optimizer.host_state` has them: one
-that is stepped and one that is on its way. Parameters that are in the host then are there for as
-long as their chunk's pieces are, and so are gradients that OFFLOAD_GRAD has sent there. Those pass
-once more before, chunk by chunk, for their norm (`adapter.optimizer.streamed_gradients`).
+that is stepped and one that is on its way. If it is a fraction, the first pieces stay on the GPU.
+Parameters that are in the host then are there for as long as their chunk's pieces are, and so are
+gradients that OFFLOAD_GRAD has sent there. Those pass once more before, chunk by chunk, for their
+norm (`adapter.optimizer.streamed_gradients`).
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from operator import attrgetter
 
 from zorse_megatron.costs.stage_formulas import widened_bytes
 from zorse_megatron.schedule.actions import COMPUTE, TRANSFERS, Action, Kind
-from zorse_megatron.schedule.shards import largest_piece, state_pieces
+from zorse_megatron.schedule.shards import kept_pieces, largest_piece, state_pieces
 from zorse_megatron.schedule.transfer_windows import offloaded_gradients
 from zorse_megatron.simulate.assumptions import SimulationError
 from zorse_megatron.simulate.rank_bytes import RankSizes
@@ -135,7 +136,21 @@ class Residency:
 
     def _state_bytes(self) -> int:
         """Optimizer state on the GPU; what is in the host instead is streamed."""
-        return 0 if self._is_state_in_host else sum(map(self._state_of, self._chunks))
+        if not self._is_state_in_host:
+            return sum(map(self._state_of, self._chunks))
+        return sum(
+            self.sizes.memory.state_bytes(piece)
+            for chunk in self._chunks
+            for piece in state_pieces(self._owned(chunk))[: self._num_kept(chunk)]
+        )
+
+    def _owned(self, chunk: int) -> int:
+        return self.sizes.shards[chunk][self.rank]
+
+    def _num_kept(self, chunk: int) -> int:
+        """Of the chunk's pieces, those that stay on the GPU."""
+        fraction = self.sizes.settings[self.rank].offload.optimizer_state_fraction
+        return kept_pieces(len(state_pieces(self._owned(chunk))), fraction)
 
     def _state_of(self, chunk: int) -> int:
         """A chunk's optimizer state, wherever it is."""
@@ -213,10 +228,13 @@ class Residency:
 
     def _pieces(self, chunk: int) -> list[tuple[int, int]]:
         """(elements, bytes of state that pass through) in turn; one where it stays on the GPU."""
-        owned = self.sizes.shards[chunk][self.rank]
+        owned, kept = self._owned(chunk), self._num_kept(chunk)
         if not self._is_state_in_host:
             return [(owned, 0)]
-        return [(piece, self.sizes.memory.state_bytes(piece)) for piece in state_pieces(owned)]
+        return [
+            (piece, self.sizes.memory.state_bytes(piece) if number >= kept else 0)
+            for number, piece in enumerate(state_pieces(owned))
+        ]
 
     def _stepped(self, chunk: int, pieces: Sequence[tuple[int, int]]) -> list[SteppedUnit]:
         """Parameters in the host come with the chunk's first piece and go with its last one.

@@ -171,6 +171,7 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         link: HostLink,
         *,
         optimizer_state: bool,
+        state_fraction: float | None = None,
         gradients: bool,
         on_change: Callable[[], None],
     ) -> None:
@@ -184,7 +185,12 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
             self.factors = streamed
             self.config = replace(self.config, clip_grad=0.0)
         self.host_state = HostState(
-            self, link, optimizer_state=optimizer_state, gradients=streamed, on_change=on_change
+            self,
+            link,
+            optimizer_state=optimizer_state,
+            fraction=state_fraction,
+            gradients=streamed,
+            on_change=on_change,
         )
 
     def update_in_one_pass(self, step: Callable[[], None]) -> None:

@@ -2,8 +2,9 @@
 
 An update is the same for every element, with Adam as with SGD, so pieces of the chunks' shards can
 be stepped one after the other with the same result, and the state of two pieces at most is on the
-device: the one that is stepped and the one that is fetched meanwhile. Shards of parameters that
-wait in the host, too, come and go chunk by chunk.
+device: the one that is stepped and the one that is fetched meanwhile. If a fraction is to wait, the
+other pieces stay on the device, until somebody asks for what the host has of them. Shards of
+parameters that wait in the host, too, come and go chunk by chunk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps, stepping
 from zorse_megatron.adapter.optimizer.streamed_gradients import StreamedGradients, gradients_in_host
 from zorse_megatron.runtime.host_link import HostBacked, HostLink, joined_in_host
 from zorse_megatron.runtime.offload import GradientsInHost
+from zorse_megatron.schedule.shards import kept_pieces
 
 # Optimizer state in host memory, and the pieces of it that are stepped one after the other.
 #
@@ -153,10 +155,13 @@ class ChunkState:
         inner: Any,
         link: HostLink,
         allocate: Callable[[], None],
+        *,
+        fraction: float | None,
     ) -> None:
         """Make flat tensors of moments and main parameters, in the host.
 
         `allocate` gives the shards their state where they have none yet; it is made in the host.
+        `fraction`: the part that is there between steps; None: all.
         """
         self.inner = inner
         self.link = link
@@ -167,6 +172,7 @@ class ChunkState:
         self.pieces = [
             StatePiece(slices) for slices in _cut(self.shards, link.piece_sizes(self.shards))
         ]
+        self.kept = self.pieces[: kept_pieces(len(self.pieces), fraction)]
         first = first_main = 0
         for piece in self.pieces:
             for name, flat in moments.items():
@@ -174,6 +180,11 @@ class ChunkState:
             for flat in mains if piece.num_main else ():
                 piece.main = flat.part(first_main, piece.num_main, piece)
             first, first_main = first + piece.num_elements, first_main + piece.num_main
+
+    @property
+    def stays(self) -> list[HostBacked]:
+        """What is on the device between steps, unless somebody has asked for it in the host."""
+        return [memory for piece in self.kept for memory in piece.memories]
 
     def _make(self, allocate: Callable[[], None]) -> tuple[dict[str, "_Flat"], list["_Flat"]]:
         """Moments by name, and main parameters: one, or none where all are float32 themselves."""
@@ -281,10 +292,12 @@ class HostState:
         link: HostLink,
         *,
         optimizer_state: bool,
+        fraction: float | None,
         gradients: StreamedGradients | None,
         on_change: Callable[[], None],
     ) -> None:
-        """`optimizer_state`: whether main parameters and moments wait in the host, too.
+        """`optimizer_state`: whether main parameters and moments wait in the host, too, or a
+        `fraction` of them.
 
         They are made there, chunk by chunk. `gradients`: where these may wait in the host, too.
         `on_change`: called within a step, whenever as much is on the device as there will be until
@@ -312,16 +325,20 @@ class HostState:
             self._shards[id(chunk)].append(owned)
         self._state: dict[int, ChunkState] = {}
         if optimizer_state:
-            self._state = {id(chunk): self._state_of(chunk, link) for chunk in self.chunks}
+            self._state = {id(each): self._state_of(each, link, fraction) for each in self.chunks}
         link.expect_state(self)
+        for state in self.states:
+            for memory in state.stays:
+                memory.start_back()
 
-    def _state_of(self, chunk: Any, link: HostLink) -> ChunkState:
+    def _state_of(self, chunk: Any, link: HostLink, fraction: float | None) -> ChunkState:
         with self.steps.only(chunk):
             return ChunkState(
                 self._shards[id(chunk)],
                 self.inner,
                 link,
                 allocate=partial(allocate_state, self.optimizer, device=link.device),
+                fraction=fraction,
             )
 
     @property
@@ -383,11 +400,12 @@ class HostState:
         for piece in pieces:
             is_last = piece is pieces[-1]
             of_piece = [] if piece is None else piece.memories
+            stays = state is not None and piece in state.kept
             yield _Unit(
                 chunk=chunk,
                 piece=piece,
                 needed=[*parameters, *of_piece],
-                leaving=[*(parameters if is_last else []), *of_piece],
+                leaving=[*(parameters if is_last else []), *([] if stays else of_piece)],
                 gradients=gradients,
                 is_last=is_last,
             )

@@ -31,6 +31,7 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.orders import with_times
 from zorse_megatron.planner.outcome import SearchProgress, structure
 from zorse_megatron.planner.search.effort import Effort
+from zorse_megatron.planner.search.kept_state import with_state_kept, without_fractions
 
 _STARTS, _OF_BEST = 5, 2
 """Plans that are climbed from; first those of the best plan."""
@@ -38,6 +39,8 @@ _UNLIKE, _MOST_BEHIND = 8, 1.4
 """Plans of unlike groups in which ranks may share experts, none slower than the best by that."""
 _OF_STARTS = 0.5
 """The part of what may be simulated that finds where to start."""
+_OF_KEPT = 0.5
+"""The part that finds plans that keep state."""
 _LEAST_GAIN = 0.999
 """What a step must bring, in parts of the iteration."""
 _MOST_SIMULATED = 240
@@ -76,6 +79,18 @@ def with_shared_experts(
     return fastest if fastest is not None and _seconds(fastest) < _seconds(best) else None
 
 
+def with_state_kept_by_ranks_that_share(
+    evaluator: Evaluator, best: Evaluation, on_progress: Callable[[SearchProgress], None]
+) -> Evaluation:
+    """The plan, or a faster one near it: what is free has room for state (`kept_state`)."""
+    kept = with_state_kept(evaluator, best)
+    if kept is best or not any(replicas_that_share_experts(best.plan)):
+        return kept
+    climb = _Climb(evaluator, on_progress)
+    climb.limit, climb.keeping_below_s = _OF_KEPT, kept.iteration_s
+    return climb.climbed(kept)
+
+
 def _unlike(best: Evaluation, others: Sequence[Evaluation], kinds: Sequence[str]) -> list[Plan]:
     """The best plan, and the fastest of other groups."""
     found: dict[object, Plan] = {}
@@ -98,13 +113,17 @@ class _Climb:
         self.space = evaluator.inputs.space
         self.simulated, self.computed = evaluator.num_simulated, evaluator.num_computations
         self.most = min(_MOST_COMPUTATIONS, Effort.of(self.inputs).climb)
+        self.keeping_below_s = 0.0
+        """Plans that are not much slower keep optimizer state where there is room for it."""
         self.limit = _OF_STARTS
         """Up to which part of what may be simulated it goes on."""
 
     def evaluated(self, plan: Plan) -> Evaluation | None:
         """What the simulator says of a plan that fits."""
-        found = self.evaluator.evaluate_plan(self._ordered(plan))
+        found = self.evaluator.evaluate_plan(self._ordered(without_fractions(plan)))
         fits = found is not None and found.fits
+        if found is not None and fits and found.iteration_s < _MOST_BEHIND * self.keeping_below_s:
+            found = with_state_kept(self.evaluator, found)
         self.tell(
             SearchProgress(
                 phase="sharing experts",
@@ -140,6 +159,7 @@ class _Climb:
             if found is None:
                 return here
             here = found
+            self.keeping_below_s = min(self.keeping_below_s, here.iteration_s)
 
     # Where it starts.
 
