@@ -336,9 +336,6 @@ class _Climb:
                 for change in self._changes(replica):
                     yield from self._changed(plan, numbers, at, change)
             if any(each.expert_parallel for each in first.replicas):
-                for overlap, step in ((True, 0), (True, -1), (False, 0)):
-                    others = [self._with_overlap(plan.groups[at], overlap, step) for at in numbers]
-                    yield from self._each_with(plan, numbers, others)
                 for settings in self._settings_near(first):
                     changed = [_with_settings(plan.groups[at], **settings) for at in numbers]
                     yield from self._each_with(plan, numbers, changed)
@@ -347,6 +344,10 @@ class _Climb:
         yield from _layers_moved(plan)
         for pair in self._neighbours(plan):
             yield from self._with_fewer_groups(plan, (pair,))
+        for numbers in self._alike(plan):
+            for overlap, step in ((True, 0), (True, -1), (False, 0)):
+                others = [self._with_overlap(plan.groups[at], overlap, step) for at in numbers]
+                yield from self._each_with(plan, numbers, others)
 
     def _changed(
         self, plan: Plan, numbers: Sequence[int], at: int, change: Change
