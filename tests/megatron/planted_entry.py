@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from tests.megatron.recording_entry import record
@@ -33,13 +35,12 @@ def plant_large_output(number: int) -> None:
     """Let a layer's output be too large for fp16; layers count from 0."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    stock = TransformerLayer.forward
+    stock = TransformerLayer._forward_post_mlp
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden, context = stock(self, *args, **kwargs)
-        return hidden * (1e6 if self.layer_number == number + 1 else 1.0), context
+    def output(self: Any, *args: Any) -> Any:
+        return stock(self, *args) * (1e6 if self.layer_number == number + 1 else 1.0)
 
-    TransformerLayer.forward = forward
+    TransformerLayer._forward_post_mlp = output
 
 
 def plant_routers() -> None:
@@ -55,10 +56,21 @@ def plant_routers() -> None:
     PlanRouter.gating = gating
 
 
+def plant_engine() -> None:
+    """No mistake: let norms be computed again, for which stock asks Transformer Engine."""
+    from megatron.core.tensor_parallel import random
+
+    random.FP8GlobalStateManager = SimpleNamespace(
+        is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None
+    )
+    random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
+
+
 PLANTS: dict[str, Callable[[], None]] = {
     "norm": plant_norm,
     "sum": plant_sum,
     "routers": plant_routers,
+    "engine": plant_engine,
     "large 0": partial(plant_large_output, 0),
     "large 3": partial(plant_large_output, 3),
 }

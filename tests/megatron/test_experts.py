@@ -18,6 +18,7 @@ from tests.megatron.comparison import (
     flags_for,
     for_one_process,
     plan_run,
+    run_recorded,
     stock_run,
 )
 from tests.megatron.plans import (
@@ -35,6 +36,7 @@ from tests.megatron.plans import (
 )
 from tests.megatron.stock_adapters_entry import ADAPTERS
 from tests.megatron.test_checkpoints import RUNS, Saved, assert_same_rest
+from tests.megatron.test_loss_scale import LOW as OVERFLOWING
 from tests.megatron.test_mixed_precision import FP16_ROUNDING
 from tests.megatron.test_moving import STEPS, assert_runs, both_runs
 from tests.megatron.test_upstream_script import (
@@ -373,6 +375,30 @@ def test_loss_scales_reach_the_losses_of_routers(corpus: Path) -> None:
     assert run.grad_norms == pytest.approx(alone.grad_norms, rel=0.01)
     light = plan_run(LAYOUTS["3|2"], (*command, "--moe-aux-loss-coeff", "0", "0"))
     assert light.grad_norms[0] < 0.8 * run.grad_norms[0], "the losses do not matter"
+
+
+def test_layers_in_halves_are_watched_after_skipped_steps(corpus: Path) -> None:
+    """On the rank that has samples, of two that share experts."""
+    flags = flags_for(corpus, *MODEL, *BIASED, *OVERFLOWING)
+    run = plan_run(
+        plan_of(((overlapped((0, 1), (1, 3), (4, 0), 2),), 4)),
+        tuple(flag for flag in flags if flag != "--calculate-per-token-loss"),
+        entry="tests.megatron.planted_entry",
+        env={"ZORSE_TEST_PLANT": "large 0"},
+    )
+    assert all(step["skipped"] for step in run.steps)
+    named = [re.findall(r"on rank (\d): the output of layer (\d)", out) for out in run.outputs]
+    assert named == [[("0", "0")], []]
+
+
+def test_norms_of_halves_are_recomputed(corpus: Path) -> None:
+    """Each of its own half."""
+    modules = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp")
+    flags = flags_for(corpus, *MODEL, *BIASED, *modules, "--moe-layer-freq", "([1]+[0]+[1]*2)")
+    how = {"entry": "tests.megatron.planted_entry", "env": {"ZORSE_TEST_PLANT": "engine"}}
+    alone = run_recorded(for_one_process(flags), 1, **how)
+    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    assert_follows(plan_run(OVERLAPPED_BREADTH_FIRST, flags, **how), alone)
 
 
 def test_biases_stay_alike_in_16_bits(corpus: Path) -> None:

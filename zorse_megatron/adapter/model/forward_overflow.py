@@ -7,11 +7,13 @@ steps pays nothing.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
 
+from zorse_megatron.adapter.model.overlapped_layer import Halves
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.log import say
 
@@ -58,8 +60,8 @@ class ForwardOverflow:
             )
             self._hooks += [
                 layer.register_forward_hook(
-                    lambda _, _args, output, chunk=chunk, place=place: self._note(
-                        chunk, place, output[0] if isinstance(output, tuple) else output
+                    lambda _, _args, output, chunk=chunk, place=place: self._note_output(
+                        chunk, place, output
                     )
                 )
                 for place, layer in enumerate(layers, start=1)
@@ -78,8 +80,18 @@ class ForwardOverflow:
             for chunk, layers in self._layers.items()
         }
 
+    def _note_output(self, chunk: int, place: int, output: Any) -> Any:
+        """Halves of a micro-batch are noted as they arrive; returns what takes their place."""
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        if isinstance(hidden, Halves):
+            return hidden.noticed(partial(self._note, chunk, place)), *others
+        self._note(chunk, place, hidden)
+        return output
+
     @torch.no_grad()
     def _note(self, chunk: int, place: int, values: torch.Tensor) -> None:
+        if not values.numel():  # of a rank without samples
+            return
         # Without memory for the absolute values; a maximum with nan is nan.
         largest = torch.linalg.vector_norm(values.detach(), float("inf"))
         known = self._largest[chunk][place]

@@ -30,6 +30,17 @@ class Halves:
     last: torch.Tensor
     """What experts return of the second half, whose gradient is the first that a backward has."""
 
+    def noticed(self, note: Callable[[torch.Tensor], None]) -> "Halves":
+        """The same, of which `note` is given each half when it arrives."""
+
+        def noticing(arrive: Arrive) -> torch.Tensor:
+            found = arrive()
+            note(found)
+            return found
+
+        first, second = (partial(noticing, arrive) for arrive in self.arrive)
+        return Halves(arrive=(first, second), last=self.last)
+
 
 def overlapping(layer: Any) -> None:
     """Let a layer's spec build one that is overlapped."""
@@ -75,15 +86,19 @@ class OverlappedLayer(TransformerLayer):
             return lambda: (lambda: output, output)
         hidden, _ = self._forward_attention(hidden_states=arrive(), **others)
         normed = self._forward_pre_mlp_layernorm(hidden)
+        checkpoint = getattr(self, "pre_mlp_norm_checkpoint", None)
         residual = hidden.float() if self.config.fp32_residual_connection else hidden
         sent = self.mlp(normed, padding_mask=padding_mask)
 
         def experts() -> tuple[Arrive, torch.Tensor]:
             returning = self.mlp.compute(sent)
-            return (
-                lambda: self._forward_post_mlp((self.mlp.arrived(sent, returning), None), residual),
-                returning,
-            )
+
+            def arrived() -> torch.Tensor:
+                self.pre_mlp_norm_checkpoint = checkpoint  # else that of the other half
+                output = self.mlp.arrived(sent, returning)
+                return self._forward_post_mlp((output, None), residual)
+
+            return arrived, returning
 
         return experts
 
