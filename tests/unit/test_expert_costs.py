@@ -43,6 +43,7 @@ from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.outcome import PlannerInputError
+from zorse_megatron.planner.search.effort import EVERY_PARTITION_UP_TO
 from zorse_megatron.planner.search.tensor_parallel_choices import dealt, tp_shards_to_try
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.rank_bytes import RankSizes
@@ -70,8 +71,9 @@ EXPERT = 3 * HIDDEN * WIDTH
 ATTENTION = 4 * HIDDEN * HIDDEN
 
 
-def cluster():
-    return parse_cluster(b"nodes:\n  - {name: a, gpus: [2 x A100-40, 2 x T4], nics: 100 Gb/s}\n")
+def cluster(nodes=1):
+    node = b"{name: a, count: %d, gpus: [2 x A100-40, 2 x T4], nics: 100 Gb/s}" % nodes
+    return parse_cluster(b"nodes: [%s]" % node)
 
 
 # Times.
@@ -244,9 +246,9 @@ def test_what_a_loss_is_balanced_over(words, block, has_loss):
 # Plans.
 
 
-def inputs_of(model=MODEL, *, batch=24, profile=None, space=None, **computing):
+def inputs_of(model=MODEL, *, batch=24, profile=None, space=None, nodes=1, **computing):
     return make_inputs(
-        cluster(),
+        cluster(nodes),
         model,
         profile,
         global_batch_size=batch,
@@ -269,15 +271,23 @@ def test_a_plan_names_the_experts():
     assert "moe" not in dump_plan(dense) and "experts" not in dump_plan(dense)
 
 
+def sizes_of(plan):
+    replicas = [each for group in plan.groups for each in group.replicas]
+    return {each.micro_batch_size for each in replicas if each.num_microbatches}
+
+
 @pytest.mark.parametrize("strategy", ["zorse", "stock", "zorse-paper", "cephalo"])
 def test_micro_batches_are_multiples_of_the_block(strategy):
     plan = find_plan(inputs_of(sample_block=3, has_auxiliary_loss=True), strategy=strategy).plan
-    sizes = {
-        each.micro_batch_size
-        for group in plan.groups
-        for each in group.replicas
-        if each.num_microbatches
-    }
+    sizes = sizes_of(plan)
+    assert sizes and not any(size % 3 for size in sizes)
+
+
+@pytest.mark.usefixtures("little_effort")
+def test_so_are_they_where_tp_groups_of_many_gpus_are_compared():
+    inputs = inputs_of(sample_block=3, nodes=2)
+    assert inputs.world_size > EVERY_PARTITION_UP_TO
+    sizes = sizes_of(find_plan(inputs, stock=()).plan)
     assert sizes and not any(size % 3 for size in sizes)
 
 

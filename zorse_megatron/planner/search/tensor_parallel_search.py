@@ -226,6 +226,7 @@ def ideal_iteration_s(inputs: Inputs) -> float:
 
 
 _LEVELS = (1, 2)
+"""Micro-batch sizes, in blocks."""
 _LIGHT = Effort(
     listed=30,
     costed=4,
@@ -272,7 +273,7 @@ class QuickEstimate:
         best_s = math.inf
         order = self._order(inputs)
         tails = SegmentTails(estimator, order)
-        for level in _LEVELS:
+        for level in inputs.space.sizes(_LEVELS):
             sizes = best_sizes(inputs, level)
             costs = SegmentCosts(estimator, tails, sizes=sizes, nested=False)
             found = best_partitions(costs, most_groups=most)
