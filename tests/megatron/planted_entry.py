@@ -1,6 +1,7 @@
 """`recording_entry`, with one mistake in it that `$ZORSE_TEST_PLANT` names."""
 
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -66,11 +67,32 @@ def plant_engine() -> None:
     random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
 
 
+def plant_rows() -> None:
+    """No mistake: say how many tensors that were exchanged are there when a layer is over."""
+    from zorse_megatron.adapter.model.expert_exchange import _Passage
+    from zorse_megatron.adapter.model.overlapped_layer import OverlappedLayer
+
+    begin, forward, sent = _Passage.begin, OverlappedLayer.forward, list[Any]()
+
+    def noted(self: Any, *tensors: Any) -> Any:
+        received = begin(self, *tensors)
+        sent.append(weakref.ref(received[0]))
+        return received
+
+    def counted(self: Any, **kwargs: Any) -> Any:
+        found = forward(self, **kwargs)
+        print("exchanged:", sum(each() is not None for each in sent), flush=True)
+        return found
+
+    _Passage.begin, OverlappedLayer.forward = noted, counted  # type: ignore[assignment]
+
+
 PLANTS: dict[str, Callable[[], None]] = {
     "norm": plant_norm,
     "sum": plant_sum,
     "routers": plant_routers,
     "engine": plant_engine,
+    "rows": plant_rows,
     "large 0": partial(plant_large_output, 0),
     "large 3": partial(plant_large_output, 3),
 }

@@ -401,6 +401,18 @@ def test_norms_of_halves_are_recomputed(corpus: Path) -> None:
     assert_follows(plan_run(OVERLAPPED_BREADTH_FIRST, flags, **how), alone)
 
 
+def test_what_halves_have_exchanged_is_let_go(corpus: Path) -> None:
+    """After each of four layers but the last, only what experts are returning of either half."""
+    run = plan_run(
+        plan_of(((overlapped((0, 1), (1, 3), (2, 2), 2),), 4)),
+        flags_for(corpus, *MODEL, *BIASED, steps=1),
+        entry="tests.megatron.planted_entry",
+        env={"ZORSE_TEST_PLANT": "rows"},
+    )
+    for output in run.outputs:
+        assert re.findall(r"exchanged: (\d+)", output) == ["2", "2", "2", "0"] * 2
+
+
 def test_biases_stay_alike_in_16_bits(corpus: Path) -> None:
     """Also where a replica has no micro-batch; unlike stock's, loads are counted in fp32."""
     run = plan_run(LAYOUTS["2|3, idle at the end"], flags_for(corpus, *MODEL, *BIASED, "--bf16"))

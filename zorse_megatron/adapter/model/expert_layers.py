@@ -82,13 +82,13 @@ def with_plan_layers(
     return get_moe_module_spec_for_backend
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SentTokens:
     """Those of half of a micro-batch."""
 
     dispatcher: TokensByRank
     rows: tuple[torch.Tensor, torch.Tensor]
-    """Not there yet, and weights of their experts."""
+    """Not there yet, and weights of their experts; until experts are computed."""
     beside: torch.Tensor | None
     """What shared experts return."""
 
@@ -174,6 +174,7 @@ class PlanMoELayer(MoELayer):
         """What experts return of tokens that have been sent to them; it leaves."""
         self.token_dispatcher = sent.dispatcher
         output, _ = self.routed_experts_compute(*sent.rows)
+        del sent.rows
         found: torch.Tensor = self.combine(output)
         return found
 

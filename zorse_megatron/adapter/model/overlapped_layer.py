@@ -22,11 +22,11 @@ Arrive = Callable[[], torch.Tensor]
 """Waits for a layer's output of one half: [sequence, samples, hidden]."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Halves:
-    """What one layer hands to the next."""
+    """What one layer hands to the next, which leaves nothing here."""
 
-    arrive: tuple[Arrive, Arrive]
+    arrive: list[Arrive]
     last: torch.Tensor
     """What experts return of the second half, whose gradient is the first that a backward has."""
 
@@ -38,8 +38,13 @@ class Halves:
             note(found)
             return found
 
-        first, second = (partial(noticing, arrive) for arrive in self.arrive)
-        return Halves(arrive=(first, second), last=self.last)
+        return Halves(arrive=[partial(noticing, arrive) for arrive in self.arrive], last=self.last)
+
+    def take(self) -> list[Arrive]:
+        """Both, once: else who calls the next layer keeps what they are made of meanwhile."""
+        found = self.arrive
+        del self.arrive, self.last
+        return found
 
 
 def overlapping(layer: Any) -> None:
@@ -67,14 +72,14 @@ class OverlappedLayer(TransformerLayer):
         """
         halves = hidden_states if isinstance(hidden_states, Halves) else _cut(hidden_states)
         masks = zip(_parts(attention_mask), _parts(padding_mask), strict=True)
-        each = [
-            partial(self._begin, arrive, attention_mask=mask, padding_mask=padding, **others)
-            for arrive, (mask, padding) in zip(halves.arrive, masks, strict=True)
-        ]
+        arrive = halves.take()
         # In this order: see the module's docstring.
-        begun = [begin() for begin in each]
+        begun = [
+            self._begin(arrive.pop(0), attention_mask=mask, padding_mask=padding, **others)
+            for mask, padding in masks
+        ]
         first, second = [experts() for experts in begun]
-        found = Halves(arrive=(first[0], second[0]), last=second[1])
+        found = Halves(arrive=[first[0], second[0]], last=second[1])
         return found if self.hands_on else _whole(found), None
 
     def _begin(
@@ -105,11 +110,11 @@ class OverlappedLayer(TransformerLayer):
 
 def _cut(whole: torch.Tensor) -> Halves:
     first, second = (each.contiguous() for each in whole.chunk(2, dim=1))
-    return Halves(arrive=(lambda: first, lambda: second), last=second)
+    return Halves(arrive=[lambda: first, lambda: second], last=second)
 
 
 def _whole(halves: Halves) -> torch.Tensor:
-    return torch.cat([arrive() for arrive in halves.arrive], dim=1)
+    return torch.cat([arrive() for arrive in halves.take()], dim=1)
 
 
 def _parts(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
