@@ -21,7 +21,7 @@ from tests.megatron.plans import (
     tp_replica,
     with_settings,
 )
-from tests.megatron.test_exactness import ROWS, Row
+from tests.megatron.test_exactness import CHANGES_NO_BIT, PIECES, ROWS, Row
 from tests.megatron.test_experts import BALANCED as BALANCED_LOAD
 from tests.megatron.test_experts import BIASED
 from tests.megatron.test_experts import MODEL as OF_EXPERTS
@@ -34,6 +34,7 @@ from zorse_megatron.schedule.samples import rank_micro_batches
 
 APART, HOST = "interleaved, weight gradients apart", "in the host, layered"
 LEVELS = "two levels, an idle rank and one without a shard"
+A_PART = "a part of the state in the host"
 ADAPTERS, EXPERTS, SPREAD = "adapters", "experts", "experts in a tensor-parallel group"
 SHARED = "experts of ranks with samples of their own"
 OVERLAPPED = "the same, tokens on their way beside products"
@@ -74,6 +75,7 @@ CASES = {
         name: replace(ROWS[name], steps=2)
         for name in (HOST, LEVELS, "1|2+1, llama, cyclic, recompute, no clip, sequence parallel")
     },
+    A_PART: replace(CHANGES_NO_BIT[A_PART][1], steps=2),
 }
 # Where the host waits for the device in a step -> how often at most.
 WAITS = {
@@ -84,6 +86,8 @@ WAITS = {
     "streamed_gradients count_zeros": 1,
 }
 MOVED, BALANCED = "moved to another plan", "of other counts"
+# One of the groups that are moved to keeps a part of its state on the device.
+KEEPING = with_settings(B, optimizer_state=True, optimizer_state_fraction=0.4).groups[1]
 # With what rank 0 says when it is done.
 CHANGES = {
     # One group has its state in the host, the other on the device; no line of the log waits.
@@ -91,6 +95,7 @@ CHANGES = {
         Row(
             plan=replace(A, groups=(A.groups[0], TWO_BY_TWO.groups[1])),
             flags=(*FP16, "--log-interval", "4"),
+            env=PIECES,
         ),
         "from iteration 3 on the training runs under plan",
     ),
@@ -205,9 +210,9 @@ def changed(
     if name == MOVED:
         status = record.with_name(f"{record.name}-status")
         status.mkdir()
-        save_plan(B, status / "first.json")
+        save_plan(replace(B, groups=(B.groups[0], KEEPING)), status / "first.json")
         flags = (*row.flags, "--zorse-status", str(status))
-        row = replace(row, flags=flags, env={"ZORSE_TEST_MOVES": str(status)})
+        row = replace(row, flags=flags, env={**row.env, "ZORSE_TEST_MOVES": str(status)})
     result = rehearsed(row, corpus, record, entry=entry, without=without)
     assert says in (record / "said").read_text()
     return result

@@ -337,6 +337,7 @@ class HostBacked:
         assert self.host is not None, "nothing was sent to the host"
         for part in self._parts:
             if not part.is_away:
+                part.wait_until_back()  # it may be coming still
                 part.send()
                 part.let_go()
         if self.link is not None and self.link.is_cuda:
