@@ -4,13 +4,14 @@ A step moves all state that waits in the host to the GPU and back. Whatever memo
 most is in use has room for a part of it.
 """
 
-import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
 from zorse_megatron.plan.memory_settings import settings_in
 from zorse_megatron.plan.plan import Group, Plan, Replica
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
+from zorse_megatron.schedule.shards import kept_pieces, state_pieces
 from zorse_megatron.simulate.rank_bytes import RankSizes
 
 _STEPS = 1000
@@ -49,15 +50,23 @@ def _kept(sizes: RankSizes, group: Group, free_bytes: int) -> Group:
     """The group whose ranks keep as much of the state as each has room for."""
 
     def fraction(replica: Replica) -> float:
-        most = max(_state_bytes(sizes, rank) for rank in replica.ranks)
-        return max(0, math.ceil(_STEPS * (1 - free_bytes / max(1, most)))) / _STEPS
+        def has_room(steps: int) -> bool:
+            kept = (_kept_bytes(sizes, rank, steps / _STEPS) for rank in replica.ranks)
+            return max(kept) <= free_bytes
+
+        return bisect_left(range(_STEPS), True, key=has_room) / _STEPS
 
     return _with_fractions(group, fraction)
 
 
-def _state_bytes(sizes: RankSizes, rank: int) -> int:
-    chunks = sizes.chunks(rank)
-    return sum(sizes.memory_of(each).state_bytes(sizes.shards[each][rank]) for each in chunks)
+def _kept_bytes(sizes: RankSizes, rank: int, fraction: float) -> int:
+    """What stays of the rank's state: whole pieces."""
+    total = 0
+    for chunk in sizes.chunks(rank):
+        pieces = state_pieces(sizes.shards[chunk][rank])
+        kept = sum(pieces[: kept_pieces(len(pieces), fraction)])
+        total += sizes.memory_of(chunk).state_bytes(kept)
+    return total
 
 
 def _with_fractions(group: Group, fraction_of: Callable[[Replica], float | None]) -> Group:
