@@ -11,6 +11,7 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.made_plans import even_plan, one_group, with_groups
 from tests.unit.simulation import costs_of, run
 from tests.unit.test_simulate_times import priced, run_case
+from zorse_megatron.costs.interface import DtypeCosts
 from zorse_megatron.inputs.model import JobRecompute
 from zorse_megatron.plan.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
 from zorse_megatron.schedule import shards
@@ -270,6 +271,28 @@ def test_what_stays_of_the_state_is_not_moved(monkeypatch, fraction, kept):
     held = [s.by_category_bytes[Category.OPTIMIZER_STATE] for s in result.memory_over_time(0)]
     assert held[-1] == min(held) == kept * 12 * 64
     assert max(held) == min(10, kept + 2) * 12 * 64
+
+
+class WithoutMain(FakeMemory):
+    """Parameters are stepped themselves: their state is moments only."""
+
+    def state_bytes(self, num_parameters):
+        return 8 * num_parameters
+
+
+@pytest.mark.parametrize(("fraction", "kept"), [(None, 0), (0.35, 6)])
+def test_offloaded_state_is_that_of_the_type_that_its_group_computes_in(
+    monkeypatch, fraction, kept
+):
+    monkeypatch.setattr(shards, "STATE_PIECE_ELEMENTS", 64)
+    offload = Offload(optimizer_state=True, optimizer_state_fraction=fraction)
+    plan = with_groups(one_group((1, 1)), offload=offload, compute_dtype="fp32")
+    comm = FakeComm(host_bytes_per_s=64.0)
+    fp32 = DtypeCosts(compute=FakeCompute(), memory=WithoutMain())
+    result = run(plan, comm=comm, by_dtype={"fp32": fp32})
+    assert result.iteration_s == pytest.approx(3 + (10 - kept + 1) * 8)
+    held = [s.by_category_bytes[Category.OPTIMIZER_STATE] for s in result.memory_over_time(0)]
+    assert (min(held), max(held)) == (kept * 8 * 64, (kept + 2) * 8 * 64)
 
 
 class NarrowGradients(FakeMemory):

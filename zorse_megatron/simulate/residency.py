@@ -139,7 +139,7 @@ class Residency:
         if not self._is_state_in_host:
             return sum(map(self._state_of, self._chunks))
         return sum(
-            self.sizes.memory.state_bytes(piece)
+            self.sizes.memory_of(chunk).state_bytes(piece)
             for chunk in self._chunks
             for piece in state_pieces(self._owned(chunk))[: self._num_kept(chunk)]
         )
@@ -232,7 +232,7 @@ class Residency:
         if not self._is_state_in_host:
             return [(owned, 0)]
         return [
-            (piece, self.sizes.memory.state_bytes(piece) if number >= kept else 0)
+            (piece, self.sizes.memory_of(chunk).state_bytes(piece) if number >= kept else 0)
             for number, piece in enumerate(state_pieces(owned))
         ]
 
