@@ -262,12 +262,15 @@ def test_one_stage_is_not_interleaved():
 def test_everything_is_told_at_once():
     plan = with_group(1, with_replica(0, 1, micro_batch_size=1), grad_reduce_dtype="bf16")
     plan = with_replica(1, 1, with_replica(1, 0, plan, micro_batch_size=4), micro_batch_size=4)
+    some = Offload(optimizer_state=True, optimizer_state_fraction=0.5)  # once, for both
+    plan = with_group(0, plan, offload=some)
     with pytest.raises(PlanError) as caught:
         grid_of_plan(plan, NODES, "plan.json")
     assert [each.where for each in caught.value.problems] == [
         "groups[1].grad_reduce_dtype",
         "groups[0].replicas[1].micro_batch_size",
         "groups[1].replicas[0].micro_batch_size",
+        "groups[0].offload.optimizer_state",
     ]
     assert "4 (and 1 more of this group)" in str(caught.value)
     assert caught.value.title == "plan.json is no layout of stock Megatron"

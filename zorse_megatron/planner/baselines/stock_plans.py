@@ -191,7 +191,7 @@ def _memory_problems(plan: Plan) -> Iterator[Problem]:
         if recompute != first:
             told.add((each.recompute_at, _worded(recompute), f"{_worded(first)}, in all groups"))
         for field in fields(each.settings.offload):
-            if getattr(each.settings.offload, field.name):
+            if getattr(each.settings.offload, field.name) is True:
                 told.add((f"{each.offload_at}.{field.name}", "true", "everything on the GPU"))
     for where, found, expected in sorted(told):
         yield _problem(where, found, expected)
