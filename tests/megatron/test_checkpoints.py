@@ -206,15 +206,16 @@ DISTRIBUTED_OPTIMIZER = (
 )
 
 
-def test_resumes_with_main_weights(saved: Saved) -> None:
-    """Main weights, moments and step are whole: the same plan goes on bit for bit.
+def test_resumes_with_main_weights(saved: Saved, tmp_path: Path) -> None:
+    """Main weights, moments and step are whole: the same plan goes on bit for bit, and saves.
 
     In fp16 and with its loss scale: `test_moving` and `test_optimizer_checkpoint`.
     """
     plan, other = "2x2 in the host", "1|2"
     directory, uninterrupted = saved.by(plan, *DISTRIBUTED_OPTIMIZER)
     assert "(--dist-ckpt-optim-fully-reshardable)" in uninterrupted.outputs[0]
-    resumed = saved.resume(plan, directory, *DISTRIBUTED_OPTIMIZER)
+    again = ("--save", str(tmp_path))  # by groups of one rank and of two
+    resumed = saved.resume(plan, directory, *DISTRIBUTED_OPTIMIZER, *again)
     assert resumed.steps == uninterrupted.steps[SAVED:]
     found = saved.resume(other, directory, *DISTRIBUTED_OPTIMIZER)
     # Another plan adds up in another order, so from the second step on 16 bits may differ.

@@ -361,6 +361,8 @@ def _make_load(stock_load: Callable[..., Any]) -> Callable[..., Any]:
         loaded = stock_load(self, sharded_state_dict, checkpoint_dir, async_strategy)
         mine = self.base_strategy.load(objects, checkpoint_dir, async_strategy) if objects else {}
         exchange_loaded_objects_gather_object(mine)
+        # Stock sets it for groups of several ranks: all compare their next save with it, or none.
+        self.cached_global_metadata = getattr(self.base_strategy, "cached_global_metadata", None)
         return loaded
 
     return load
