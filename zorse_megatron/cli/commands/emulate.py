@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from zorse_megatron.simulate.result import SimulationResult
 
 
-MAX_RANKS = 32
+MAX_RANKS = 64
 """A workstation does not fit more processes than this."""
 NOTE = (
     "the emulation shares its costs with the planner: it validates schedule, order, overlap "
