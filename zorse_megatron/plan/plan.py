@@ -105,7 +105,6 @@ class Offload:
     """Whether the optimizer state stays in host memory."""
     optimizer_state_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """The part of it that does; absent: all of it."""
-
     gradients: bool = False
     """Whether reduced gradients wait in host memory for the optimizer step."""
     activations: bool = False
