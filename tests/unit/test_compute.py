@@ -152,23 +152,24 @@ def test_weight_gradients_take_the_share_that_was_measured():
     for size, share in ((1, 0.2), (2, 0.4), (3, 0.35), (4, 0.3), (8, 0.3)):
         backward_s = compute.layer("T4", size).backward_s
         assert compute.weight_gradients_s("T4", size) == pytest.approx(share * backward_s)
-    # Of a relative: as many times the estimated share as where it was measured.
+
+
+@pytest.mark.parametrize("share", [0.3, 0.999])
+def test_both_parts_of_a_backward_are_scaled_as_their_estimates_differ(share):
+    """Of a relative. What is left of a backward without weight gradients takes time, always."""
+    value = good()
+    backward_s = value["times"][0]["backward_s"]
+    value["times"][0]["weight_gradients_s"] = [share * each for each in backward_s]
     wider = dataclasses.replace(TINY, ffn_hidden_size=1024)
-    measured, analytic = (
-        [
-            each.weight_gradients_s("T4", 4) / each.layer("T4", 4).backward_s
-            for each in (
-                make(wider),
-                make(TINY),
-            )
-        ]
-        for make in (
-            lambda model: profiled(model, value),
-            lambda model: AnalyticCompute(model, dtype="float16"),
-        )
-    )
-    assert measured[0] / measured[1] == pytest.approx(analytic[0] / analytic[1])
-    assert measured[0] != measured[1]
+
+    def quotient(compute: ComputeCost) -> float:
+        weights_s = compute.weight_gradients_s("T4", 4)
+        return weights_s / (compute.layer("T4", 4).backward_s - weights_s)
+
+    measured = quotient(profiled(wider, value)) / quotient(profiled(value=value))
+    analytic = [quotient(AnalyticCompute(each, dtype="float16")) for each in (wider, TINY)]
+    assert measured == pytest.approx(analytic[0] / analytic[1])
+    assert measured != 1
 
 
 def test_the_closest_series_is_taken():

@@ -95,6 +95,12 @@ def _layer_shape(model: ModelShape) -> tuple[object, ...]:
     return (model.hidden_size, model.ffn_hidden_size, model.activation, model.latent, *heads)
 
 
+def _parts_of_backward(compute: AnalyticCompute, kind: str, size: float) -> tuple[float, float]:
+    """Seconds of a layer's weight gradients, and of the rest of its backward."""
+    weights_s = compute.weight_gradients_s(kind, size)
+    return weights_s, compute.layer(kind, size).backward_s - weights_s
+
+
 class ProfiledCompute:
     """`ComputeCost` from a profile; model, sequence length, dtype are fixed.
 
@@ -322,14 +328,10 @@ class ProfiledCompute:
         assert share is not None
         if not distance:
             return share
-        shares = [
-            each.weight_gradients_s(kind, at) / each.layer(kind, at).backward_s
-            for each, at in (
-                (self.analytic, float(micro_batch_size)),
-                (self._relative(series), size),
-            )
-        ]
-        return min(1.0, share * shares[0] / shares[1])
+        own = _parts_of_backward(self.analytic, kind, micro_batch_size)
+        other = _parts_of_backward(self._relative(series), kind, size)
+        weights = share * own[0] / other[0]
+        return weights / (weights + (1 - share) * own[1] / other[1])
 
     def _head_like_layer(self, kind: str, micro_batch_size: int) -> PassTimes:
         """The head does what layers do, so what makes their time differ is applied to it too."""

@@ -398,7 +398,7 @@ def _columns(times: Times, where: str) -> Iterator[Problem]:
             remedy="Leave the list out.",
         )
     for size, weight_s, backward_s in zip(sizes, weights_s or (), times.backward_s, strict=False):
-        if weight_s > backward_s:
+        if weight_s >= backward_s:
             yield Problem(
                 where=f"{where}.weight_gradients_s",
                 found=f"{weight_s:g} s of a backward of {backward_s:g} s, micro-batch size {size}",

@@ -222,7 +222,7 @@ def measured_pass(passes: "ModelPasses", part: Part, size: int) -> MeasuredPass:
         forward_s.append(timed_s(lambda: outputs.append(one.forward()), passes.device))
         backward_s.append(timed_s(lambda: one.backward(outputs.pop()), passes.device))
     backward_median_s = median(backward_s[WARM_UP:])
-    weights_s = _weight_gradients_s(passes, one) if part == "layer" else None
+    share = _weight_gradients_share(passes, one) if part == "layer" else None
     return MeasuredPass(
         part=part,
         micro_batch_size=size,
@@ -232,21 +232,27 @@ def measured_pass(passes: "ModelPasses", part: Part, size: int) -> MeasuredPass:
         saved_bytes=max(0, memory.saved_bytes),
         peak_bytes=memory.peak_bytes,
         attention=seen.attention if part == "layer" else None,
-        weight_gradients_s=None if weights_s is None else min(weights_s, backward_median_s),
+        weight_gradients_s=None if share is None else share * backward_median_s,
     )
 
 
-def _weight_gradients_s(passes: "ModelPasses", one: "PartPass") -> float | None:
-    """What the action of their own takes; None where the layer computes them in its backward."""
-    found_s = []
+def _weight_gradients_share(passes: "ModelPasses", one: "PartPass") -> float | None:
+    """What the action of their own takes of a backward; None where no layer has them apart.
+
+    Of a backward in both parts: a whole one, timed at another moment, may take less than its part.
+    """
+    outputs: list[torch.Tensor] = []  # one at a time
+    inputs_s, weights_s = [], []
     with passes.weight_gradients_apart() as waiting:
         if waiting is None:
             return None
         for _ in range(WARM_UP + REPEATS):
             with waiting.delaying(_ONE):
-                one.backward(one.forward())
-            found_s.append(timed_s(lambda: waiting.compute(_ONE), passes.device))
-    return median(found_s[WARM_UP:])
+                outputs.append(one.forward())
+                inputs_s.append(timed_s(lambda: one.backward(outputs.pop()), passes.device))
+            weights_s.append(timed_s(lambda: waiting.compute(_ONE), passes.device))
+    weights_median_s = median(weights_s[WARM_UP:])
+    return weights_median_s / (weights_median_s + median(inputs_s[WARM_UP:]))
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
