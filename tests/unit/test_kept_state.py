@@ -56,3 +56,5 @@ def test_as_much_stays_as_there_is_room_for(monkeypatch, way, pieces, room):
     moved_s = before.iteration_s - min(each.iteration_s for each in others)
     assert found.iteration_s <= fastest + 2 * moved_s / pieces * (room < 1)
     assert (found.iteration_s < before.iteration_s) == (room > 0)
+    drawn = replace(before, iteration_s=0.9 * found.iteration_s, is_extrapolated=True)
+    assert with_state_kept(evaluator, drawn).iteration_s == found.iteration_s

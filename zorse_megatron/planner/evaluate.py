@@ -122,7 +122,7 @@ class Evaluator:
             return None
         self.num_simulated += 1
         self.num_computations += computations(plan)
-        return shorter._whole(plan, None)
+        return shorter.whole(plan, None)
 
     def _part_of_batch(self, estimate: Estimate) -> int | None:
         batch = self.inputs.global_batch_size
@@ -160,7 +160,7 @@ class Evaluator:
             short = self._extrapolated(plan, estimate)
             if short is not None:
                 return short
-        return self._whole(plan, estimate)
+        return self.whole(plan, estimate)
 
     def _is_in_time(self, plan: Plan) -> bool:
         """Whether experts' loads are known where backwards need them, if they do."""
@@ -170,7 +170,8 @@ class Evaluator:
             return executes_in_order(plan, lower_plan(plan))
         return False
 
-    def _whole(self, plan: Plan, estimate: Estimate | None) -> Evaluation | None:
+    def whole(self, plan: Plan, estimate: Estimate | None = None) -> Evaluation | None:
+        """Simulate all of the batch, however long; None where the plan cannot be lowered."""
         result = self.simulated(plan)
         if result is None:
             return None

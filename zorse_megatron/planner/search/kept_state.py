@@ -19,9 +19,16 @@ _STEPS = 1000
 
 
 def with_state_kept(evaluator: Evaluator, found: Evaluation) -> Evaluation:
-    """The evaluation of a plan that fits, or of one that keeps state where there is room for it."""
-    if found.is_extrapolated or not any(map(_has_state_in_host, found.plan.groups)):
+    """The evaluation of a plan that fits, or of one that keeps state where there is room for it.
+
+    Both are simulated whole, however long the batch: what stays must fit all the time.
+    """
+    if not any(map(_has_state_in_host, found.plan.groups)):
         return found
+    whole = evaluator.whole(found.plan) if found.is_extrapolated else found
+    if whole is None or not whole.fits:
+        return found
+    found = whole
     sizes = RankSizes(found.plan, evaluator.inputs.members.base)
     groups = [
         _kept(sizes, group, max(0, -overflow))

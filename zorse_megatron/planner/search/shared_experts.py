@@ -84,7 +84,8 @@ def with_state_kept_by_ranks_that_share(
 ) -> Evaluation:
     """The plan, or a faster one near it: what is free has room for state (`kept_state`)."""
     kept = with_state_kept(evaluator, best)
-    if kept is best or not any(replicas_that_share_experts(best.plan)):
+    is_near = not best.is_extrapolated and any(replicas_that_share_experts(best.plan))
+    if kept is best or not is_near:
         return kept
     climb = _Climb(evaluator, on_progress)
     climb.limit, climb.keeping_below_s = _OF_KEPT, kept.iteration_s
