@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.megatron.recording_entry import let_values_be_narrower
+
 TOKENS = "ZORSE_TEST_TOKENS"
 """A file with tokens of shape (samples, sequence), as torch saves them; `.logits` is put beside."""
 OF_A_PLAN = "ZORSE_TEST_LAYERS_OF_A_PLAN"
@@ -20,6 +22,9 @@ def main() -> None:
         cpu_mode.enable()
         sys.argv[1:] = with_cpu_flags(sys.argv[1:])
     import torch
+
+    if "--multi-latent-attention" in sys.argv:
+        let_values_be_narrower()
     from megatron.training import training
 
     from zorse_megatron.adapter import gpt_entry

@@ -26,6 +26,19 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+DEEPSEEK = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1},
+    **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 48},
+    "routed_scaling_factor": 1.5,
+}
+LATENT = {
+    **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+    **{"v_head_dim": 12, "num_key_value_heads": 4, "rms_norm_eps": 1e-6},
+}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
+    **{"mscale": 0.8, "mscale_all_dim": 0.8, "original_max_position_embeddings": 4096},
+}
 # With experts, probabilities of the last that is chosen and the first that is not are at least
 # 2.6e-5 apart, for the tokens below: rounding, of 1e-7, chooses no others.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +60,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"moe_intermediate_size": 48, "norm_topk_prob": True},
         },
     ),
+    "qwen3-moe-dense": (
+        "Qwen3MoeConfig",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+            **{"decoder_sparse_step": 2, "norm_topk_prob": True},
+        },
+    ),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        {
+            **DEEPSEEK,
+            **{"head_dim": 32, "attention_bias": True, "use_qk_norm": True},
+            **{"n_group": 1, "topk_group": 1},
+        },
+    ),
+    "deepseek-v3": ("DeepseekV3Config", {**DEEPSEEK, **LATENT, "rope_parameters": YARN}),
 }
 
 
@@ -66,6 +95,9 @@ def make_models(folder: Path) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    buffer.add_(0.1 * torch.randn_like(buffer))
             tokens = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH))
             logits = model(tokens).logits
         model.save_pretrained(folder / name, max_shard_size="200KB")

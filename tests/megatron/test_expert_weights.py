@@ -10,28 +10,32 @@ import torch
 
 from tests.megatron.launch import MegatronServer
 from tests.megatron.plans import LAYOUTS
-from tests.megatron.small_models import made_models
+from tests.megatron.small_models import YARN, made_models
 from tests.megatron.test_weights import (
     MOST,
     PLANS,
     Damage,
     assert_refused,
     assert_same_model,
+    configured,
+    copied,
     other_config,
     other_tensor,
     other_tensors,
+    rewrite,
+    stacked,
     train_and_export,
 )
 from tests.unit.adapter_checkpoints import in_each_layer, save
 from zorse_megatron.errors import CheckpointError
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.weights.convert import export_model, import_model
-from zorse_megatron.weights.opened import opened
 
 STARTS = {
     "mixtral": LAYOUTS["1|2"],
     "qwen2-moe": PLANS["unequal groups"],
     "qwen3-moe": PLANS["breadth-first"],
+    "glm4-moe": PLANS["unequal groups"],
 }
 
 
@@ -53,18 +57,12 @@ def test_plans_start_from_the_weights(
     assert_same_model(exported, source)
 
 
-def _stacked(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, as torch alone reads them."""
-    found = opened(checkpoint / "release")
-    return {key: found.read_box(key, (0,) * len(size), size) for key, size in found.sizes().items()}
-
-
 @pytest.mark.parametrize("in_layers", [False, True])
 def test_checkpoints_of_other_layouts(in_layers: bool, models: Path, tmp_path: Path) -> None:
     """Layers with keys of their own, as with --moe-layer-freq; Transformer Engine's norms."""
     source = models / "qwen3-moe"
     import_model(source, tmp_path / "start")
-    tensors = _stacked(tmp_path / "start")
+    tensors = stacked(tmp_path / "start")
     assert tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (4, 12, 96, 64)
     norm = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
     tensors["decoder.layers.pre_mlp_layernorm.weight"] = tensors.pop(norm)
@@ -111,9 +109,6 @@ BAD: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "quantized": (
         other_config(quantization_config={"quant_method": "fp8"}), ("quantization_config", "fp8")
     ),
-    "dense layers among them": (
-        other_config(mlp_only_layers=[0]), ("mlp_only_layers", "experts in every layer")
-    ),
     "norms over all heads": (
         other_config(model_type="olmoe"),
         ("'olmoe'", "norms of queries and keys over all heads", "mixtral, qwen2_moe"),
@@ -128,13 +123,78 @@ def test_bad_models_are_refused_before_anything_is_written(
     assert_refused(models / "qwen2-moe", BAD[case], tmp_path)
 
 
+OF_DEEPSEEK: dict[str, tuple[Damage, tuple[str, ...]]] = {
+    "scores that are not divided by their sum": (
+        other_config(norm_topk_prob=False), ("norm_topk_prob: found false", "by their sum")
+    ),
+    "groups by one expert each": (
+        other_config(topk_group=4), ("topk_group: found 4; expected 2", "the best 2 experts")
+    ),
+    "queries without a rank": (
+        other_config(q_lora_rank=None), ("q_lora_rank: found no rank", "input of queries")
+    ),
+    "norms with another epsilon": (
+        other_config(rms_norm_eps=1e-5), ("rms_norm_eps: found 1e-05; expected 1e-06",)
+    ),
+    "scores and rotations scaled apart": (
+        other_config(rope_parameters=YARN | {"mscale": 0.7}), ("mscale 0.7, mscale_all_dim 0.8",)
+    ),
+    "a scaling that is not latent attention's": (
+        other_config(rope_parameters=YARN | {"rope_type": "dynamic"}), ("dynamic", "llama3")
+    ),
+    "a dense layer's router": (
+        other_tensor("model.layers.0.mlp.gate.weight", torch.ones(8, 64)),
+        ("1 tensors beside the model's: model.layers.0.mlp.gate.weight",),
+    ),
+    "a layer beyond those of multi-token prediction": (
+        lambda folder: (
+            other_config(num_nextn_predict_layers=1)(folder),
+            other_tensor("model.layers.5.enorm.weight", torch.ones(64))(folder),
+        ),
+        ("1 tensors beside the model's: model.layers.5.enorm.weight",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OF_DEEPSEEK)
+def test_models_that_megatron_computes_otherwise_are_refused(
+    case: str, models: Path, tmp_path: Path
+) -> None:
+    assert_refused(models / "deepseek-v3", OF_DEEPSEEK[case], tmp_path)
+
+
+@pytest.mark.parametrize("kept", [("e_score_correction_bias", "gate.weight"), ()])
+def test_routers_may_be_in_fp32_and_what_predicts_further_tokens_is_left_out(
+    kept: tuple[str, ...], models: Path, tmp_path: Path
+) -> None:
+    """In bf16 with what transformers keeps in fp32, and with all of it in bf16: to the bit."""
+    source, whole = tmp_path / "model", tmp_path / "whole"
+    for folder in (source, whole):
+        copied(models / "deepseek-v3", folder)
+        configured(folder, dtype="bfloat16", num_nextn_predict_layers=1)
+        rewrite(
+            folder,
+            lambda tensors: tensors.update(
+                {name: each.bfloat16() for name, each in tensors.items() if not name.endswith(kept)}
+                if kept
+                else {name: each.bfloat16() for name, each in tensors.items()}
+            ),
+        )
+    of_prediction = {"model.layers.4.enorm.weight": torch.ones(64).bfloat16()}
+    rewrite(source, lambda tensors: tensors.update(of_prediction))
+    done = import_model(source, tmp_path / "start")
+    assert "multi-token prediction is left out" in done.notes
+    export_model(tmp_path / "start", tmp_path / "out", source=source)
+    assert_same_model(tmp_path / "out", whole)
+
+
 FC, LEFT_OUT = ("fc1", "fc2"), "a tensor that would be left out"
 
 
 def test_checkpoints_of_other_experts_are_refused(models: Path, tmp_path: Path) -> None:
     """By the tensors that differ, each once, before anything is written."""
     import_model(models / "qwen2-moe", tmp_path / "start")
-    tensors = _stacked(tmp_path / "start")
+    tensors = stacked(tmp_path / "start")
     tensors["decoder.layers.mlp.router.expert_bias"] = torch.ones(4, 6)
     experts = "decoder.layers.mlp.experts.experts.linear_"
     tensors[f"{experts}fc1.weight"] = tensors[f"{experts}fc1.weight"][:, :5]

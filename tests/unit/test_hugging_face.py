@@ -102,12 +102,15 @@ def test_scores_are_normalized_as_transformers_does_it():
 
 
 def test_deepseek_is_built_as_its_authors_do_it():
-    """As in NVIDIA's recipes of these models, but for multi-token prediction, which is said."""
+    """As in NVIDIA's recipes of these models, but for what is said: multi-token prediction, and a
+    norm that Megatron has where queries have no rank (`QKNormConfigResolver`)."""
     lite, large = (parsed(each) for each in (DEEPSEEK_V2_LITE, DEEPSEEK_V3))
     known = dataclasses.replace(MODELS["deepseek-v2-lite"], name="", seq_length=163840)
     assert dataclasses.replace(lite.shape, name="") == known
     yarn = "--rope-type yarn --rotary-scaling-factor 40 --mscale 0.707 --mscale-all-dim 0.707"
-    assert yarn in " ".join(lite.flags) and not lite.notes
+    assert yarn in " ".join(lite.flags)
+    assert [note for note in lite.notes if "normalizes the input of queries" not in note] == []
+    assert len(lite.notes) == 1
     assert "--moe-router-pre-softmax" in lite.flags and "--qk-layernorm" in lite.flags
     text = " ".join(large.flags)
     for words in (

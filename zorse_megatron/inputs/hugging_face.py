@@ -157,7 +157,7 @@ def config_path(name: str | Path) -> Path:
 def parse_config(data: bytes, *, source: str = "config.json") -> HuggingFaceModel:
     """Read the model of the text of a `config.json`. Raises ModelError with every problem."""
     value, problems = read_json(data, source, CONFIG_FILE)
-    config = _Config(value=value if isinstance(value, dict) else {}, source=source)
+    config = ConfigKeys(value=value if isinstance(value, dict) else {}, source=source)
     family = config.family()
     if family is not None:
         model = config.model(family)
@@ -169,43 +169,7 @@ def parse_config(data: bytes, *, source: str = "config.json") -> HuggingFaceMode
     return model
 
 
-CONVERTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-"""The types whose weights `zorse import-hf` converts."""
-# Megatron's `--use-rope-scaling` has these alone (`RotaryEmbedding._apply_scaling`).
-_LLAMA3_SCALING = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def conversion_problems(
-    value: Mapping[str, Any], model: HuggingFaceModel, *, source: str
-) -> list[Problem]:
-    """Say what keeps the weights of a model that `parse_config` has read from being converted."""
-    config = _Config(value=value, source=source)
-    if (kind := value.get("model_type")) not in CONVERTED:
-        listed = ", ".join(CONVERTED)
-        found = repr(kind) if model.flags else f"{kind!r} ({'; '.join(model.notes)})"
-        config.add("model_type", found, listed, "The weights of no other type are converted.")
-    if quantization := value.get("quantization_config"):
-        is_object = isinstance(quantization, Mapping)
-        method = quantization.get("quant_method", "some") if is_object else quantization
-        config.add(
-            "quantization_config", str(method)[:40], "none", "Take weights in bf16, fp16 or fp32."
-        )
-    for key in _DENSE if model.shape.dense_layers else ():
-        if value.get(key) not in (None, 1, []):
-            remedy = "The weights of layers of two kinds are not converted."
-            config.add(key, repr(value[key])[:40], "experts in every layer", remedy)
-    config.add_other_scaling()
-    if not model.flags and not config.problems:
-        lacks = "; ".join(model.notes)
-        config.add("model_type", lacks, "what Megatron's flags build", "Take another model.")
-    return config.problems
-
-
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Whether it is a number that a float holds."""
     try:
         return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
@@ -213,7 +177,7 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-class _Config:
+class ConfigKeys:
     """The keys of a file, and what is wrong with those that were asked for."""
 
     def __init__(self, *, value: Mapping[str, Any], source: str) -> None:
@@ -459,31 +423,13 @@ class _Config:
         self.add("rope_parameters", repr(found)[:40], "an object", "As transformers writes it.")
         return {}
 
-    def _rope(self) -> tuple[float, Mapping[str, Any]]:
+    def rope(self) -> tuple[float, Mapping[str, Any]]:
         """Return base and scaling of the rotary positions; newer files have both in one key."""
         both = self._in_one()
         scaling = self.value.get("rope_scaling") or both
         usual = self.value.get("rotary_emb_base", 10_000.0)
         base = self.value.get("rope_theta", both.get("rope_theta", usual) if both else usual)
         return base, scaling if isinstance(scaling, dict) else {}
-
-    def add_other_scaling(self) -> None:
-        """Note a scaling of positions that Megatron's flags have not."""
-        base, scaling = self._rope()
-        kind = self._rope_kind()
-        if not isinstance(self.value.get("rope_scaling") or {}, Mapping):
-            kind = repr(self.value["rope_scaling"])[:40]
-        factor = scaling.get("factor", 8)
-        if kind == "llama3" and not (_is_finite(factor) and factor >= 1):
-            self.add("rope_scaling.factor", repr(factor)[:40], "a number from 1 on", "Fix it.")
-        if kind not in ("default", "llama3"):
-            self.add("rope_scaling", kind, "none, or llama3", "Megatron has no other.")
-        for key, usual in (_LLAMA3_SCALING if kind == "llama3" else {}).items():
-            if scaling.get(key, usual) != usual:
-                self.add(f"rope_scaling.{key}", repr(scaling[key]), repr(usual), "Megatron's own.")
-        if _is_finite(base) and (base != int(base) or base < 1):
-            expected = "an integer from 1 on"
-            self.add("rope_theta", repr(base), expected, "--rotary-base takes no other.")
 
     def _rotary_share(self, family: Family) -> Any:
         """Share of a head that is rotated."""
@@ -502,19 +448,22 @@ class _Config:
             yield "dual_chunk_attention_config is left out: samples longer than a chunk differ"
         if self.value.get("num_nextn_predict_layers"):
             yield "multi-token prediction is left out"
-        kind = self._rope_kind()
-        if kind not in ("default", "llama3") and not self._is_latent_yarn():
+        kind = self.rope_kind()
+        if kind not in ("default", "llama3") and not self.is_latent_yarn():
             yield f"of rope_scaling {kind} Megatron's flags above say nothing"
+        if "kv_lora_rank" in self.value and not self.value.get("q_lora_rank"):
+            yield "Megatron normalizes the input of queries, too: its weights are of another model"
 
-    def _rope_kind(self) -> str:
-        _, scaling = self._rope()
+    def rope_kind(self) -> str:
+        """Return how rotary positions are scaled: `default` where they are not."""
+        _, scaling = self.rope()
         return str(scaling.get("rope_type", scaling.get("type", "default")))
 
     def _flags(self, shape: ModelShape, family: Family) -> tuple[str, ...]:
-        base, scaling = self._rope()
+        base, scaling = self.rope()
         epsilon = next((self.value[key] for key in _EPSILONS if key in self.value), 1e-6)
         numbers = (base, epsilon, share := self._rotary_share(family))
-        if not all(map(_is_finite, numbers)):
+        if not all(map(is_finite, numbers)):
             found = ", ".join(map(repr, numbers))[:60]
             self.add("rope_theta, rms_norm_eps, partial_rotary_factor", found, "numbers", "Fix it.")
             return ()
@@ -527,40 +476,40 @@ class _Config:
         if shape.position_embedding != "learned":
             valued["--rotary-base"] = f"{int(base)}"
             valued |= {} if share == 1 else {"--rotary-percent": f"{share:g}"}
-        if self._rope_kind() == "llama3":
+        if self.rope_kind() == "llama3":
             switches.append("--use-rope-scaling")
             valued["--rope-scaling-factor"] = scaling.get("factor", 8)
         if shape.latent is not None:
             valued |= self._latent_positions(scaling)
         if shape.experts is not None:
-            valued |= self._balance() | self._routing(family)
+            valued |= self._balance() | self.routing(family)
             switches += ["--moe-router-enable-expert-bias"] * (family.scores == "sigmoid")
         return (*(str(word) for pair in valued.items() for word in pair), *switches)
 
-    def _is_latent_yarn(self) -> bool:
+    def is_latent_yarn(self) -> bool:
         """Whether positions are scaled as those of Megatron's latent attention are."""
-        _, scaling = self._rope()
+        _, scaling = self.rope()
         is_usual = all(scaling.get(key, usual) == usual for key, usual in _YARN.items())
-        return self._rope_kind() == "yarn" and "kv_lora_rank" in self.value and is_usual
+        return self.rope_kind() == "yarn" and "kv_lora_rank" in self.value and is_usual
 
     def _latent_positions(self, scaling: Mapping[str, Any]) -> dict[str, str]:
-        if not self._is_latent_yarn():
+        if not self.is_latent_yarn():
             return {"--rope-type": "rope"}
         keys = {"factor": "rotary-scaling-factor", "mscale": "mscale"}
         keys |= {"mscale_all_dim": "mscale-all-dim"}
         given = {flag: scaling[key] for key, flag in keys.items() if key in scaling}
         for flag, value in given.items():
-            if not _is_finite(value):
+            if not is_finite(value):
                 self.add(f"rope_scaling: {flag}", repr(value)[:40], "a number", "Fix it.")
         return {"--rope-type": "yarn"} | {f"--{flag}": str(value) for flag, value in given.items()}
 
-    def _routing(self, family: Family) -> dict[str, str]:
+    def routing(self, family: Family) -> dict[str, str]:
         """Flags of how experts are chosen: groups of them, and factors of their scores."""
         valued: dict[str, str] = {}
         if family.scores == "sigmoid":
             valued["--moe-router-score-function"] = family.scores
         factor = self.value.get("routed_scaling_factor", 1)
-        if not _is_finite(factor):
+        if not is_finite(factor):
             self.add("routed_scaling_factor", repr(factor)[:40], "a number", "Fix it.")
         elif factor != 1:
             valued["--moe-router-topk-scaling-factor"] = f"{factor:g}"
@@ -573,7 +522,7 @@ class _Config:
         """Flags of the loss that balances experts. Megatron adds one for each layer, transformers
         one of all layers together."""
         weight = self.value.get("router_aux_loss_coef")
-        if weight and not _is_finite(weight):
+        if weight and not is_finite(weight):
             self.add("router_aux_loss_coef", repr(weight)[:40], "a number", "Fix it.")
         elif weight:
             kind, coefficient = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"

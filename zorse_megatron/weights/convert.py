@@ -3,7 +3,7 @@
 import shlex
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -117,9 +117,10 @@ def export_model(
     own = IN_FILES[description.dtype] if description.dtype else found.dtype(tensors[0])
     wanted = own if dtype is None else DTYPES[dtype]
     parts = [part for each in tensors for part in each.parts]
+    types = _types(tensors, found, wanted)
     with all_or_nothing(folder, "DIR", last=CONFIG):
-        weights = _parts_of(tensors, found, wanted, adapters)
-        written = write_model(folder, parts, weights, dtype=wanted, shard_bytes=shard_bytes)
+        weights = _parts_of(tensors, found, types, adapters)
+        written = write_model(folder, parts, weights, types=types, shard_bytes=shard_bytes)
         written += copy_companions(source, folder, wanted)
     return Exported(files=tuple(written), notes=tuple(_left_out(tensors, found)))
 
@@ -141,7 +142,8 @@ def export_adapter(
     weights, config = (folder / name for name in (lora_files.WEIGHTS, lora_files.CONFIG))
     with all_or_nothing(folder, "DIR", last=config.name):
         parts = [part for each in tensors for part in each.parts]
-        write_tensors(weights, parts, _parts_of(tensors, found, wanted), wanted)
+        types = _types(tensors, found, wanted)
+        write_tensors(weights, parts, _parts_of(tensors, found, types), types)
         write_text(config, adapters.config(source))
     initial = f"the adapters belong to initial weights of seed {adapters.seed}, not to {source}"
     notes = () if adapters.seed is None else (initial,)
@@ -219,10 +221,23 @@ def _only_adapters(found: CheckpointTensors, *, is_base: bool) -> Problem:
     )
 
 
+def _types(
+    tensors: Sequence[WholeTensor], found: CheckpointTensors, wanted: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Part -> the type to write it in: what may be in fp32 stays so."""
+    return {
+        part.name: torch.float32
+        if part.may_be_fp32 and found.dtype(each) == torch.float32
+        else wanted
+        for each in tensors
+        for part in each.parts
+    }
+
+
 def _parts_of(
     tensors: Sequence[WholeTensor],
     found: CheckpointTensors,
-    dtype: torch.dtype,
+    types: Mapping[str, torch.dtype],
     adapters: Adapters | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for tensor in tensors:
@@ -230,8 +245,8 @@ def _parts_of(
         for part, piece in zip(tensor.parts, pieces, strict=True):
             change = adapters.change(part.name) if adapters else None
             value = piece if change is None else piece.float() + change
-            cast = value.to(dtype)
-            if dtype == torch.float16 and not torch.equal(cast.isfinite(), value.isfinite()):
+            cast = value.to(types[part.name])
+            if cast.dtype == torch.float16 and not torch.equal(cast.isfinite(), value.isfinite()):
                 problem = Problem(
                     where=part.name,
                     found=f"a weight of {value.abs().max().item():g}",
@@ -291,7 +306,10 @@ def _number(text: str) -> int | float | str:
 
 def _layer_flags(description: Description) -> tuple[str, ...]:
     """Transformer Engine's layers ask for other tensors than Megatron's own beside experts."""
-    return () if description.model.shape.experts is None else ("--transformer-impl", "local")
+    shape = description.model.shape
+    # Of latent attention there are those of Transformer Engine alone.
+    is_local = shape.experts is not None and shape.latent is None
+    return ("--transformer-impl", "local") if is_local else ()
 
 
 def _vocabulary_flags(description: Description) -> tuple[str, ...]:

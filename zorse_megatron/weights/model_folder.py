@@ -23,9 +23,9 @@ from zorse_megatron.inputs.hugging_face import (
     CONFIG_FILE,
     HuggingFaceModel,
     config_path,
-    conversion_problems,
     parse_config,
 )
+from zorse_megatron.weights.convertible import conversion_problems
 from zorse_megatron.weights.names import EXPERTS, Part, WholeTensor, whole_tensors
 
 CONFIG = "config.json"
@@ -60,6 +60,8 @@ class Description:
     """As in safetensors files: BF16 and the like; None: the file does not say."""
     has_head: bool
     """Whether its output layer is a tensor of its own."""
+    left_out: tuple[str, ...]
+    """How names of tensors begin that are not converted: those of multi-token prediction."""
 
     def tensors(self) -> list[WholeTensor]:
         """Return all tensors of the model."""
@@ -90,6 +92,7 @@ def describe(folder: Path) -> Description:
             remedy="Take weights that are not quantized, or correct it.",
         )
         raise ModelError(f"{path}: its weights cannot be converted", [problem])
+    predicted = value.get("num_nextn_predict_layers") or 0
     return Description(
         folder=folder,
         model=model,
@@ -97,6 +100,7 @@ def describe(folder: Path) -> Description:
         vocab_size=value["vocab_size"],
         dtype=label,
         has_head=not model.shape.tied_embeddings,
+        left_out=tuple(f"model.layers.{model.shape.num_layers + n}." for n in range(predicted)),
     )
 
 
@@ -211,6 +215,7 @@ class ModelFiles:
         unknown = [
             name for name in shapes
             if name not in wanted and name not in allowed and not name.endswith(_COMPUTED)
+            and not name.startswith(description.left_out)
         ]  # fmt: skip
         if unknown:
             yield self._problem(
@@ -229,12 +234,14 @@ class ModelFiles:
             yield self._problem(
                 f"{part.name}: {shapes[part.name]}", f"{part.shape}, by config.json", _AS_PUBLISHED
             )
-        types = {self._dtype_of[part.name] for part in known}
+        fp32 = {part.name for part in known if part.may_be_fp32}
+        types = {self._dtype_of[name] for name in wanted if name in shapes and name not in fp32}
         if description.dtype is None and types <= set(IN_FILES) and len(types) > 1:
             yield self._problem(
                 f"tensors in {' and '.join(sorted(types))}", "one type", "Convert them to one."
             )
         expected = {description.dtype} if description.dtype else set(IN_FILES)
+        types |= {self._dtype_of[name] for name in fp32} - {"F32"}
         if other := sorted(types - expected):
             first = next(part.name for part in known if self._dtype_of[part.name] in other)
             yield self._problem(
@@ -325,26 +332,30 @@ def write_model(
     parts: Sequence[Part],
     tensors: Iterator[tuple[str, torch.Tensor]],
     *,
-    dtype: torch.dtype,
+    types: Mapping[str, torch.dtype],
     shard_bytes: int,
 ) -> list[Path]:
     """Write safetensors files of at most `shard_bytes`, or one tensor, and their index.
 
-    `parts`: all tensors, in the order in which `tensors` gives them. Raises OSError.
+    `parts`: all tensors, in the order in which `tensors` gives them; `types`: by name. Raises
+    OSError.
     """
-    shards = list(_shards(parts, dtype.itemsize, shard_bytes))
+    num_bytes = {part.name: math.prod(part.shape) * types[part.name].itemsize for part in parts}
+    shards = list(_shards(parts, num_bytes, shard_bytes))
     names = [
         SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         for i in range(1, len(shards) + 1)
     ]
     for name, shard in zip(names, shards, strict=True):
-        write_tensors(folder / name, shard, tensors, dtype)
+        write_tensors(folder / name, shard, tensors, types)
     if len(shards) > 1:
-        total = sum(_num_bytes(part, dtype.itemsize) for part in parts)
         files = {
             part.name: name for name, shard in zip(names, shards, strict=True) for part in shard
         }
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        index = {
+            "metadata": {"total_size": sum(num_bytes.values())},
+            "weight_map": dict(sorted(files.items())),
+        }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         names.append(INDEX)
     return [folder / name for name in names]
@@ -387,11 +398,13 @@ def _companions(source: Path) -> Iterator[Path]:
             yield path
 
 
-def _shards(parts: Sequence[Part], itemsize: int, shard_bytes: int) -> Iterator[list[Part]]:
+def _shards(
+    parts: Sequence[Part], num_bytes: Mapping[str, int], shard_bytes: int
+) -> Iterator[list[Part]]:
     shard: list[Part] = []
     filled = 0
     for part in parts:
-        size = _num_bytes(part, itemsize)
+        size = num_bytes[part.name]
         if shard and filled + size > shard_bytes:
             yield shard
             shard, filled = [], 0
@@ -400,30 +413,28 @@ def _shards(parts: Sequence[Part], itemsize: int, shard_bytes: int) -> Iterator[
     yield shard
 
 
-def _num_bytes(part: Part, itemsize: int) -> int:
-    return math.prod(part.shape) * itemsize
-
-
 def write_tensors(
     path: Path,
     shard: Sequence[Part],
     tensors: Iterator[tuple[str, torch.Tensor]],
-    dtype: torch.dtype,
+    types: Mapping[str, torch.dtype],
 ) -> None:
     """Write one file; source of the layout: the README of huggingface/safetensors."""
-    label = next(key for key, value in IN_FILES.items() if value == dtype)
+    labels = {kind: label for label, kind in IN_FILES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for part in shard:
-        start, end = end, end + _num_bytes(part, dtype.itemsize)
-        header[part.name] = {"dtype": label, "shape": part.shape, "data_offsets": (start, end)}
+        dtype = types[part.name]
+        start, end = end, end + math.prod(part.shape) * dtype.itemsize
+        described = {"dtype": labels[dtype], "shape": part.shape, "data_offsets": (start, end)}
+        header[part.name] = described
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for part in shard:
             name, tensor = next(tensors)
-            assert (name, tuple(tensor.shape), tensor.dtype) == (part.name, part.shape, dtype)
+            assert (name, tuple(tensor.shape), tensor.dtype) == (part.name, part.shape, types[name])
             file.write(tensor.contiguous().view(torch.uint8).reshape(-1).numpy())
         file.flush()
         os.fsync(file.fileno())

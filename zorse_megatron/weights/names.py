@@ -1,11 +1,12 @@
 """Which tensors of a Hugging Face model make up which of Megatron's, and how they are laid out.
 
-One table for Llama, Mistral, Qwen2 and Qwen3, whose names are the same; biases and norms of heads
-follow from the shape, and experts have names by family. Megatron's names are those of its
-checkpoints, in which the tensors of all layers are stacked, and those of all experts of a layer.
-Sources: `SelfAttention.get_query_key_value_tensors` in Megatron-Core for heads, `MLP` for the gate,
-`SequentialMLP.sharded_state_dict` for experts, and the modelling files of transformers for the
-other names; files have those of experts as it maps them when it saves.
+One table for Llama, Mistral, Qwen2 and Qwen3, whose names are the same; biases, norms of heads and
+latent attention follow from the shape, and experts have names by family. Megatron's names are those
+of its checkpoints, in which the tensors of all layers are stacked, if these are alike, and those of
+all experts of a layer. Sources: `SelfAttention.get_query_key_value_tensors` in Megatron-Core for
+heads, `MLP` for the gate, `MLASelfAttention` for latent attention, `SequentialMLP` for experts, and
+the modelling files of transformers for the other names; files have those of experts as it maps them
+when it saves.
 """
 
 import math
@@ -14,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from zorse_megatron.inputs.lora import MODULE, Lora, Target
-from zorse_megatron.inputs.model import Experts, ModelShape
+from zorse_megatron.inputs.model import Experts, LatentAttention, ModelShape
 
 TABLE = "embedding.word_embeddings.weight"
 _LAYERS = "decoder.layers."
 _ATTENTION = "self_attention.linear_"
-_MLP_NORM = "mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)
-"""Key and name; before experts, too, in Megatron's own layers."""
+_FUSED_NORM, _OWN_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 MODULES: Mapping[Target, str] = {
     **{"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
     **{"o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj"},
@@ -37,10 +37,17 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_expert"
+    bias: str | None = None
+    """Of the experts' scores, where routers have some."""
 
 
 EXPERTS: Mapping[str, ExpertNames] = {
-    "mixtral": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+    "mixtral": ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    **dict.fromkeys(
+        ("deepseek_v3", "glm4_moe"),
+        ExpertNames(shared="shared_experts", bias="e_score_correction_bias"),
+    ),
 }
 """`model_type` -> names; those of all others are Qwen's."""
 
@@ -51,6 +58,8 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
+    may_be_fp32: bool = False
+    """Whether it may be in fp32 beside others that are not, as transformers keeps a router."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +73,7 @@ class WholeTensor:
     key: str
     parts: tuple[Part, ...]
     layer: int | None = None
-    """None: not in a layer."""
+    """Its place among the stacked ones; None: it is not stacked with those of other layers."""
     num_layers: int = 1
     expert: int | None = None
     """None: no expert's."""
@@ -72,8 +81,8 @@ class WholeTensor:
     groups: int = 1
     is_padded: bool = False
     """Whether Megatron may have more rows, which stand for no token."""
-    engine_key: str | None = None
-    """Its key where Transformer Engine's layers have another one."""
+    other_key: str | None = None
+    """Its key in layers of another kind: of Transformer Engine's, or of Megatron's own."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,11 +104,13 @@ class WholeTensor:
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys that it may have in a checkpoint that stacks layers."""
-        return (self.key,) if self.engine_key is None else (self.key, self.engine_key)
+        return (self.key,) if self.other_key is None else (self.key, self.other_key)
 
     @property
     def keys_of_layer(self) -> tuple[str, ...]:
-        """The same in one that does not."""
+        """The same in one that does not stack them."""
+        if self.layer is None:
+            return ()
         return tuple(key.replace(_LAYERS, f"{_LAYERS}{self.layer}.", 1) for key in self.keys)
 
     @property
@@ -117,10 +128,12 @@ def whole_tensors(
     yield _single(TABLE, "model.embed_tokens.weight", table, is_padded=True)
     for number in range(shape.num_layers):
         layer = _Layer(shape=shape, number=number)
-        yield from layer.attention()
+        yield from (
+            layer.attention() if shape.latent is None else layer.latent_attention(shape.latent)
+        )
         yield from (
             layer.dense()
-            if shape.experts is None
+            if shape.experts is None or number in shape.dense_layers
             else layer.experts(shape.experts, experts or ExpertNames())
         )
     yield _single("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
@@ -165,22 +178,39 @@ def stateful_modules(shape: ModelShape) -> Sequence[StatefulModule]:
 
     The former ask for linear layers alone; what nobody asks for does no harm.
     """
-    experts = shape.experts
-    layers: tuple[int, ...] = (shape.num_layers,)
-    attention = ["linear_proj", "linear_qkv", "core_attention"]
-    norms = [f"{each}_layernorm" for each in "qk"] * shape.qk_norm
-    modules = {f"self_attention.{each}": layers for each in (*attention, *norms)}
-    rooms = {"mlp": layers}
-    if experts is not None:
-        rooms = {"mlp.experts.experts": (*layers, experts.num_experts)}
-        rooms |= {"mlp.shared_experts": layers} if experts.shared_ffn_hidden_size else {}
-    for room, stack in rooms.items():
-        modules |= {f"{room}.linear_fc1": stack, f"{room}.linear_fc2": stack}
+    every = (
+        [(_LAYERS, (shape.num_layers,), shape)]
+        if not shape.dense_layers
+        else [(f"{_LAYERS}{n}.", (), shape.of_layer(n)) for n in range(shape.num_layers)]
+    )
     in_layers = [
-        StatefulModule(name=_LAYERS + name, stack=stack, is_norm=name.endswith("_layernorm"))
-        for name, stack in modules.items()
+        StatefulModule(
+            name=prefix + name, stack=(*layers, *own) or (1,), is_norm=name.endswith("layernorm")
+        )
+        for prefix, layers, layer in every
+        for name, own in _stateful_in_layer(layer).items()
     ]
     return [*in_layers, StatefulModule(name="decoder.final_layernorm", is_norm=True)]
+
+
+def _stateful_in_layer(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name -> how many a layer of this shape has; () where it has one."""
+    attention = [f"self_attention.{each}" for each in ("linear_proj", "core_attention")]
+    if shape.latent is None:
+        attention += ["self_attention.linear_qkv"]
+        attention += [f"self_attention.{each}_layernorm" for each in "qk"] * shape.qk_norm
+    else:
+        linear = [f"{what}_{way}" for what in ("q", "kv") for way in ("down", "up")]
+        attention += ["input_layernorm", *(f"{_ATTENTION}{each}_proj" for each in linear)]
+    modules: dict[str, tuple[int, ...]] = dict.fromkeys(attention, ())
+    rooms: dict[str, tuple[int, ...]] = {"mlp": ()}
+    if experts := shape.experts:
+        rooms = {"mlp.experts.experts": (experts.num_experts,)}
+        rooms |= {"mlp.shared_experts": ()} if experts.shared_ffn_hidden_size else {}
+        modules |= {"pre_mlp_layernorm": ()} if shape.latent else {}
+    for room, stack in rooms.items():
+        modules |= {f"{room}.linear_fc1": stack, f"{room}.linear_fc2": stack}
+    return modules
 
 
 def _single(key: str, name: str, shape: tuple[int, ...], *, is_padded: bool = False) -> WholeTensor:
@@ -213,17 +243,60 @@ class _Layer:
         names, rows = ["self_attn.o_proj"], [hidden]
         yield from self._linear(f"{_ATTENTION}proj", names, rows, shape.query_width)
 
+    def latent_attention(self, latent: LatentAttention) -> Iterator[WholeTensor]:
+        """The same of one whose keys and values come from one narrow vector.
+
+        Megatron's layers for it are Transformer Engine's, which join norms and what follows.
+        """
+        hidden, heads = self.shape.hidden_size, self.shape.num_attention_heads
+        yield self._tensor("input_layernorm.weight", ["input_layernorm.weight"], [hidden])
+        queries = heads * latent.query_dim
+        yield from self._narrowed("q", "q_a_proj", latent.q_lora_rank, 0, queries)
+        values = heads * (latent.qk_head_dim + latent.v_head_dim)
+        yield from self._narrowed(
+            "kv", "kv_a_proj_with_mqa", latent.kv_lora_rank, latent.qk_pos_emb_head_dim, values
+        )
+        width = heads * latent.v_head_dim
+        yield self._weight(f"{_ATTENTION}proj", "self_attn.o_proj", hidden, width)
+
+    def _narrowed(
+        self, what: str, down: str, rank: int, beside: int, rows: int
+    ) -> Iterator[WholeTensor]:
+        """Yield both matrices and the norm between. `beside`: what skips norm and second one."""
+        room, hidden = f"{_ATTENTION}{what}", self.shape.hidden_size
+        yield self._weight(f"{room}_down_proj", f"self_attn.{down}", rank + beside, hidden)
+        yield self._tensor(
+            f"{room}_up_proj.layer_norm_weight", [f"self_attn.{what}_a_layernorm.weight"], [rank],
+            other_key=f"self_attention.{what}_layernorm.weight",
+        )  # fmt: skip
+        yield self._weight(f"{room}_up_proj", f"self_attn.{what}_b_proj", rows, rank)
+
+    def _weight(self, key: str, name: str, rows: int, columns: int) -> WholeTensor:
+        return self._tensor(f"{key}.weight", [f"{name}.weight"], [rows], columns)
+
+    def _norm_of_mlp(self, *, is_apart: bool) -> WholeTensor:
+        """`is_apart`: whether it has a key of its own, and not that of the layer after it."""
+        keys = (_OWN_NORM, _FUSED_NORM) if is_apart else (_FUSED_NORM, _OWN_NORM)
+        names = ["post_attention_layernorm.weight"]
+        return self._tensor(keys[0], names, [self.shape.hidden_size], other_key=keys[1])
+
     def dense(self) -> Iterator[WholeTensor]:
         """Yield those of a feed-forward block, and of the norm before it."""
-        yield self._tensor(*_MLP_NORM, [self.shape.hidden_size])
+        yield self._norm_of_mlp(is_apart=False)
         yield from self._block("mlp", "mlp", ExpertNames(), self.shape.ffn_hidden_size)
 
     def experts(self, experts: Experts, names: ExpertNames) -> Iterator[WholeTensor]:
         """Yield those of router, experts and shared expert, and of the norm before them."""
         hidden, block = self.shape.hidden_size, names.block
-        yield self._tensor(*_MLP_NORM, [hidden], engine_key="pre_mlp_layernorm.weight")
-        router = [f"{block}.gate.weight"]
-        yield self._tensor("mlp.router.weight", router, [experts.num_experts], hidden)
+        # Megatron's own layers call it as if it were joined; those for latent attention do not.
+        yield self._norm_of_mlp(is_apart=self.shape.latent is not None)
+        router, count = f"{block}.gate", [experts.num_experts]
+        yield self._tensor(
+            "mlp.router.weight", [f"{router}.weight"], count, hidden, may_be_fp32=True
+        )
+        if names.bias is not None:
+            biases = [f"{router}.{names.bias}"]
+            yield self._tensor("mlp.router.expert_bias", biases, count, may_be_fp32=True)
         for number in range(experts.num_experts):
             yield from self._block(
                 "mlp.experts.experts", f"{block}.experts.{number}", names,
@@ -232,7 +305,7 @@ class _Layer:
         if experts.shared_ffn_hidden_size:
             room = "mlp.shared_experts"
             width = experts.shared_ffn_hidden_size
-            yield from self._block(room, f"{block}.shared_expert", names, width)
+            yield from self._block(room, f"{block}.{names.shared}", names, width)
             if experts.has_shared_gate:
                 gate = [f"{block}.shared_expert_gate.weight"]
                 yield self._tensor(f"{room}.gate_weight", gate, [1], hidden)
@@ -270,19 +343,26 @@ class _Layer:
         names: Sequence[str],
         rows: Sequence[int],
         *columns: int,
-        engine_key: str | None = None,
+        other_key: str | None = None,
+        may_be_fp32: bool = False,
         **more: Any,
     ) -> WholeTensor:
         """`more`: fields of it."""
+        is_stacked = not self.shape.dense_layers  # otherwise layers are not alike
+        prefix = _LAYERS if is_stacked else f"{_LAYERS}{self.number}."
         parts = tuple(
-            Part(name=f"model.layers.{self.number}.{name}", shape=(count, *columns))
+            Part(
+                name=f"model.layers.{self.number}.{name}",
+                shape=(count, *columns),
+                may_be_fp32=may_be_fp32,
+            )
             for name, count in zip(names, rows, strict=True)
         )
         return WholeTensor(
-            key=_LAYERS + key,
+            key=prefix + key,
             parts=parts,
-            layer=self.number,
+            layer=self.number if is_stacked else None,
             num_layers=self.shape.num_layers,
-            engine_key=None if engine_key is None else _LAYERS + engine_key,
+            other_key=None if other_key is None else prefix + other_key,
             **more,
         )
