@@ -37,7 +37,7 @@ LATENT = {
 }
 YARN = {
     **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
-    **{"mscale": 0.8, "mscale_all_dim": 0.8, "original_max_position_embeddings": 4096},
+    **{"mscale": 0.7, "mscale_all_dim": 0.8, "original_max_position_embeddings": 4096},
 }
 # With experts, probabilities of the last that is chosen and the first that is not are at least
 # 2.6e-5 apart, for the tokens below: rounding, of 1e-7, chooses no others.

@@ -116,13 +116,6 @@ BAD: dict[str, tuple[Damage, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_models_are_refused_before_anything_is_written(
-    case: str, models: Path, tmp_path: Path
-) -> None:
-    assert_refused(models / "qwen2-moe", BAD[case], tmp_path)
-
-
 OF_DEEPSEEK: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "scores that are not divided by their sum": (
         other_config(norm_topk_prob=False), ("norm_topk_prob: found false", "by their sum")
@@ -136,8 +129,19 @@ OF_DEEPSEEK: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "norms with another epsilon": (
         other_config(rms_norm_eps=1e-5), ("rms_norm_eps: found 1e-05; expected 1e-06",)
     ),
-    "scores and rotations scaled apart": (
-        other_config(rope_parameters=YARN | {"mscale": 0.7}), ("mscale 0.7, mscale_all_dim 0.8",)
+    "one of two factors": (
+        other_config(rope_parameters=YARN | {"mscale_all_dim": 0}),
+        ("mscale 0.7, mscale_all_dim 0", "both, or neither"),
+    ),
+    "the other of two factors": (
+        other_config(rope_parameters={k: v for k, v in YARN.items() if k != "mscale"}),
+        ("mscale None, mscale_all_dim 0.8",),
+    ),
+    "a factor of attention's own": (
+        other_config(rope_parameters=YARN | {"attention_factor": 1.0}), ("attention_factor",)
+    ),
+    "no number of further layers": (
+        other_config(num_nextn_predict_layers=10**9), ("found 1000000000; expected an integer",)
     ),
     "a scaling that is not latent attention's": (
         other_config(rope_parameters=YARN | {"rope_type": "dynamic"}), ("dynamic", "llama3")
@@ -156,11 +160,14 @@ OF_DEEPSEEK: dict[str, tuple[Damage, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OF_DEEPSEEK)
-def test_models_that_megatron_computes_otherwise_are_refused(
-    case: str, models: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("qwen2-moe", case) for case in BAD] + [("deepseek-v3", case) for case in OF_DEEPSEEK],
+)
+def test_bad_models_are_refused_before_anything_is_written(
+    name: str, case: str, models: Path, tmp_path: Path
 ) -> None:
-    assert_refused(models / "deepseek-v3", OF_DEEPSEEK[case], tmp_path)
+    assert_refused(models / name, (BAD | OF_DEEPSEEK)[case], tmp_path)
 
 
 @pytest.mark.parametrize("kept", [("e_score_correction_bias", "gate.weight"), ()])
@@ -176,8 +183,6 @@ def test_routers_may_be_in_fp32_and_what_predicts_further_tokens_is_left_out(
             folder,
             lambda tensors: tensors.update(
                 {name: each.bfloat16() for name, each in tensors.items() if not name.endswith(kept)}
-                if kept
-                else {name: each.bfloat16() for name, each in tensors.items()}
             ),
         )
     of_prediction = {"model.layers.4.enorm.weight": torch.ones(64).bfloat16()}

@@ -20,6 +20,11 @@ _LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_YARN_KEYS = {
+    *("rope_type", "type", "rope_theta", "factor", "mscale", "mscale_all_dim"),
+    *("beta_fast", "beta_slow", "original_max_position_embeddings"),
+}
+_MOST_PREDICTED = 100
 _EPSILON = 1e-6  # the default of transformers' `DeepseekV3RMSNorm`
 
 
@@ -38,6 +43,10 @@ def conversion_problems(
         config.add(
             "quantization_config", str(method)[:40], "none", "Take weights in bf16, fp16 or fp32."
         )
+    predicted = value.get("num_nextn_predict_layers")
+    if predicted is not None and not (type(predicted) is int and 0 <= predicted <= _MOST_PREDICTED):
+        expected = f"an integer from 0 to {_MOST_PREDICTED}"
+        config.add("num_nextn_predict_layers", repr(predicted)[:40], expected, "Fix it.")
     _add_other_scaling(config)
     if model.shape.experts is not None:
         _add_other_routing(config, model.shape.experts.per_token)
@@ -59,10 +68,7 @@ def _add_other_scaling(config: ConfigKeys) -> None:
     if kind == "llama3" and not (is_finite(factor) and factor >= 1):
         config.add("rope_scaling.factor", repr(factor)[:40], "a number from 1 on", "Fix it.")
     if config.is_latent_yarn():
-        first, second = (scaling.get(key, 1) for key in ("mscale", "mscale_all_dim"))
-        if first != second:  # Megatron scales scores by the one, transformers by the other
-            found, expected = f"mscale {first}, mscale_all_dim {second}", "the same number"
-            config.add("rope_scaling", found, expected, "Megatron's scores would differ.")
+        _add_other_yarn(config, scaling)
     elif kind not in ("default", "llama3"):
         config.add("rope_scaling", kind, "none, or llama3", "Megatron has no other.")
     for key, usual in (_LLAMA3_SCALING if kind == "llama3" else {}).items():
@@ -71,6 +77,19 @@ def _add_other_scaling(config: ConfigKeys) -> None:
     if is_finite(base) and (base != int(base) or base < 1):
         expected = "an integer from 1 on"
         config.add("rope_theta", repr(base), expected, "--rotary-base takes no other.")
+
+
+def _add_other_yarn(config: ConfigKeys, scaling: Mapping[str, Any]) -> None:
+    """Note what Megatron's latent attention does not take, or has another default for.
+
+    Transformers takes both factors or neither; Megatron 1 for the first and 0 for the second.
+    """
+    if unknown := sorted(set(scaling) - _YARN_KEYS):
+        config.add("rope_scaling", ", ".join(unknown)[:60], "no such key", "Megatron has none.")
+    one, other = (scaling.get(key) for key in ("mscale", "mscale_all_dim"))
+    if bool(one) != bool(other) and (one, other) not in ((1, None), (1, 0)):
+        found = f"mscale {one}, mscale_all_dim {other}"
+        config.add("rope_scaling", found, "both, or neither", "Megatron's scores would differ.")
 
 
 def _add_other_routing(config: ConfigKeys, per_token: int) -> None:
