@@ -113,12 +113,15 @@ class Passes:
         yield SimpleNamespace(delaying=lambda key: nullcontext(), compute=lambda key: None)
 
 
-def test_weight_gradients_take_no_longer_than_the_backward_that_is_told(monkeypatch):
-    """Where warm-up is slow, weight gradients were compared with it, too, and profiles refused."""
-    backwards_s = [9.0] * layer_timing.WARM_UP + [1.0, 1.0, 1.0, 5.0, 5.0]
-    weights_s = [5.0] * len(backwards_s)
+def test_weight_gradients_take_their_part_of_the_backward_that_is_told(monkeypatch):
+    """Of one in both parts: profiles were refused, and computations of plans took no time, where
+    they were compared with whole backwards of another moment. Warm-up does not count."""
+    warm_up = [9.0] * layer_timing.WARM_UP
+    backwards_s = [*warm_up, 1.0, 1.0, 1.0, 5.0, 5.0]
+    inputs_s, weights_s = ([*warm_up, *[each] * layer_timing.REPEATS] for each in (1.5, 6.0))
     assert len(backwards_s) == layer_timing.WARM_UP + layer_timing.REPEATS
-    times_s = iter([each_s for each_s in backwards_s for _ in ("forward", "backward")] + weights_s)
+    in_parts_s = [each_s for both in zip(inputs_s, weights_s, strict=True) for each_s in both]
+    times_s = iter([each_s for each_s in backwards_s for _ in ("forward", "backward")] + in_parts_s)
 
     def timed_s(work, device):
         work()
@@ -126,4 +129,5 @@ def test_weight_gradients_take_no_longer_than_the_backward_that_is_told(monkeypa
 
     monkeypatch.setattr(layer_timing, "timed_s", timed_s)
     found = layer_timing.measured_pass(Passes(), "layer", 2)
-    assert (found.backward_s, found.weight_gradients_s) == (1.0, 1.0)
+    assert (found.backward_s, found.weight_gradients_s) == (1.0, 6.0 / 7.5)
+    assert next(times_s, None) is None

@@ -25,7 +25,7 @@ _YARN_KEYS = {
     *("beta_fast", "beta_slow", "original_max_position_embeddings"),
 }
 _MOST_PREDICTED = 100
-_EPSILON = 1e-6  # the default of transformers' `DeepseekV3RMSNorm`
+_EPSILON = 1e-6  # of transformers' norms in latent attention, whatever `rms_norm_eps` says
 
 
 def conversion_problems(
