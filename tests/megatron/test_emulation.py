@@ -382,17 +382,16 @@ def test_adapters_take_what_the_simulator_says(lab, plan, tolerance):
 
 
 EXPERTS = Experts(num_experts=8, per_token=2, ffn_hidden_size=MODEL.ffn_hidden_size // 8)
-WITH_EXPERTS, DENSE_AMONG_EXPERTS = (
-    make_inputs(
-        load_cluster(CLUSTER),
-        dataclasses.replace(MODEL, experts=each, dense_layers=dense, linear_bias=False),
-        None,
-        global_batch_size=BATCH,
-        dtype="float16",
-    )
-    # Where some layers are dense, the others have twice their parameters.
-    for each, dense in ((EXPERTS, ()), (dataclasses.replace(EXPERTS, num_experts=16), (0, 2)))
-)
+
+
+def with_experts(experts=EXPERTS, dense=()):
+    model = dataclasses.replace(MODEL, experts=experts, dense_layers=dense, linear_bias=False)
+    return make_inputs(load_cluster(CLUSTER), model, None, global_batch_size=BATCH, dtype="float16")
+
+
+WITH_EXPERTS = with_experts()
+# The layers that are not dense have twice their parameters.
+DENSE_AMONG_EXPERTS = with_experts(dataclasses.replace(EXPERTS, num_experts=16), (0, 2))
 
 
 @pytest.mark.parametrize(
@@ -419,15 +418,21 @@ def test_experts_take_what_the_simulator_says(lab, monkeypatch, plan, all_inputs
 
 
 @pytest.mark.parametrize(
-    ("all_inputs", "flags"), [(INPUTS, ()), (WITH_ADAPTERS, lora_flags(ADAPTERS))]
+    ("all_inputs", "flags", "experts"),
+    [
+        pytest.param(INPUTS, (), None, id="dense"),
+        pytest.param(WITH_ADAPTERS, lora_flags(ADAPTERS), None, id="adapters"),
+        pytest.param(with_experts(dense=(0, 2)), (), (6, 2), id="two kinds of layers"),
+    ],
 )
-def test_tp_groups_take_what_the_simulator_says(lab, monkeypatch, all_inputs, flags):
+def test_tp_groups_take_what_the_simulator_says(lab, monkeypatch, all_inputs, flags, experts):
     """A TP group with uneven TP shards beside a rank of its own, and a rank that they send to.
 
     On PCIe, sums and gathers inside the TP groups are 6 % of the iteration.
     """
     columns = MODEL.ffn_hidden_size
-    tp_shards = TpShards(kv_groups=(20, 12), mlp_columns=(columns * 3 // 4, columns // 4))
+    mlp_columns = columns * 3 // 4, columns // 4
+    tp_shards = TpShards(kv_groups=(20, 12), mlp_columns=mlp_columns, experts=experts)
     unlike = (tp_replica((0, 1), 2, 3, 2.0, tp_shards), replica(2, 1, 2))
     plan = plan_of((unlike, 2), ((replica(3, 4, 2),), 2))
     shape = TinyShape.of(MODEL, [plan])
@@ -465,14 +470,22 @@ LOAD = ExpertLoad(shares=(0.05, 0.05, 0.3, 0.2, 0.2, 0.1, 0.1, 0.0))
         pytest.param(SHARED, with_load(WITH_EXPERTS, LOAD), id="uneven routing"),
         pytest.param(OVERLAPPED, WITH_EXPERTS, id="overlapped"),
         pytest.param(split(OVERLAPPED), with_load(WITH_EXPERTS, LOAD), id="overlapped, apart"),
+        pytest.param(
+            split(OVERLAPPED), with_experts(dense=(0, 2)), id="dense layers, overlapped, apart"
+        ),
+        pytest.param(
+            changed(SHARED, FULL),
+            with_experts(dense=(0, 1)),
+            id="only dense in a group, recomputed",
+        ),
     ],
 )
 def test_ranks_that_share_experts_take_what_the_simulator_says(lab, monkeypatch, plan, all_inputs):
     """Exchanges are 7 to 10 % of the iteration."""
-    shape = TinyShape.of(MODEL, [plan])
+    shape = TinyShape.of(all_inputs.model, [plan])
     monkeypatch.setattr(lab, "training", dataclasses.replace(lab.training, shape=shape))
     found = run(lab, System(name="plan", gpus=tuple(range(6)), plan=plan), all_inputs)
-    assert found.losses == pytest.approx(run(lab, stock(), WITH_EXPERTS).losses, abs=2e-5)
+    assert found.losses == pytest.approx(run(lab, stock(), all_inputs).losses, abs=2e-5)
     inputs = dataclasses.replace(all_inputs, kinds=INPUTS.kinds[:6], gpus=None)
     predicted = simulate_plan(inputs, plan)
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.0005)

@@ -138,31 +138,32 @@ def test_a_chunk_costs_what_its_layers_do(way, splits, recomputed):
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 
 
-@given(*[st.integers(1, 9)] * 2, st.integers(1, 4), st.tuples(*[st.integers(0, 1000)] * 2))
+@given(*[st.integers(1, 9)] * 2, st.integers(1, 4), st.tuples(*[st.integers(0, 1000)] * 3))
 def test_layers_that_are_alike_take_what_the_formula_says(layers, again, at_once, sizes):
-    more, left = sizes
+    more, left, arriving = sizes
     recomputed = min(layers, again) // at_once * at_once
     whole, kept = more + 10, 10
-    found = working_bytes_of_layers([(whole, kept, left)] * layers, recomputed, at_once=at_once)
+    each = whole, kept, left, arriving
+    found = working_bytes_of_layers([each] * layers, recomputed, at_once=at_once)
     stage = layers, recomputed, whole, kept
     assert found == (
         saved_bytes(*stage, at_once=at_once),
-        working_bytes(*stage, at_once=at_once, left=left),
+        working_bytes(*stage, at_once=at_once, left=left) + arriving,
     )
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 99)] * 3), min_size=1, max_size=7), st.integers(0, 7))
+@given(st.lists(st.tuples(*[st.integers(0, 99)] * 4), min_size=1, max_size=7), st.integers(0, 7))
 def test_the_most_that_a_backward_takes(layers, recomputed):
-    """Layer by layer: what is kept is there until a layer's backward, and then what it leaves."""
+    """Layer by layer: what is kept is there until a layer's backward, and then what it leaves;
+    in it what arrives, too."""
     recomputed = min(recomputed, len(layers))
-    kept = [saved if n < recomputed else whole for n, (whole, saved, _) in enumerate(layers)]
+    kept = [saved if n < recomputed else whole for n, (whole, saved, *_) in enumerate(layers)]
     most = before = sum(kept)
     now = before
     for n in reversed(range(len(layers))):
-        whole, _, left = layers[n]
+        whole, _, left, arriving = layers[n]
         now -= kept[n]
-        if n < recomputed:
-            most = max(most, now + whole)
+        most = max(most, now + whole + arriving, now + left + arriving)
         now += left
     most = max(most, now)
     assert working_bytes_of_layers(layers, recomputed) == (before, max(0, most - max(before, now)))

@@ -6,6 +6,7 @@ sums and maxima alone. The order is that of the runtime: half A before half B fo
 reversed backward.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,10 +29,10 @@ class LayerParts:
     """Seconds that each rank computes of one part of a micro-batch in one layer."""
 
     attention_s: Sequence[float]
-    """Before tokens leave; backward, behind their return."""
-    experts_s: Sequence[float]
-    """Between exchanges."""
-    weights_s: Sequence[float] = ()
+    """Before tokens leave; backward, behind their return. Of a dense layer all of it."""
+    experts_s: Sequence[float] | None
+    """Between exchanges; None: of a dense layer, which has none."""
+    weights_s: Sequence[float] | float = 0.0
     """Gradients of experts' weights, while those of tokens go back."""
 
 
@@ -59,93 +60,92 @@ class ExpertPass:
 
 
 class _Ranks:
-    """Where computations and exchanges have come to."""
+    """Where computations and exchanges have come to.
+
+    From the first exchange on, time counts from where all ranks have come to it: to each as if all
+    had begun at once.
+    """
 
     def __init__(self, number: int, sent: Exchanges, parts: int) -> None:
         self.now_s, self.sent = np.zeros(number), sent
+        self.total_s = np.zeros(number)
+        """Computed so far."""
+        self.before_s: np.ndarray | None = None
+        """What of it was before the first exchange, once that has come."""
         self.exchanged_s = 0.0
         self.halves = range(parts)
-        self.returned_s = [0.0] * parts
+        self.returned_s = [-math.inf] * parts
         """When what was last sent back arrives, of each half."""
 
-    def compute(self, seconds_s: np.ndarray, after_s: float = 0.0) -> None:
+    def compute(self, seconds_s: Sequence[float] | float, after_s: float = -math.inf) -> None:
         self.now_s = np.maximum(self.now_s, after_s) + seconds_s
+        self.total_s = self.total_s + seconds_s
 
     def exchange(self, seconds_s: float) -> float:
         """When it ends; nobody waits for that yet."""
+        if self.before_s is None:
+            self.before_s, self.now_s = self.now_s, self.now_s - np.max(self.now_s)
         self.exchanged_s = max(self.exchanged_s, float(np.max(self.now_s))) + seconds_s
         return self.exchanged_s
 
-    def forward(self, attention: np.ndarray, experts: np.ndarray, *, has_begun: bool) -> None:
-        """Through one layer; `has_begun`: whether the first half has had its attention."""
+    def forward(self, layer: LayerParts) -> None:
+        """Through one layer."""
         arrived_s = []
         for half in self.halves:
-            if half or not has_begun:
-                self.compute(attention, self.returned_s[half])
-            told_s = self.exchange(self.sent.told_s)
-            self.now_s = np.maximum(self.now_s, told_s)  # waits for numbers of rows
-            arrived_s.append(self.exchange(self.sent.there_s + self.sent.told_s))
-        for half in self.halves:
-            self.compute(experts, arrived_s[half])
+            self.compute(layer.attention_s, self.returned_s[half])
+            if layer.experts_s is not None:
+                told_s = self.exchange(self.sent.told_s)
+                self.compute(0.0, told_s)  # waits for numbers of rows
+                arrived_s.append(self.exchange(self.sent.there_s + self.sent.told_s))
+        for half, there_s in enumerate(arrived_s):
+            self.compute(layer.experts_s or 0.0, there_s)
             self.returned_s[half] = self.exchange(self.sent.back_s)
 
+    def found(self) -> ExpertPass:
+        """What all of it takes."""
+        before = self.now_s if self.before_s is None else self.before_s
+        behind = np.maximum(0.0, self.now_s - self.exchanged_s) * (self.before_s is not None)
+        # What is more, of a second half's dense layers, was computed while others were to come.
+        computed = np.minimum(self.total_s - before - behind, self.exchanged_s)
+        return ExpertPass(
+            before_s=_numbers(self.total_s - computed - behind),
+            computed_s=_numbers(computed),
+            behind_s=_numbers(behind),
+            between_s=self.exchanged_s,
+        )
 
-def forward_pass(once: LayerParts, sent: Exchanges, *, layers: int, parts: int) -> ExpertPass:
+
+def forward_pass(layers: Sequence[LayerParts], sent: Exchanges, *, parts: int) -> ExpertPass:
     """Return what a forward takes of a micro-batch in `parts` through `layers`, at least 1 each."""
-    attention, experts = np.array(once.attention_s), np.array(once.experts_s)
-    ranks = _Ranks(len(attention), sent, parts)
-    for layer in range(layers):
-        ranks.forward(attention, experts, has_begun=not layer)
-    return ExpertPass(
-        before_s=_numbers(attention),
-        computed_s=_numbers(parts * layers * (attention + experts) - attention),
-        behind_s=(0.0,) * len(attention),
-        between_s=ranks.returned_s[-1],
-    )
+    ranks = _Ranks(len(layers[0].attention_s), sent, parts)
+    for layer in layers:
+        ranks.forward(layer)
+    return ranks.found()
 
 
 def backward_pass(
-    once: LayerParts,
-    sent: Exchanges,
-    *,
-    layers: int,
-    parts: int,
-    again: LayerParts,
-    recomputed: int,
+    layers: Sequence[LayerParts], sent: Exchanges, *, parts: int, again: Sequence[LayerParts]
 ) -> ExpertPass:
-    """Return what a backward takes, in which the first `recomputed` layers are computed `again`."""
-    attention, experts, weights = map(np.array, (once.attention_s, once.experts_s, once.weights_s))
-    attention_again, experts_again = np.array(again.attention_s), np.array(again.experts_s)
-    ranks = _Ranks(len(attention), sent, parts)
-    before = attention_again * (recomputed == layers)
-    total = layers * (attention + experts + weights) + recomputed * (
-        attention_again + experts_again
-    )
-    backwards, sent_s = range(parts)[::-1], [0.0] * parts
-    for layer in reversed(range(layers)):
-        is_last = layer == layers - 1
-        if layer < recomputed:
-            ranks.returned_s = [0.0] * parts
-            ranks.forward(attention_again, experts_again, has_begun=is_last)
-            ranks.compute(np.zeros(len(attention)), max(ranks.returned_s))
-        if is_last or layer < recomputed:
+    """Return what a backward takes, in which the first layers are computed `again`."""
+    ranks, sent_s = _Ranks(len(layers[0].attention_s), sent, parts), [0.0] * parts
+    backwards, last = ranks.halves[::-1], len(layers) - 1
+    for number, layer in reversed([*enumerate(layers)]):
+        if number < len(again):
+            ranks.forward(again[number])
+            ranks.compute(0.0, max(ranks.returned_s))
+        if layer.experts_s is not None:
+            for half in backwards if number in {last, *range(len(again))} else ():
+                sent_s[half] = ranks.exchange(sent.there_s)
             for half in backwards:
-                sent_s[half] = ranks.exchange(sent.there_s)
+                ranks.compute(layer.experts_s, sent_s[half])
+                ranks.returned_s[half] = ranks.exchange(sent.back_s + sent.told_s)
+                ranks.compute(layer.weights_s)
         for half in backwards:
-            ranks.compute(experts, sent_s[half])
-            ranks.returned_s[half] = ranks.exchange(sent.back_s + sent.told_s)
-            ranks.compute(weights)
-        for half in backwards:
-            ranks.compute(attention, ranks.returned_s[half])
-            if layer > recomputed:
+            ranks.compute(layer.attention_s, ranks.returned_s[half])
+            # Gradients of the layer before are on their way as soon as they are there.
+            if number > len(again) and layers[number - 1].experts_s is not None:
                 sent_s[half] = ranks.exchange(sent.there_s)
-    behind = ranks.now_s - ranks.returned_s[0]
-    return ExpertPass(
-        before_s=_numbers(before),
-        computed_s=_numbers(parts * total - before - behind),
-        behind_s=_numbers(behind),
-        between_s=ranks.returned_s[0],
-    )
+    return ranks.found()
 
 
 def _numbers(of_ranks: np.ndarray) -> tuple[float, ...]:

@@ -139,23 +139,26 @@ def working_bytes(
 
 
 def working_bytes_of_layers(
-    layers: Sequence[tuple[int, int, int]], recomputed: int, *, at_once: int = 1
+    layers: Sequence[tuple[int, int, int, int]], recomputed: int, *, at_once: int = 1
 ) -> tuple[int, int]:
     """Return `saved_bytes` and `working_bytes` of layers that are not alike.
 
     `layers`: of each what it keeps whole, what it keeps if it is recomputed, of the first of
-    `at_once` layers, and what it leaves behind.
+    `at_once` layers, what it leaves behind, and what arrives beside that.
     """
-    whole, saved, left = zip(*layers, strict=True)
-    starts = range(0, recomputed, at_once)
-    inputs = [saved[start] for start in starts]
-    before = sum(inputs) + sum(whole[recomputed:])
-    working = 0
-    for number, start in enumerate(starts):
-        stop = min(start + at_once, recomputed)
-        again = sum(left[stop:]) + sum(inputs[:number]) + sum(whole[start:stop])
-        working = max(working, again - max(before, sum(left)))
-    return before, working
+    now = before = sum(
+        (0 if number % at_once else saved) if number < recomputed else whole
+        for number, (whole, saved, *_) in enumerate(layers)
+    )
+    most = after = sum(left for _, _, left, _ in layers)
+    for number, (whole, _, left, arriving) in reversed([*enumerate(layers)]):
+        if number < recomputed and (number + 1 == recomputed or not (number + 1) % at_once):
+            start = number - number % at_once
+            now += sum(each[0] for each in layers[start : number + 1]) - layers[start][1]
+        most = max(most, now + arriving)
+        now += left - whole
+        most = max(most, now + arriving)
+    return before, max(0, most - max(before, after))
 
 
 def widened_bytes(memory: MemoryCost, num_parameters: int) -> int:

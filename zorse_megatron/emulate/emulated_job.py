@@ -39,8 +39,10 @@ class JobTpGroups:
     measured: tuple[frozenset[ModelSection], ...]
     """Rank -> parts of the model whose times were measured with the TP group's collectives in
     them."""
-    cut_parameters: Mapping[ModelSection, Mapping[UnitKind, int]]
-    """See `costs.interface.TpCosts`."""
+    cut_parameters: Mapping[ModelSection | int, Mapping[UnitKind, int]]
+    """See `costs.interface.TpCosts`; layers by their numbers."""
+    layer_parameters: tuple[int, ...]
+    """Layer -> parameters of all of it that are trained."""
     sequence_length: int
     """Of the real model."""
     adapter_share: float

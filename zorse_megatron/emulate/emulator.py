@@ -314,23 +314,25 @@ def _losses(metrics: Path) -> tuple[float, ...]:
 _SECTIONS: tuple[ModelSection, ...] = ("embedding", "layer", "head")
 
 
-def costs_of_ranks(inputs: Inputs, plan: Plan | None, world_size: int) -> tuple[DtypeCosts, ...]:
+def costs_of_ranks(costs: LayerCosts, plan: Plan | None, world_size: int) -> tuple[DtypeCosts, ...]:
     """Each rank's costs, for its part and in its group's dtype; without a plan, in the job's."""
     if plan is None:
-        return (_whole(inputs, None),) * world_size
-    return tuple(_of_rank(inputs, plan, rank) for rank in range(world_size))
+        return (_whole(costs, None),) * world_size
+    return tuple(_of_rank(costs, plan, rank) for rank in range(world_size))
 
 
 def layer_costs_of_ranks(
     inputs: Inputs, plan: Plan | None, world_size: int
 ) -> tuple[tuple[DtypeCosts, ...], ...]:
-    """The same of each layer, where there are two kinds of them; such plans have no replicas of
-    several ranks."""
+    """The same of each layer, where there are two kinds of them."""
     if inputs.layer_kinds is None:
         return ()
-    dtypes = [None if plan is None else _place(plan, rank)[1] for rank in range(world_size)]
-    kinds = [inputs.mean(layer, layer + 1) for layer in range(inputs.num_layers)]
-    return tuple(tuple(_whole(costs, dtype) for costs in kinds) for dtype in dtypes)
+    layers = [costs_of_ranks(each, plan, world_size) for each in _each_layer(inputs)]
+    return tuple(zip(*layers, strict=True))
+
+
+def _each_layer(inputs: Inputs) -> list[LayerCosts]:
+    return [inputs.mean(layer, layer + 1) for layer in range(inputs.num_layers)]
 
 
 def tp_groups_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobTpGroups | None:
@@ -341,13 +343,21 @@ def tp_groups_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobT
     tp_costs = inputs.tp_costs
     if tp_costs is None or not any(replicas_of_several_ranks(plan)):
         return None
-    ranks, trained = range(plan.world_size), inputs.model.lora
+    ranks, trained, layers = range(plan.world_size), inputs.model.lora, _each_layer(inputs)
     lora = None if trained is None else parse_lora(trained, [])
     return JobTpGroups(
         ranks=tuple(tp_group_of_rank(plan, rank) for rank in ranks),
         memories=tuple(_whole(inputs, _place(plan, rank)[1]).memory for rank in ranks),
         measured=tuple(_measured(tp_costs, kinds, *_place(plan, rank)) for rank in ranks),
-        cut_parameters={each: dict(tp_costs.cut_parameters(each)) for each in _SECTIONS},
+        cut_parameters={
+            "embedding": dict(tp_costs.cut_parameters("embedding")),
+            "head": dict(tp_costs.cut_parameters("head")),
+            **{
+                number: dict((each.tp_costs or tp_costs).cut_parameters("layer"))
+                for number, each in enumerate(layers)
+            },
+        },
+        layer_parameters=tuple(each.memory.layer_parameters() for each in layers),
         sequence_length=inputs.sequence_length,
         adapter_share=0.0 if lora is None else lora.rank / (inputs.model.hidden_size or 1),
         sharing=tuple(_sharing(inputs, *_place(plan, rank)) for rank in ranks),
@@ -384,13 +394,13 @@ def _whole(costs: LayerCosts, dtype: ComputeDtype | None) -> DtypeCosts:
     return costs.by_dtype[dtype]
 
 
-def _of_rank(inputs: Inputs, plan: Plan, rank: int) -> DtypeCosts:
+def _of_rank(costs: LayerCosts, plan: Plan, rank: int) -> DtypeCosts:
     replica, dtype = _place(plan, rank)
     part = TpShard.of(replica, rank)
     if part == WHOLE:
-        return _whole(inputs, dtype)
-    assert inputs.tp_costs is not None
-    return inputs.tp_costs.of_rank(part, dtype)
+        return _whole(costs, dtype)
+    assert costs.tp_costs is not None
+    return costs.tp_costs.of_rank(part, dtype)
 
 
 def _measured(

@@ -48,6 +48,9 @@ class TinyShape:
     position_embedding: PositionEmbedding | None = None
     """The real model's, where there are TP groups: of learned positions they sum more."""
     num_experts: int = 0
+    """Of the layers that have some in the real model."""
+    moe_layer_freq: tuple[int, ...] | None = None
+    """Layer -> whether it is one of them, where not all are."""
 
     @classmethod
     def of(cls, model: ModelShape, plans: Collection[Plan]) -> "TinyShape":
@@ -55,7 +58,7 @@ class TinyShape:
         replicas = [replica for plan in plans for _, replica in tp_groups_of(plan)]
         num_experts = _fewest_experts(plans)
         if not replicas:
-            return cls(num_experts=num_experts)
+            return cls(num_experts=num_experts, moe_layer_freq=model.moe_layer_freq)
         degrees = math.lcm(*(len(replica.ranks) for replica in replicas))
         columns = math.lcm(degrees, *_units(replicas))
         return cls(
@@ -74,6 +77,8 @@ class TinyShape:
             *("--moe-ffn-hidden-size", str(EXPERT_FFN_HIDDEN_SIZE), "--disable-bias-linear"),
             *("--moe-router-load-balancing-type", "none"),
         ]
+        if self.moe_layer_freq is not None:
+            experts += ["--moe-layer-freq", str(list(self.moe_layer_freq)).replace(" ", "")]
         experts = experts if self.num_experts else []
         if self.position_embedding is None:
             return experts
@@ -105,7 +110,7 @@ class TinyShape:
             return replica
         scaled = TpShards(
             kv_groups=tp_shards.kv_groups,
-            mlp_columns=_in_proportion(tp_shards.mlp_columns, self.ffn_hidden_size),
+            mlp_columns=_in_proportion(_parts_of_mlp(tp_shards), self.ffn_hidden_size),
             vocabulary_rows=_in_proportion(tp_shards.vocabulary_rows, self.vocabulary_rows),
         )
         return dataclasses.replace(replica, tp_shards=scaled)
@@ -114,11 +119,16 @@ class TinyShape:
 def _units(replicas: Iterable[Replica]) -> Iterator[int]:
     """How many equal pieces of the MLP uneven TP shards are made of."""
     for replica in replicas:
-        counts = None if replica.tp_shards is None else replica.tp_shards.mlp_columns
+        counts = None if replica.tp_shards is None else _parts_of_mlp(replica.tp_shards)
         if counts:
             units = sum(counts) // math.gcd(*counts)
             if units <= _MOST_UNITS:
                 yield units
+
+
+def _parts_of_mlp(tp_shards: TpShards) -> tuple[int, ...] | None:
+    """An MLP stands for experts, too, of which a TP group sums what it sums of an MLP."""
+    return tp_shards.experts or tp_shards.mlp_columns
 
 
 def _fewest_experts(plans: Iterable[Plan]) -> int:

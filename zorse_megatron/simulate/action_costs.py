@@ -20,7 +20,7 @@ from zorse_megatron.schedule.actions import COMPUTE, Kind
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
 from zorse_megatron.schedule.shards import Interval
 from zorse_megatron.simulate.assumptions import SimulationError
-from zorse_megatron.simulate.between_experts import BetweenExperts, ChunkLayers
+from zorse_megatron.simulate.between_experts import BetweenExperts
 from zorse_megatron.simulate.network import BufferWork, Hierarchical, NetworkLoads, TaskWork
 from zorse_megatron.simulate.rank_bytes import RankSizes, low_precision_bytes
 from zorse_megatron.simulate.residency import SteppedUnit
@@ -374,30 +374,8 @@ class ActionCosts(CollectiveCosts):
     ) -> ExpertPass:
         key = ranks, chunk, kind, size, splits
         if key not in self._passes:
-            computed = [self._layers_of(rank, chunk, kind, size, splits=splits) for rank in ranks]
-            self._passes[key] = self.between_experts.of_pass(
-                ranks, chunk, kind, size, computed, splits=splits
-            )
+            self._passes[key] = self.between_experts.of_pass(*key[:4], splits=splits)
         return self._passes[key]
-
-    def _layers_of(
-        self, rank: int, chunk: int, kind: Kind, size: int, *, splits: bool
-    ) -> ChunkLayers:
-        attention_s, experts_s, *_ = self._phases_s(rank, chunk, kind, size, splits=splits)
-        mode, recomputed = self.sizes.recompute(rank, chunk)
-        if mode != "full" or kind is Kind.FORWARD:
-            return ChunkLayers(attention_s=attention_s, experts_s=experts_s)
-        attention, experts, *_ = self.phases(rank, chunk, size)
-        share = recomputed / self.sizes.num_layers(chunk)
-        return ChunkLayers(
-            attention_s=attention_s,
-            experts_s=experts_s,
-            attention_again_s=share
-            * attention_s
-            * attention.forward_s
-            / (attention.backward_s or 1),
-            experts_again_s=share * experts_s * experts.forward_s / (experts.backward_s or 1),
-        )
 
     def forward_part_s(self, rank: int, chunk: int, size: int, part: GatherPart) -> Sequence[float]:
         """What one of `gather_parts` has of each phase of a forward."""

@@ -1,8 +1,5 @@
 """What tokens on their way between ranks that share experts cost a plan's computations."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from zorse_megatron.costs.expert_passes import (
     Exchanges,
     ExpertPass,
@@ -10,34 +7,11 @@ from zorse_megatron.costs.expert_passes import (
     backward_pass,
     forward_pass,
 )
+from zorse_megatron.costs.interface import TpRankCosts
 from zorse_megatron.costs.shared_experts import SharedExpertsCompute, TokenMessages
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.simulate.network import NetworkLoads
 from zorse_megatron.simulate.rank_bytes import RankSizes
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkLayers:
-    """What a rank computes of a chunk's layers in a forward or a backward."""
-
-    attention_s: float
-    experts_s: float
-    attention_again_s: float = 0.0
-    """What of it recomputes whole layers."""
-    experts_again_s: float = 0.0
-
-    @property
-    def seconds_s(self) -> float:
-        """All of it."""
-        return self.attention_s + self.experts_s
-
-    @property
-    def less_again(self) -> "ChunkLayers":
-        """Without what recomputes."""
-        return ChunkLayers(
-            attention_s=self.attention_s - self.attention_again_s,
-            experts_s=self.experts_s - self.experts_again_s,
-        )
 
 
 class BetweenExperts:
@@ -57,40 +31,53 @@ class BetweenExperts:
         chunk: int,
         kind: Kind,
         size: int,
-        computed: Sequence[ChunkLayers],
         *,
         splits: bool,
     ) -> ExpertPass:
-        """A forward or backward of `size` samples; `computed`: by each rank.
-
-        Where only some layers have experts, each of these takes its part of the others.
-        """
-        layers, recomputed = self.exchanging(ranks[0], chunk)
-        if not layers:
-            alone, none = tuple(each.seconds_s for each in computed), (0.0,) * len(ranks)
-            return ExpertPass(before_s=alone, computed_s=none, behind_s=none, between_s=0.0)
+        """A forward or backward of `size` samples."""
         parts = self.sizes.parts(ranks[0])
-        sent, number = self._exchanges(ranks, chunk, size // parts), parts * layers
-        once = [each.less_again if recomputed else each for each in computed]
-        experts = [each.experts_s / number for each in once]
-        weights = [0.0] * len(ranks)
-        if kind is Kind.BACKWARD and not splits:
-            of_rows = [self._row_gradients_s(rank, chunk, size // parts) for rank in ranks]
-            weights = list(map(min, of_rows, experts))
-        of_layer = LayerParts(
-            attention_s=[each.attention_s / number for each in once],
-            experts_s=[whole - part for whole, part in zip(experts, weights, strict=True)],
-            weights_s=weights,
-        )
+        sent = self._exchanges(ranks, chunk, size // parts)
+        layers = self._layers(ranks, chunk, size // parts, kind, splits=splits)
         if kind is Kind.FORWARD:
-            return forward_pass(of_layer, sent, layers=layers, parts=parts)
-        again = LayerParts(
-            attention_s=[each.attention_again_s / max(1, recomputed) for each in computed],
-            experts_s=[each.experts_again_s / max(1, recomputed) for each in computed],
+            return forward_pass(layers, sent, parts=parts)
+        mode, recomputed = self.sizes.recompute(ranks[0], chunk)
+        again = self._layers(ranks, chunk, size // parts, Kind.FORWARD, splits=splits)
+        again = again[: recomputed if mode == "full" else 0]
+        return backward_pass(layers, sent, parts=parts, again=again)
+
+    def _layers(
+        self, ranks: tuple[int, ...], chunk: int, size: int, kind: Kind, *, splits: bool
+    ) -> list[LayerParts]:
+        """`size` samples through each of the chunk's layers, of which none is computed again."""
+        sizes, found, dtype = (
+            self.sizes,
+            list[LayerParts](),
+            self.sizes.group_of(chunk).compute_dtype,
         )
-        return backward_pass(
-            of_layer, sent, layers=layers, parts=parts, again=again, recomputed=recomputed
-        )
+        at, stop = sizes.plan.chunks[chunk].layers
+        for costs, count in sizes.costs.runs(at, stop):
+            assert costs.tp_costs is not None, "of ranks that share experts"
+            of_ranks = [
+                self._seconds(
+                    rank,
+                    chunk,
+                    costs.tp_costs.of_rank(sizes.part(rank), dtype),
+                    size,
+                    kind,
+                    splits=splits,
+                )
+                for rank in ranks
+            ]
+            attention_s, experts_s, weights_s = zip(*of_ranks, strict=True)
+            has_experts = sizes.costs.num_with_experts(at, at + 1)
+            parts = LayerParts(
+                attention_s=attention_s,
+                experts_s=experts_s if has_experts else None,
+                weights_s=weights_s,
+            )
+            found += [parts] * count
+            at += count
+        return found
 
     def exchanging(self, rank: int, chunk: int) -> tuple[int, int]:
         """Layers of the chunk that send tokens to experts, and those of them that do so again."""
@@ -117,9 +104,21 @@ class BetweenExperts:
         )
         return Exchanges(there_s=there_s, back_s=back_s, told_s=told_s)
 
-    def _row_gradients_s(self, rank: int, chunk: int, size: int) -> float:
-        part, tp_costs = self.sizes.part(rank), self.sizes.costs.of_experts.tp_costs
-        assert tp_costs is not None, "of a rank that shares experts"
-        compute = tp_costs.of_rank(part, self.sizes.group_of(chunk).compute_dtype).compute
+    def _seconds(
+        self, rank: int, chunk: int, costs: TpRankCosts, size: int, kind: Kind, *, splits: bool
+    ) -> tuple[float, float, float]:
+        """Of one layer on one rank: attention, experts, and gradients of experts' weights."""
+        compute, gpu = costs.compute, self.sizes.costs.kinds[rank]
         assert isinstance(compute, SharedExpertsCompute)
-        return compute.row_gradients_s(self.sizes.costs.kinds[rank], size)
+        times = compute.layer_in_two(gpu, size)
+        if kind is Kind.FORWARD:
+            return times.attention.forward_s, times.mlp.forward_s, 0.0
+        attention_s, experts_s = times.attention.backward_s, times.mlp.backward_s
+        weights_s = 0.0 if splits else min(compute.row_gradients_s(gpu, size), experts_s)
+        if splits and attention_s + experts_s:
+            left = 1 - compute.weight_gradients_s(gpu, size) / (attention_s + experts_s)
+            attention_s, experts_s = left * attention_s, left * experts_s
+        mode, _ = self.sizes.recompute(rank, chunk)
+        if mode == "selective":
+            attention_s += compute.recompute_s(gpu, size, mode)
+        return attention_s, experts_s - weights_s, weights_s

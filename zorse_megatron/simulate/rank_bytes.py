@@ -519,26 +519,28 @@ class RankSizes:
                 each.activation_bytes(size, "none", kind),
                 each.activation_bytes(size, mode, kind),
                 each.delayed_bytes(size) if splits else 0,
-                count,
+                # Beside what it leaves for weight gradients.
+                each.arriving_bytes(size) if splits and each.delayed_bytes(size) else 0,
             )
-            for each, count in runs
+            for each, _ in runs
         ]
-        delayed = sum(left * count for _, _, left, count in layers)
+        counts = [count for _, count in runs]
+        delayed = sum(left * count for (_, _, left, _), count in zip(layers, counts, strict=True))
         if len(layers) == 1:
-            whole, kept, left, count = layers[0]
-            stage = count, recomputed, whole, kept
+            (whole, kept, left, arriving), *_ = layers
+            stage = counts[0], recomputed, whole, kept
             saved = saved_bytes(*stage, at_once=at_once)
-            working = working_bytes(*stage, at_once=at_once, left=left)
+            working = working_bytes(*stage, at_once=at_once, left=left) + arriving
         else:
-            each_layer = [layer[:3] for layer in layers for _ in range(layer[3])]
+            each_layer = [
+                layer for layer, count in zip(layers, counts, strict=True) for _ in range(count)
+            ]
             saved, working = working_bytes_of_layers(each_layer, recomputed, at_once=at_once)
-        # Beside what it leaves for weight gradients there is the gradient that arrives.
-        arriving = max(each.arriving_bytes(size) for each, _ in runs) if delayed else 0
         return MicroBatchBytes(
             held=memory.boundary_bytes(size),
             saved=saved + self._copied_bytes(rank, chunk, size),
             head=memory.head_bytes(size) if self.is_last(chunk) else 0,
-            working=working + arriving,
+            working=working,
             delayed=delayed,
         )
 

@@ -455,9 +455,15 @@ class PassTasks:
         self, position: int, factor: float, after: tuple[int, ...]
     ) -> Sequence[int]:
         """Of a rank that shares experts: others are waited for between the first exchange and the
-        last one only."""
+        last one only, and not where all layers are dense."""
         action, owner = self.track.actions[position], (self.rank, position)
         before_s, between_s, behind_s = self._around_s(action)
+        assert action.chunk is not None
+        exchanging, _ = self.costs.between_experts.exchanging(self.rank, action.chunk)
+        if not exchanging:
+            return [
+                self.streams.run(position, Role.COMPUTE, factor * (before_s + behind_s), *after)
+            ]
         tasks: list[int] = []
         if before_s:
             tasks.append(self.streams.run(position, Role.COMPUTE, factor * before_s, *after))

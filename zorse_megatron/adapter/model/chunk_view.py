@@ -17,13 +17,13 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from zorse_megatron.adapter.memory import num_recomputed
 from zorse_megatron.adapter.parameter_parts import cut_axis, kind_of
 from zorse_megatron.adapter.patches.rebind import Replacements
-from zorse_megatron.costs.interface import ModelSection
 from zorse_megatron.runtime.mixed_tp_exchange import MixedTpTensor
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
-CountedSection = Literal["embedding", "head", "tied table"] | int
-"""A layer by its number in the model. A table that embedding and output layer share is counted
-apart: two chunks may have a copy."""
+Section = Literal["embedding", "head"] | int
+"""A layer by its number in the model."""
+CountedSection = Section | Literal["tied table"]
+"""A table that embedding and output layer share is counted apart: two chunks may have a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def chunk_view_of(wrapped: Any) -> ChunkView:
 class MixedTpParameter:
     """A parameter of a group whose replicas cut their layers differently."""
 
-    section: ModelSection
+    section: Section
     kind: UnitKind | None
     """What it is cut by; None: every rank has the whole."""
     tensor: MixedTpTensor
@@ -120,7 +120,7 @@ def mixed_tp_parameters(chunk: ChunkView) -> Iterator[MixedTpParameter]:
     for name, parameter in chunk.model.named_parameters():
         if parameter in mixed_tp:
             yield MixedTpParameter(
-                section=_section_of(name),
+                section=_section_of(chunk.model, name),
                 kind=None if cut_axis(parameter) is None else kind_of(name),
                 tensor=mixed_tp[parameter],
                 num_owned=chunk.wrapped.shards.num_owned(parameter),
@@ -175,10 +175,7 @@ def _counted_section_of(model: Any, name: str) -> CountedSection:
     is_table = name in ("embedding.word_embeddings.weight", "output_layer.weight")
     if is_table and model.share_embeddings_and_output_weights:
         return "tied table"
-    section = _section_of(name)
-    if section != "layer":
-        return section
-    return number_of_layer(model.decoder.layers[int(name.split(".")[2])])
+    return _section_of(model, name)
 
 
 def number_of_layer(layer: Any) -> int:
@@ -186,10 +183,10 @@ def number_of_layer(layer: Any) -> int:
     return int(layer.layer_number) - 1
 
 
-def _section_of(name: str) -> ModelSection:
-    if name.startswith("embedding."):
-        return "embedding"
-    return "layer" if name.startswith("decoder.layers.") else "head"
+def _section_of(model: Any, name: str) -> Section:
+    if name.startswith("decoder.layers."):
+        return number_of_layer(model.decoder.layers[int(name.split(".")[2])])
+    return "embedding" if name.startswith("embedding.") else "head"
 
 
 # The hooks of an emulated run.

@@ -51,7 +51,6 @@ from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.rank_placement import refuse_other_cluster
 from zorse_megatron.launch.training_command import without_layout
 from zorse_megatron.plan.divided_replicas import (
-    replicas_of_several_ranks,
     replicas_that_share_experts,
     tp_groups_of,
 )
@@ -119,14 +118,6 @@ class EmulationOptions:
                 found="it in a plan with tensor-parallel groups",
                 expected="one of the two in a plan that is emulated",
                 remedy="Use zorse explain, or plan with --max-tp 1.",
-            )
-        several = [where for where, _ in replicas_of_several_ranks(plan)]
-        if plan.model.moe_layer_freq is not None and several:
-            yield Problem(
-                where=f"{source}: {several[0]}",
-                found="several ranks, and dense layers among layers with experts",
-                expected="replicas of one rank in such a plan, if it is emulated",
-                remedy="Use zorse explain.",
             )
         given = {"--rebalance": self.rebalance, "--status": self.status}
         yield from conflicts(
@@ -498,16 +489,12 @@ def _layouts(found: Sequence["ComparedSystem"]) -> list[Plan]:
 
 def emulated_together(found: Sequence["ComparedSystem"]) -> list["ComparedSystem"]:
     """The rows, of which some are not to be emulated where one tiny model cannot be all of them."""
-    layouts, left_out = _layouts(found), tp_groups_of
-    reason = "simulated: the emulation has no TP groups beside ranks that share experts"
-    if any(plan.model.moe_layer_freq for plan in layouts):
-        reason = "simulated: the emulation has no dense layers in replicas of several ranks"
-        left_out = replicas_of_several_ranks
-    elif not _divides_both_ways(layouts):
+    if not _divides_both_ways(_layouts(found)):
         return list(found)
+    reason = "simulated: the emulation has no TP groups beside ranks that share experts"
     return [
         replace(each, system=None, is_emulated=False, reason=each.reason or reason)
-        if any(any(left_out(plan)) for plan in _layouts([each]))
+        if any(any(tp_groups_of(plan)) for plan in _layouts([each]))
         else each
         for each in found
     ]

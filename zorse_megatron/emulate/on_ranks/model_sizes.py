@@ -14,6 +14,7 @@ ranks count as those of the real model where routing is even, wherever the tiny 
 
 import bisect
 import itertools
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,12 @@ from zorse_megatron.schedule.shards import shard_bounds
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
 
 if TYPE_CHECKING:
-    from zorse_megatron.adapter.model.chunk_view import ChunkView, CountedSection, FlatBuffer
+    from zorse_megatron.adapter.model.chunk_view import (
+        ChunkView,
+        CountedSection,
+        FlatBuffer,
+        Section,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +111,18 @@ class ModelSizes:
 
     def at_once(self, hidden: torch.Tensor) -> int:
         """The same of what is computed before tokens leave, and of rows of experts."""
-        parts = 1 if self.sharing is None else self.sharing.parts
-        return self.micro_batch_size(hidden) // parts
+        return self.at_once_of(self.micro_batch_size(hidden))
+
+    def at_once_of(self, size: int) -> int:
+        """The same of a micro-batch of `size`."""
+        return size // (1 if self.sharing is None else self.sharing.parts)
 
     def add(self, chunk: "ChunkView") -> None:
         """Learn the buffers of a chunk."""
         layers: Iterable[Any] = chunk.layers if self.sharing is not None else ()
         for layer in layers:
-            self.exchanges = layer.mlp.token_dispatcher.place.log
+            if hasattr(layer.mlp, "token_dispatcher"):  # no dense layer
+                self.exchanges = layer.mlp.token_dispatcher.place.log
         self._num_whole = chunk.num_whole or self._num_whole
         self._chunks.append(chunk)
         self._element_bytes = next(chunk.wrapped.parameters()).element_size()
@@ -223,7 +233,8 @@ class ModelSizes:
                 return None
             return tensor.nbytes * self._tp_groups.sequence_length // self._tiny[0]
         if tensor.numel() > 1 and tensor.is_floating_point():
-            factor = self._real_whole("layer", 1) / max(1, self._num_whole)
+            layers = [n for each in self._chunks for n in each.num_parameters if isinstance(n, int)]
+            factor = statistics.mean(map(self._real_whole, layers)) / max(1, self._num_whole)
             return self.whole_memory.gradient_bytes(round(tensor.numel() * factor))
         return tensor.nbytes
 
@@ -268,35 +279,33 @@ class ModelSizes:
         from zorse_megatron.adapter.model.chunk_view import mixed_tp_parameters
 
         found = list(mixed_tp_parameters(chunk))
-        tiny: dict[tuple[ModelSection, UnitKind | None], int] = {}
+        tiny: dict[tuple[Section, UnitKind | None], int] = {}
         for each in found:
             count = torch.Size(each.tensor.part.shape).numel()
             tiny[each.section, each.kind] = tiny.get((each.section, each.kind), 0) + count
         owned = 0.0
         for each in found:
-            real = self._real(each.section, each.kind, chunk)
+            has_table = chunk.has_own_output_table
+            real = self._real(each.section, each.kind, has_table=has_table)
             self._factors[each.tensor] = real / tiny[each.section, each.kind]
             owned += each.num_owned * self._factors[each.tensor]
         self._owned[id(chunk)] = round(owned)
 
-    def _real(self, section: ModelSection, kind: UnitKind | None, chunk: "ChunkView") -> int:
-        """Parameters of the real chunk that are cut in this way."""
-        layers = len(chunk.layers) if section == "layer" else 1
-        if kind is not None:
-            return layers * self._cut(section)[kind]
-        return self._real_whole(section, layers, has_table=chunk.has_own_output_table)
+    def _real(self, section: "Section", kind: UnitKind | None, *, has_table: bool) -> int:
+        """Parameters of the real section that are cut in this way."""
+        if kind is None:
+            return self._real_whole(section, has_table=has_table)
+        cut = self._tp_groups.cut_parameters[section]
+        return cut[kind if kind in cut else "experts"]  # for which the tiny model's MLP stands
 
-    def _real_whole(self, section: ModelSection, layers: int, *, has_table: bool = True) -> int:
-        memory = self.whole_memory
+    def _real_whole(self, section: "Section", *, has_table: bool = True) -> int:
+        memory, cut = self.whole_memory, sum(self._tp_groups.cut_parameters[section].values())
         if section == "head":
             total = memory.head_parameters(tied_on_same_rank=not has_table)
-            cut = sum(self._cut(section).values()) if has_table else 0
-            return max(0, total - cut)
-        total = memory.layer_parameters() if section == "layer" else memory.embedding_parameters()
-        return layers * (total - sum(self._cut(section).values()))
-
-    def _cut(self, section: ModelSection) -> Mapping[UnitKind, int]:
-        return self._tp_groups.cut_parameters[section]
+            return max(0, total - cut if has_table else total)
+        if section == "embedding":
+            return memory.embedding_parameters() - cut
+        return self._tp_groups.layer_parameters[section] - cut
 
 
 def _scale(

@@ -109,7 +109,7 @@ class Pacer:
             chunk.layers[0].register_forward_hook(self._copy)
         for layer, weight in zip(chunk.layers, chunk.delayed_weights, strict=False):
             self._splits = True
-            if self.sizes.sharing is None:
+            if self.sizes.sharing is None or not _has_experts(layer):
                 self._left[layer] = left = deque[int]()
                 weight.register_hook(partial(self._weight_gradients, layer, left))
         if chunk.embedding is not None:
@@ -125,30 +125,31 @@ class Pacer:
 
     def _watch_layer_of_tp_group(self, layer: Any, how: RecomputeMode) -> None:
         layer.register_forward_pre_hook(self._entering("layer"))
-        attention, mlp = layer.self_attention, layer.mlp
-        attention.linear_proj.register_forward_pre_hook(partial(self._half, how, "attention"))
-        attention.register_forward_hook(partial(self._after_attention, how))
-        mlp.linear_fc2.register_forward_pre_hook(partial(self._half, how, "mlp"))
+        attention, mlp, half = layer.self_attention, layer.mlp, partial(self._half, layer, how)
+        attention.linear_proj.register_forward_pre_hook(partial(half, "attention"))
+        attention.register_forward_hook(partial(self._after_attention, layer, how))
+        mlp.linear_fc2.register_forward_pre_hook(partial(half, "mlp"))
         layer.register_forward_hook(partial(self._layer_of_tp_group, how))
 
     def _watch_shared_experts(self, layer: Any, how: RecomputeMode) -> None:
-        mlp = layer.mlp
+        mlp, half = layer.mlp, partial(self._half, layer, how)
 
         def enter(module: Any, inputs: Any) -> None:
-            self._half(how, "attention", module, inputs)
-            self._after_attention(how, module, inputs, inputs)
+            half("attention", module, inputs)
+            self._after_attention(layer, how, module, inputs, inputs)
 
         mlp.register_forward_pre_hook(enter)
-        mlp.experts.register_forward_pre_hook(partial(self._half, how, "mlp"))
-        mlp.experts.register_forward_hook(partial(self._experts, layer))
+        if _has_experts(layer):  # else all is done with the rank's own samples
+            mlp.experts.register_forward_pre_hook(partial(half, "mlp"))
+            mlp.experts.register_forward_hook(partial(self._experts, layer))
         layer.register_forward_hook(partial(self._layer_of_tp_group, how))
 
     def _experts(self, layer: Any, module: Any, _inputs: Any, output: Any) -> None:
         """Gradients of tokens go back when those of rows are there."""
         size = self.sizes.at_once(_first(output))
-        compute: Any = self.compute  # a `SharedExpertsCompute`
+        compute: Any = self._costs[layer].compute  # a `SharedExpertsCompute`
         later_s = 0.0 if self._splits else compute.row_gradients_s(self.kind, size)
-        backward_s = self._halves(size).mlp.backward_s - later_s
+        backward_s = self._halves(layer, size).mlp.backward_s - later_s
 
         def accumulate(_gathered: object = None) -> None:
             if self._splits:
@@ -253,7 +254,8 @@ class Pacer:
         self.cap.keep(arriving)
         self.cap.drop_layer(memory, size, how)
         if layer in self._left:
-            self._left[layer].append(size)
+            at_once = self.sizes.at_once_of(size)
+            self._left[layer] += [at_once] * (size // at_once)
         self.cap.keep(memory.delayed_bytes(size))
         self.cap.drop(arriving)
 
@@ -277,31 +279,33 @@ class Pacer:
 
         return note
 
-    def _halves(self, size: int) -> LayerTimes:
-        compute: Any = self.compute  # of a rank of a TP group: a `TpComputeCost`
+    def _halves(self, layer: Any, size: int) -> LayerTimes:
+        compute: Any = self._costs[layer].compute  # of a rank of a TP group: a `TpComputeCost`
         times: LayerTimes = compute.layer_in_two(self.kind, size)
         whole_s = times.attention.backward_s + times.mlp.backward_s
         left = 1 - self._apart_s(compute, size) / whole_s if self._splits and whole_s else 1.0
         return LayerTimes(attention=_shorter(times.attention, left), mlp=_shorter(times.mlp, left))
 
-    def _half(self, how: RecomputeMode, half: str, _module: Any, inputs: Any) -> None:
+    def _half(self, layer: Any, how: RecomputeMode, half: str, _module: Any, inputs: Any) -> None:
         """Before the product that ends attention or MLP in a sum over the TP group."""
         size = self.sizes.at_once(inputs[0])
-        halves = self._halves(size)
+        halves = self._halves(layer, size)
         forward_s = (halves.attention if half == "attention" else halves.mlp).forward_s
         if torch._C._current_graph_task_id() != -1:  # a forward within a backward
             whole_s = halves.attention.forward_s + halves.mlp.forward_s
             if how == "full" and whole_s:
-                again_s = self.compute.recompute_s(self.kind, size, "full")
+                again_s = self._costs[layer].compute.recompute_s(self.kind, size, "full")
                 self._take("B", again_s * forward_s / whole_s)
         else:
             self._take("F", forward_s)
 
-    def _after_attention(self, how: RecomputeMode, _module: Any, _inputs: Any, output: Any) -> None:
+    def _after_attention(
+        self, layer: Any, how: RecomputeMode, _module: Any, _inputs: Any, output: Any
+    ) -> None:
         size = self.sizes.at_once(_first(output))
-        backward_s = self._halves(size).attention.backward_s
+        backward_s = self._halves(layer, size).attention.backward_s
         if how == "selective":
-            backward_s += self.compute.recompute_s(self.kind, size, how)
+            backward_s += self._costs[layer].compute.recompute_s(self.kind, size, how)
         on_backward(output, lambda: self._take("B", backward_s))
 
     def _layer_of_tp_group(self, how: RecomputeMode, layer: Any, _inputs: Any, output: Any) -> None:
@@ -309,8 +313,9 @@ class Pacer:
         hidden = _last_half(output)
         size = self.sizes.micro_batch_size(hidden)
         if torch._C._current_graph_task_id() == -1 and layer.training:
-            self.host.forward_bytes += self.cap.keep_layer(self.cap.memory, size, how)
-        backward_s, enter = self._halves(size).mlp.backward_s, self._entering("layer")
+            memory = self._costs[layer].memory
+            self.host.forward_bytes += self.cap.keep_layer(memory, size, how)
+        backward_s, enter = self._halves(layer, size).mlp.backward_s, self._entering("layer")
         if self.sizes.sharing is not None:  # it takes its time within
             backward_s = 0.0
 
@@ -402,6 +407,10 @@ class Pacer:
     def owned_parameters(self) -> int:
         """Real parameters that this rank's optimizer steps."""
         return sum(map(self.sizes.owned_parameters, self.chunks))
+
+
+def _has_experts(layer: Any) -> bool:
+    return hasattr(layer.mlp, "experts")
 
 
 def _shorter(times: PassTimes, share: float) -> PassTimes:
