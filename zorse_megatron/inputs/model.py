@@ -344,9 +344,11 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Those of one layer that TP groups cut by columns of the MLP, or into experts."""
+        """Those of one layer that replicas cut by columns of the MLP, or into experts; of a shared
+        expert each rank has the whole."""
         if self.experts is not None:
-            return self.expert_parameters
+            shared = self.experts.shared_ffn_hidden_size * (3 if self.is_gated else 2)
+            return self.expert_parameters - self.hidden_size * shared
         matrices = self.hidden_size * (self.ffn_input_width + self.ffn_hidden_size)
         return matrices + (self.ffn_input_width if self.linear_bias else 0)
 

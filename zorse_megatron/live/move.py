@@ -298,7 +298,7 @@ def _shares_of_ranks(replica: Replica, model: ModelShape) -> list[float]:
     shared = replica.expert_parallel
     if shared is None:
         return [1.0] * len(replica.ranks)
-    experts = model.expert_parameters / model.layer_parameters()
+    experts = model.mlp_parameters / model.layer_parameters()
     return [
         experts * count / sum(shared.experts) + (1 - experts) * shared.weight_of(index)
         for index, count in enumerate(shared.experts)
