@@ -205,6 +205,14 @@ def test_weights_alone_start_a_new_training() -> None:
     assert_equal(plan, stock)
 
 
+def test_stock_goes_on_from_a_checkpoint_of_before_the_first_update(tmp_path: Path) -> None:
+    """Such as one of fp16 whose steps were all skipped."""
+    _run_all([Training(job=ONE_GROUP, setup=FP16, steps=(), save=tmp_path / "saved")])
+    resumed = Training(job=STOCK, setup=FP16, steps=range(4), load=tmp_path / "saved")
+    (found,) = _run_all([resumed])
+    assert_equal(found, _uninterrupted(FP16))
+
+
 def test_steps_counted_per_group_are_kept(tmp_path: Path) -> None:
     """As the fused Adams do; rank 0 owns nothing, so it has no count of its own."""
     saves = [

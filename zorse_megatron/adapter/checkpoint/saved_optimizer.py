@@ -145,8 +145,7 @@ def common_state(optimizer: Any, layout: CheckpointLayout) -> dict:
     ]
     inner: dict[str, Any] = {"param_groups": groups}
     if per_parameter and layout is CheckpointLayout.REPLICATED:
-        if step:
-            inner["state"] = {"common_step": torch.tensor(float(step))}
+        inner["state"] = {"common_step": torch.tensor(float(step))}
     elif per_parameter or (step and not any("momentum" in group for group in groups)):
         for group in groups:
             group["step"] = float(step) if per_parameter else step
