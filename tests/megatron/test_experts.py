@@ -179,7 +179,10 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     ),
     "overlapped in one group, clipped, latent attention": (
         plan_of(((overlapped((0, 1, 2), (1, 0, 3), (2, 0, 2), 2, 1.0, 0.0, 2.0),), 4)),
-        (*LATENT, *EXPERTS, *BIASED, "--clip-grad", "0.1", "--overlap-grad-reduce"),
+        (
+            *(*LATENT, *EXPERTS, *BIASED, "--clip-grad", "0.1", "--overlap-grad-reduce"),
+            *("--moe-router-num-groups", "2", "--moe-router-group-topk", "1"),
+        ),
     ),
     "GELU": (LAYOUTS["2|1"], (*EXPERTS, *BALANCED, "--disable-bias-linear")),
     "one group, overlapping": (

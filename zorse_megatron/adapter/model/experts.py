@@ -15,6 +15,7 @@ Source: megatron/core/transformer/moe/router.py, moe_utils.py and moe_logging.py
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -99,7 +100,20 @@ class PlanRouter(TopKRouter):
             flat = logits.detach().reshape(-1, logits.shape[-1])
             chosen, _ = compute_routing_scores_for_aux_loss(flat, self.topk, self.score_function)
             self.in_order.note(self.layer_number, self._of_blocks(chosen))
+        if not self.num_samples and self.config.moe_router_group_topk:
+            return self._routing_of_none(logits)
         return super().routing(logits, padding_mask)
+
+    def _routing_of_none(self, logits: torch.Tensor) -> Any:
+        """Without groups of experts, into which stock cannot reshape scores of no tokens."""
+        router: Any = self
+        whole, ungrouped = router.config, copy(router.config)
+        ungrouped.moe_router_num_groups = ungrouped.moe_router_group_topk = None
+        try:
+            router.config = ungrouped
+            return super().routing(logits)
+        finally:
+            router.config = whole
 
     def _of_blocks(self, by_token: torch.Tensor) -> torch.Tensor:
         """The sums [blocks, experts] of what the tokens of a micro-batch have."""
