@@ -32,7 +32,7 @@ PROGRAMS = (
 )
 _START_TIMEOUT_S = 60.0
 # Slurm holds a requeued job back for as long as a credential may live; by default two minutes.
-_CREDENTIAL_S = 10
+_CREDENTIAL_S = 5
 _UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 # Daemons lie in directories that are not on every user's path.
 _PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"))
