@@ -57,6 +57,66 @@ def plant_routers() -> None:
     PlanRouter.gating = gating
 
 
+def _when_shared(then: Callable[[Any], None]) -> None:
+    """Do this with the experts of a layer that ranks share."""
+    from zorse_megatron.adapter.model.expert_layers import GroupedExperts
+
+    stock = GroupedExperts.__init__
+
+    def init(self: Any, *args: Any, held: range | None = None, **kwargs: Any) -> None:
+        stock(self, *args, held=held, **kwargs)
+        if held:
+            then(self)
+
+    GroupedExperts.__init__ = init  # type: ignore[method-assign, assignment]
+
+
+def plant_expert() -> None:
+    """Count the gradients of a rank's first expert twice in the norm."""
+    from zorse_megatron.adapter.optimizer.gradient_factors import GradientFactors
+
+    first, stock = list[Any](), GradientFactors.read
+    _when_shared(lambda experts: first.extend(experts.local_experts[0].parameters()))
+
+    def read(self: Any) -> Any:
+        found = stock(self)
+        again = [each for each in self.pieces if any(each[0] is one for one in first)]
+        return found + self._sum(again) if again else found
+
+    GradientFactors.read = read  # type: ignore[method-assign]
+
+
+def plant_bias() -> None:
+    """Let the experts' bias follow the loads of each micro-batch, too."""
+    from zorse_megatron.adapter.model.experts import PlanRouter
+
+    stock = PlanRouter.routing
+
+    def routing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        probs, chosen = stock(self, *args, **kwargs)
+        loads, rate = chosen.sum(dim=0).float(), self.config.moe_router_bias_update_rate
+        self.expert_bias += rate * (loads.mean() - loads).sign()
+        return probs, chosen
+
+    PlanRouter.routing = routing  # type: ignore[method-assign]
+
+
+def plant_share() -> None:
+    """Divide gradients of experts by the number of ranks that share them, which is three."""
+    from zorse_megatron.adapter.optimizer.gradient_factors import GradientFactors
+
+    experts, stock = list[Any](), GradientFactors.read
+    _when_shared(lambda some: experts.extend(some.parameters()))
+
+    def read(self: Any) -> Any:
+        for parameter, gradient in self._pieces():
+            if any(parameter is each for each in experts):
+                gradient.div_(3)
+        return stock(self)
+
+    GradientFactors.read = read  # type: ignore[method-assign]
+
+
 def plant_engine() -> None:
     """No mistake: let norms be computed again, for which stock asks Transformer Engine."""
     from megatron.core.tensor_parallel import random
@@ -91,6 +151,9 @@ PLANTS: dict[str, Callable[[], None]] = {
     "norm": plant_norm,
     "sum": plant_sum,
     "routers": plant_routers,
+    "expert": plant_expert,
+    "bias": plant_bias,
+    "share": plant_share,
     "engine": plant_engine,
     "rows": plant_rows,
     "large 0": partial(plant_large_output, 0),

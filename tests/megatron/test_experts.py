@@ -229,6 +229,18 @@ def test_follows_one_process(name: str, corpus: Path) -> None:
     assert_follows(plan_run(plan, flags), alone)
 
 
+@pytest.mark.parametrize("plant", ["expert", "bias", "share"])
+def test_a_planted_mistake_is_seen(plant: str, corpus: Path) -> None:
+    """Where three ranks share experts: one counted twice in the norm, a bias that moves more than
+    once a step, and gradients divided by the number of these ranks."""
+    plan, more = ROWS["shared by ranks, clipped"]
+    flags = flags_for(corpus, *more)
+    how = {"entry": "tests.megatron.planted_entry", "env": {"ZORSE_TEST_PLANT": plant}}
+    run = plan_run(plan, flags, **how)
+    with pytest.raises(AssertionError):
+        assert_follows(run, stock_run(for_one_process(flags)))
+
+
 def test_uneven_routing_follows_one_process(corpus: Path) -> None:
     """Biases that change by 5 send nearly all tokens of every other step to those that had few."""
     flags = flags_for(corpus, *MODEL, *BIASED, "--moe-router-bias-update-rate", "5")

@@ -135,6 +135,7 @@ LATENT = "--multi-latent-attention"
 MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 BALANCED = f"{EXPERTS} --moe-aux-loss-coeff 0.1"
+GROUPS = "--moe-router-num-groups"
 WHOLE_LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DOCUMENTS = "--dataloader-inter-document-masking --reset-position-ids --reset-attention-mask"
 IN_ORDER = f"{BALANCED} --moe-router-load-balancing-type global_aux_loss"
@@ -314,6 +315,15 @@ EXAMPLES = {
         ({}, f"{EXPERTS} --moe-apply-probs-on-input", "--moe-apply-probs-on-input"),
         ({}, f"{EXPERTS} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias"),
         ({}, f"{EXPERTS} --moe-router-num-groups 3", "--moe-router-num-groups"),
+        ({}, f"{EXPERTS} --moe-router-group-topk 1", "--moe-router-group-topk"),
+        ({}, f"{EXPERTS} {GROUPS} 2 --moe-router-group-topk 3", "--moe-router-group-topk"),
+        ({}, f"{EXPERTS} {GROUPS} 4 --moe-router-group-topk 1", "--moe-router-group-topk"),
+        (
+            {},
+            f"{EXPERTS} --moe-router-load-balancing-type aux_loss global_aux_loss "
+            "--moe-aux-loss-coeff 0.1",
+            "--moe-aux-loss-coeff",
+        ),
         ({}, f"{EXPERTS} --expert-model-parallel-size 3", "--expert-model-parallel-size"),
         ({}, "--expert-model-parallel-size 2", "--expert-model-parallel-size"),
     ],

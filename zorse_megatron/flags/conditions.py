@@ -155,16 +155,41 @@ def batches_cut_blocks(case: Case, name: str) -> Filled:
 def options_of_experts_conflict(case: Case, name: str) -> Filled:
     """As Megatron says when its config is made, or with weights on inputs in the first forward."""
     number, value = case.integer("num_experts") or 0, case.value(name)
-    divides = bool(number and value and not number % value)
+    divides = isinstance(value, int) and bool(number and value and not number % value)
     is_softmax = case.value("moe_router_score_function") in (None, "softmax")
+    kinds = case.value("moe_router_load_balancing_type")
     fits, expected = {
         "moe_apply_probs_on_input": (case.value("moe_router_topk") == 1, "--moe-router-topk 1"),
-        "moe_router_enable_expert_bias": (not is_softmax, "--moe-router-score-function sigmoid"),
+        "moe_router_enable_expert_bias": (
+            not is_softmax,
+            "--moe-router-score-function sigmoid or sqrtsoftplus",
+        ),
         "moe_router_num_groups": (divides, "it to divide them"),
+        "moe_router_group_topk": (
+            _has_groups(case, number),
+            "at most --moe-router-num-groups, of which each has as many experts as a token takes",
+        ),
+        "moe_aux_loss_coeff": (
+            _counted(value) == _counted(kinds),
+            f"one for each --moe-router-load-balancing-type, of which there are {_counted(kinds)}",
+        ),
         "expert_model_parallel_size": (divides or value == 1, "it to divide them"),
     }[name]
     if (number or name == "expert_model_parallel_size") and value and not fits:
         yield {"expected": expected, "number": number}
+
+
+def _counted(values: Any) -> int:
+    return len(values) if isinstance(values, list | tuple) else 1
+
+
+def _has_groups(case: Case, num_experts: int) -> bool:
+    """Whether groups of experts have what is taken of them."""
+    taken, groups = (
+        case.integer(f"moe_router_{name}") or 0 for name in ("group_topk", "num_groups")
+    )
+    topk = case.integer("moe_router_topk") or 0
+    return 0 < taken <= groups and topk // taken <= num_experts // groups
 
 
 def adapters_are_saved_into_their_base(case: Case, name: str) -> Filled:
