@@ -385,13 +385,16 @@ EXPERTS = Experts(num_experts=8, per_token=2, ffn_hidden_size=MODEL.ffn_hidden_s
 
 
 def with_experts(experts=EXPERTS, dense=()):
-    model = dataclasses.replace(MODEL, experts=experts, dense_layers=dense, linear_bias=False)
+    return dataclasses.replace(MODEL, experts=experts, dense_layers=dense, linear_bias=False)
+
+
+def inputs_of(model):
     return make_inputs(load_cluster(CLUSTER), model, None, global_batch_size=BATCH, dtype="float16")
 
 
-WITH_EXPERTS = with_experts()
+WITH_EXPERTS = inputs_of(with_experts())
 # The layers that are not dense have twice their parameters.
-DENSE_AMONG_EXPERTS = with_experts(dataclasses.replace(EXPERTS, num_experts=16), (0, 2))
+DENSE_AMONG_EXPERTS = inputs_of(with_experts(dataclasses.replace(EXPERTS, num_experts=16), (0, 2)))
 
 
 @pytest.mark.parametrize(
@@ -422,7 +425,7 @@ def test_experts_take_what_the_simulator_says(lab, monkeypatch, plan, all_inputs
     [
         pytest.param(INPUTS, (), None, id="dense"),
         pytest.param(WITH_ADAPTERS, lora_flags(ADAPTERS), None, id="adapters"),
-        pytest.param(with_experts(dense=(0, 2)), (), (6, 2), id="two kinds of layers"),
+        pytest.param(inputs_of(with_experts(dense=(0, 2))), (), (6, 2), id="two kinds of layers"),
     ],
 )
 def test_tp_groups_take_what_the_simulator_says(lab, monkeypatch, all_inputs, flags, experts):
@@ -462,27 +465,32 @@ LOAD = ExpertLoad(shares=(0.05, 0.05, 0.3, 0.2, 0.2, 0.1, 0.1, 0.0))
 
 
 @pytest.mark.parametrize(
-    ("plan", "all_inputs"),
+    ("plan", "model", "load"),
     [
-        pytest.param(SHARED, WITH_EXPERTS, id="1f1b"),
-        pytest.param(split(SHARED), WITH_EXPERTS, id="weight gradients apart"),
-        pytest.param(changed(SHARED, FULL), WITH_EXPERTS, id="recomputed"),
-        pytest.param(SHARED, with_load(WITH_EXPERTS, LOAD), id="uneven routing"),
-        pytest.param(OVERLAPPED, WITH_EXPERTS, id="overlapped"),
-        pytest.param(split(OVERLAPPED), with_load(WITH_EXPERTS, LOAD), id="overlapped, apart"),
+        pytest.param(SHARED, with_experts(), None, id="1f1b"),
+        pytest.param(split(SHARED), with_experts(), None, id="weight gradients apart"),
+        pytest.param(changed(SHARED, FULL), with_experts(), None, id="recomputed"),
+        pytest.param(SHARED, with_experts(), LOAD, id="uneven routing"),
+        pytest.param(OVERLAPPED, with_experts(), None, id="overlapped"),
+        pytest.param(split(OVERLAPPED), with_experts(), LOAD, id="overlapped, apart"),
         pytest.param(
-            split(OVERLAPPED), with_experts(dense=(0, 2)), id="dense layers, overlapped, apart"
+            split(OVERLAPPED),
+            with_experts(dense=(0, 2)),
+            None,
+            id="dense layers, overlapped, apart",
         ),
         pytest.param(
             changed(SHARED, FULL),
-            with_experts(dense=(0, 1)),
-            id="only dense in a group, recomputed",
+            with_experts(dataclasses.replace(EXPERTS, shared_ffn_hidden_size=4096), (0, 1)),
+            None,
+            id="only dense in a group, shared experts, recomputed",
         ),
     ],
 )
-def test_ranks_that_share_experts_take_what_the_simulator_says(lab, monkeypatch, plan, all_inputs):
+def test_ranks_that_share_experts_take_what_the_simulator_says(lab, monkeypatch, plan, model, load):
     """Exchanges are 7 to 10 % of the iteration."""
-    shape = TinyShape.of(all_inputs.model, [plan])
+    all_inputs = inputs_of(model) if load is None else with_load(inputs_of(model), load)
+    shape = TinyShape.of(model, [plan])
     monkeypatch.setattr(lab, "training", dataclasses.replace(lab.training, shape=shape))
     found = run(lab, System(name="plan", gpus=tuple(range(6)), plan=plan), all_inputs)
     assert found.losses == pytest.approx(run(lab, stock(), all_inputs).losses, abs=2e-5)

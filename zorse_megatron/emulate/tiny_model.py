@@ -9,7 +9,12 @@ from itertools import accumulate, pairwise
 
 from zorse_megatron.flags.table import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.inputs.lora import LORA_FLAG, TARGETS, Lora
-from zorse_megatron.inputs.model import JobRecompute, ModelShape, PositionEmbedding
+from zorse_megatron.inputs.model import (
+    SHARED_EXPERT_FLAG,
+    JobRecompute,
+    ModelShape,
+    PositionEmbedding,
+)
 from zorse_megatron.plan.divided_replicas import replicas_that_share_experts, tp_groups_of
 from zorse_megatron.plan.plan import ModelFingerprint, Plan, Replica, TpShards
 
@@ -51,6 +56,8 @@ class TinyShape:
     """Of the layers that have some in the real model."""
     moe_layer_freq: tuple[int, ...] | None = None
     """Layer -> whether it is one of them, where not all are."""
+    has_shared_expert: bool = False
+    """Whether these have one that all tokens pass."""
 
     @classmethod
     def of(cls, model: ModelShape, plans: Collection[Plan]) -> "TinyShape":
@@ -58,7 +65,11 @@ class TinyShape:
         replicas = [replica for plan in plans for _, replica in tp_groups_of(plan)]
         num_experts = _fewest_experts(plans)
         if not replicas:
-            return cls(num_experts=num_experts, moe_layer_freq=model.moe_layer_freq)
+            return cls(
+                num_experts=num_experts,
+                moe_layer_freq=model.moe_layer_freq,
+                has_shared_expert=bool(model.experts and model.experts.shared_ffn_hidden_size),
+            )
         degrees = math.lcm(*(len(replica.ranks) for replica in replicas))
         columns = math.lcm(degrees, *_units(replicas))
         return cls(
@@ -79,6 +90,8 @@ class TinyShape:
         ]
         if self.moe_layer_freq is not None:
             experts += ["--moe-layer-freq", str(list(self.moe_layer_freq)).replace(" ", "")]
+        if self.has_shared_expert:  # wide, as its shards are whole rows
+            experts += [SHARED_EXPERT_FLAG, str(FFN_HIDDEN_SIZE)]
         experts = experts if self.num_experts else []
         if self.position_embedding is None:
             return experts

@@ -41,30 +41,24 @@ class BetweenExperts:
         if kind is Kind.FORWARD:
             return forward_pass(layers, sent, parts=parts)
         mode, recomputed = self.sizes.recompute(ranks[0], chunk)
-        again = self._layers(ranks, chunk, size // parts, Kind.FORWARD, splits=splits)
-        again = again[: recomputed if mode == "full" else 0]
+        again: list[LayerParts] = []
+        if mode == "full" and recomputed:
+            again = self._layers(ranks, chunk, size // parts, Kind.FORWARD)[:recomputed]
         return backward_pass(layers, sent, parts=parts, again=again)
 
     def _layers(
-        self, ranks: tuple[int, ...], chunk: int, size: int, kind: Kind, *, splits: bool
+        self, ranks: tuple[int, ...], chunk: int, size: int, kind: Kind, *, splits: bool = False
     ) -> list[LayerParts]:
         """`size` samples through each of the chunk's layers, of which none is computed again."""
-        sizes, found, dtype = (
-            self.sizes,
-            list[LayerParts](),
-            self.sizes.group_of(chunk).compute_dtype,
-        )
+        sizes, dtype = self.sizes, self.sizes.group_of(chunk).compute_dtype
         at, stop = sizes.plan.chunks[chunk].layers
+        found: list[LayerParts] = []
         for costs, count in sizes.costs.runs(at, stop):
             assert costs.tp_costs is not None, "of ranks that share experts"
+            of_rank = costs.tp_costs.of_rank
             of_ranks = [
                 self._seconds(
-                    rank,
-                    chunk,
-                    costs.tp_costs.of_rank(sizes.part(rank), dtype),
-                    size,
-                    kind,
-                    splits=splits,
+                    rank, chunk, of_rank(sizes.part(rank), dtype), size, kind, splits=splits
                 )
                 for rank in ranks
             ]

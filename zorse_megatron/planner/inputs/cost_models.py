@@ -252,7 +252,10 @@ class CostModels:
         if section != "layer":
             return {"vocabulary_rows": model.table_parameters()}
         mlp: UnitKind = "mlp_columns" if model.experts is None else "experts"
-        return {"kv_groups": model.attention_parameters, mlp: model.mlp_parameters}
+        divided: dict[UnitKind, int] = {"kv_groups": model.attention_parameters}
+        if self.has_shared_expert:
+            divided["mlp_columns"] = model.expert_parameters - model.mlp_parameters
+        return {**divided, mlp: model.mlp_parameters}
 
     @property
     def notes(self) -> tuple[str, ...]:
