@@ -12,8 +12,9 @@ import sys
 def main() -> None:
     names = ("RANK", "LOCAL_RANK", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES")
     said = (f"{name}={os.environ.get(name)}" for name in ("SLURMD_NODENAME", *names))
-    # On a line of its own: others write to the same file, and not by lines.
-    print("\nstarted with", *said, flush=True)
+    # A line in one piece: others write to the same file, and not by lines.
+    sys.stdout.write(f"\nstarted with {' '.join(said)}\n")
+    sys.stdout.flush()
     from tests.megatron.upstream import DIRECTORY, PRETRAIN_GPT, SCRIPT
     from zorse_megatron.adapter import cpu_mode
     from zorse_megatron.flags.installed_software import with_cpu_flags
