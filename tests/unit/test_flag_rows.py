@@ -136,6 +136,7 @@ MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 BALANCED = f"{EXPERTS} --moe-aux-loss-coeff 0.1"
 GROUPS = "--moe-router-num-groups"
+LOSSES = "--moe-router-load-balancing-type aux_loss global_aux_loss"
 WHOLE_LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DOCUMENTS = "--dataloader-inter-document-masking --reset-position-ids --reset-attention-mask"
 IN_ORDER = f"{BALANCED} --moe-router-load-balancing-type global_aux_loss"
@@ -318,12 +319,9 @@ EXAMPLES = {
         ({}, f"{EXPERTS} --moe-router-group-topk 1", "--moe-router-group-topk"),
         ({}, f"{EXPERTS} {GROUPS} 2 --moe-router-group-topk 3", "--moe-router-group-topk"),
         ({}, f"{EXPERTS} {GROUPS} 4 --moe-router-group-topk 1", "--moe-router-group-topk"),
-        (
-            {},
-            f"{EXPERTS} --moe-router-load-balancing-type aux_loss global_aux_loss "
-            "--moe-aux-loss-coeff 0.1",
-            "--moe-aux-loss-coeff",
-        ),
+        ({}, f"{EXPERTS} {LOSSES}", "--moe-router-load-balancing-type"),
+        ({}, f"{BALANCED} {LOSSES}", "--moe-router-load-balancing-type"),
+        ({}, f"{BALANCED} 0.2", "--moe-router-load-balancing-type"),
         ({}, f"{EXPERTS} --expert-model-parallel-size 3", "--expert-model-parallel-size"),
         ({}, "--expert-model-parallel-size 2", "--expert-model-parallel-size"),
     ],

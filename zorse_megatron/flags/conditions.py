@@ -157,7 +157,10 @@ def options_of_experts_conflict(case: Case, name: str) -> Filled:
     number, value = case.integer("num_experts") or 0, case.value(name)
     divides = isinstance(value, int) and bool(number and value and not number % value)
     is_softmax = case.value("moe_router_score_function") in (None, "softmax")
-    kinds = case.value("moe_router_load_balancing_type")
+    kinds, losses = (
+        _counted(case.value(f"moe_{each}"))
+        for each in ("router_load_balancing_type", "aux_loss_coeff")
+    )
     fits, expected = {
         "moe_apply_probs_on_input": (case.value("moe_router_topk") == 1, "--moe-router-topk 1"),
         "moe_router_enable_expert_bias": (
@@ -169,9 +172,9 @@ def options_of_experts_conflict(case: Case, name: str) -> Filled:
             _has_groups(case, number),
             "at most --moe-router-num-groups, of which each has as many experts as a token takes",
         ),
-        "moe_aux_loss_coeff": (
-            _counted(value) == _counted(kinds),
-            f"one for each --moe-router-load-balancing-type, of which there are {_counted(kinds)}",
+        "moe_router_load_balancing_type": (
+            kinds == losses,
+            f"as many of them as of --moe-aux-loss-coeff, which is given {losses} times",
         ),
         "expert_model_parallel_size": (divides or value == 1, "it to divide them"),
     }[name]
