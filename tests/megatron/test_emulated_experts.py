@@ -81,6 +81,11 @@ OVERLAPPED = plan_of(
     ),
     ((expert_replica((3, 4, 5), (3, 0, 5), (2, 2, 0), 2, 2.0, 1.0, 3.0, overlap=True),), 2),
 )
+# The ranks of the first group come to their backwards one after the other.
+APART = plan_of(
+    ((expert_replica((0, 1), (6, 2), (4, 2), 1, 1.0, 0.0, overlap=True), replica(2, 2, 1, 0.0)), 2),
+    ((expert_replica((3, 4, 5), (3, 0, 5), (2, 2, 0), 2, 1.0, 0.0, 0.0, overlap=True),), 2),
+)
 LOAD = ExpertLoad(shares=(0.05, 0.05, 0.3, 0.2, 0.2, 0.1, 0.1, 0.0))
 
 
@@ -98,6 +103,9 @@ LOAD = ExpertLoad(shares=(0.05, 0.05, 0.3, 0.2, 0.2, 0.1, 0.1, 0.0))
             with_experts(dense=(0, 2)),
             None,
             id="dense layers, overlapped, apart",
+        ),
+        pytest.param(
+            APART, with_experts(dense=(1,)), None, id="dense layers at the end, overlapped"
         ),
         pytest.param(
             changed(SHARED, FULL),

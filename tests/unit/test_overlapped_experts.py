@@ -184,8 +184,6 @@ def test_a_backward_ends_when_its_streams_do(times, messages, of_layers, halves,
     """Each rank with its own attention of the first layer."""
     starts, *once = times[:4]
     layers, dense = of_layers
-    if layers - 1 in dense:  # a second half of it is computed while ranks wait for the last
-        starts = [0.0] * len(starts)
     again, recomputed = times[4:], data.draw(st.integers(0, layers))
     more = {"recomputed": recomputed, "dense": dense}
     programs = [
@@ -193,9 +191,19 @@ def test_a_backward_ends_when_its_streams_do(times, messages, of_layers, halves,
         for own, forward in zip(zip(*once, strict=True), zip(*again, strict=True), strict=True)
     ]
     found = backward_of(once, taking(**messages), layers, halves, again=again, **more)
-    together = max(map(sum, zip(starts, found.before_s, strict=True))) + found.between_s
+
+    def ends(starts):
+        if found.apart_s is None:
+            together = max(map(sum, zip(starts, found.before_s, strict=True))) + found.between_s
+            return [together + own for own in found.behind_s]
+        of_ranks_s = zip(*found.apart_s, strict=True)
+        return [max(map(sum, zip(starts, takes_s, strict=True))) for takes_s in of_ranks_s]
+
+    assert (found.apart_s is not None) == (halves == "AB" and layers - 1 in dense)
     expected = ends_of(programs, starts)
-    assert [together + own for own in found.behind_s] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert ends(starts) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    at_once = found.between_s + max(found.before_s)
+    assert ends([0.0] * len(starts)) == pytest.approx([at_once + own for own in found.behind_s])
     computed = zip(*once, *again, strict=True)
     exchanging, exchanging_again = (len({*range(n)} - dense) for n in (layers, recomputed))
     _computes_everything(

@@ -8,7 +8,7 @@ reversed backward.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,6 +48,11 @@ class ExpertPass:
     """What it then has left."""
     between_s: float
     """From where all ranks have come to the first exchange to the end of the last one."""
+    apart_s: tuple[tuple[float, ...], ...] | None = None
+    """Where ranks that come to it apart are not done as if all had begun with the last one.
+
+    [a][b]: what rank b takes from where a has begun, if that were all it has to wait for.
+    """
 
     @property
     def exposed_s(self) -> float:
@@ -66,7 +71,10 @@ class _Ranks:
     had begun at once.
     """
 
-    def __init__(self, number: int, sent: Exchanges, parts: int) -> None:
+    def __init__(
+        self, number: int, sent: Exchanges, parts: int, *, alone: int | None = None
+    ) -> None:
+        """`alone`: what follows from this rank having begun at 0; the others wait for nothing."""
         self.now_s, self.sent = np.zeros(number), sent
         self.total_s = np.zeros(number)
         """Computed so far."""
@@ -76,6 +84,9 @@ class _Ranks:
         self.halves = range(parts)
         self.returned_s = [-math.inf] * parts
         """When what was last sent back arrives, of each half."""
+        if alone is not None:
+            self.now_s = np.where(np.arange(number) == alone, 0.0, -math.inf)
+            self.before_s, self.exchanged_s = self.now_s, -math.inf
 
     def compute(self, seconds_s: Sequence[float] | float, after_s: float = -math.inf) -> None:
         self.now_s = np.maximum(self.now_s, after_s) + seconds_s
@@ -127,7 +138,21 @@ def backward_pass(
     layers: Sequence[LayerParts], sent: Exchanges, *, parts: int, again: Sequence[LayerParts]
 ) -> ExpertPass:
     """Return what a backward takes, in which the first layers are computed `again`."""
-    ranks, sent_s = _Ranks(len(layers[0].attention_s), sent, parts), [0.0] * parts
+    number = len(layers[0].attention_s)
+    found = _backward(_Ranks(number, sent, parts), layers, again).found()
+    has_experts = any(each.experts_s is not None for each in layers)
+    if parts == 1 or not has_experts or layers[-1].experts_s is not None:
+        return found
+    # A rank computes its second half's dense layers while the first half's tokens wait for others.
+    apart = [
+        _backward(_Ranks(number, sent, parts, alone=rank), layers, again).now_s
+        for rank in range(number)
+    ]
+    return replace(found, apart_s=tuple(map(_numbers, apart)))
+
+
+def _backward(ranks: _Ranks, layers: Sequence[LayerParts], again: Sequence[LayerParts]) -> _Ranks:
+    sent, sent_s = ranks.sent, [0.0] * len(ranks.halves)
     backwards, last = ranks.halves[::-1], len(layers) - 1
     for number, layer in reversed([*enumerate(layers)]):
         if number < len(again):
@@ -145,7 +170,7 @@ def backward_pass(
             # Gradients of the layer before are on their way as soon as they are there.
             if number > len(again) and layers[number - 1].experts_s is not None:
                 sent_s[half] = ranks.exchange(sent.there_s)
-    return ranks.found()
+    return ranks
 
 
 def _numbers(of_ranks: np.ndarray) -> tuple[float, ...]:

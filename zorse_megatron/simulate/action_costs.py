@@ -352,7 +352,7 @@ class ActionCosts(CollectiveCosts):
         if kind not in COMPUTE or self.sizes.part(rank).shared is None:
             return phases_s
         ranks = self.sizes.replica(rank).ranks
-        together = self._expert_pass(ranks, chunk, kind, size, splits=splits)
+        together = self.expert_pass(ranks, chunk, kind, size, splits=splits)
         return [*together.of_rank(ranks.index(rank)), *phases_s[2:]]
 
     def _phases_s(
@@ -369,9 +369,10 @@ class ActionCosts(CollectiveCosts):
         share = weights_s / sum(of_layers) if weights_s else 0.0
         return [(1 - share) * each for each in of_layers] + backward_s[2:]
 
-    def _expert_pass(
+    def expert_pass(
         self, ranks: tuple[int, ...], chunk: int, kind: Kind, size: int, *, splits: bool
     ) -> ExpertPass:
+        """A forward or backward of ranks that share experts, without embedding and head."""
         key = ranks, chunk, kind, size, splits
         if key not in self._passes:
             self._passes[key] = self.between_experts.of_pass(*key[:4], splits=splits)
@@ -488,7 +489,7 @@ class ActionCosts(CollectiveCosts):
         """What exchanges of tokens add."""
         splits = bool(self.sizes.group_of(chunk).split_backward)
         forward, backward = (
-            self._expert_pass(ranks, chunk, kind, size, splits=splits)
+            self.expert_pass(ranks, chunk, kind, size, splits=splits)
             for kind in (Kind.FORWARD, Kind.BACKWARD)
         )
         return PassTimes(forward_s=forward.exposed_s, backward_s=backward.exposed_s)

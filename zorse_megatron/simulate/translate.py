@@ -459,6 +459,15 @@ class PassTasks:
         action, owner = self.track.actions[position], (self.rank, position)
         before_s, between_s, behind_s = self._around_s(action)
         assert action.chunk is not None
+        apart_s = self.costs.expert_pass(
+            self.set,
+            action.chunk,
+            action.kind,
+            self._size(action),
+            splits=action.chunk in self.split,
+        ).apart_s
+        if apart_s is not None:
+            return self._apart(position, factor, after, apart_s)
         exchanging, _ = self.costs.between_experts.exchanging(self.rank, action.chunk)
         if not exchanging:
             return [
@@ -476,16 +485,44 @@ class PassTasks:
             tasks.append(self.streams.run(position, Role.COMPUTE, factor * behind_s))
         return tasks
 
+    def _apart(
+        self,
+        position: int,
+        factor: float,
+        after: tuple[int, ...],
+        apart_s: Sequence[Sequence[float]],
+    ) -> Sequence[int]:
+        """See `ExpertPass.apart_s`: a task of each rank, which starts when the others let it."""
+        action, owner = self.track.actions[position], (self.rank, position)
+        index = self.set.index(self.rank)
+        first_s, last_s = self._ends_s(action)
+        begun = self.streams.run(position, Role.COMPUTE, factor * first_s, *after)
+        tasks: list[int] = []
+        for other, takes_s in enumerate(zip(*apart_s, strict=True)):
+            least_s = min(takes_s)
+            late_s = factor * (takes_s[index] - least_s)
+            come = self.streams.graph.add(owner, Role.COMPUTE, late_s, begun)
+            phases_s = [factor * least_s]
+            tasks.append(
+                self.tp_tasks.join(self.set, action, owner, phases_s, 0.0, come, part=other)
+            )
+        own = self.streams.on_main(tasks[index])
+        return [begun, own, self.streams.run(position, Role.COMPUTE, factor * last_s)]
+
     def _around_s(self, action: Action) -> tuple[float, float, float]:
         """What a rank computes before, between and behind exchanges, embedding and head too."""
+        before, between, behind, *_ = self._phases_s(action, EVERYTHING)
+        first, last = self._ends_s(action)
+        return first + before, between, behind + last
+
+    def _ends_s(self, action: Action) -> tuple[float, float]:
+        """What a rank that shares experts computes before all layers and behind them."""
         chunk, sizes = action.chunk, self.costs.sizes
         assert chunk is not None
-        before, between, behind, *ends = self._phases_s(action, EVERYTHING)
+        _, _, _, *ends = self._phases_s(action, EVERYTHING)
         first = ends[0] if chunk == 0 else 0.0
         last = ends[-1] if sizes.is_last(chunk) else 0.0
-        if action.kind is not Kind.FORWARD:
-            first, last = last, first
-        return first + before, between, behind + last
+        return (first, last) if action.kind is Kind.FORWARD else (last, first)
 
     def _phases_s(self, action: Action, part: GatherPart) -> Sequence[float]:
         """See `ActionCosts.seconds` and `forward_part_s`."""
