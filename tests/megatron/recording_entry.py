@@ -182,7 +182,8 @@ def record(setup: RankSetup | None = None) -> None:
 
     num_close: list[Any] = []
     choices: list[Any] = []
-    if "--num-experts" in sys.argv:
+    # Of stock alone, which is what is compared with.
+    if "--num-experts" in sys.argv and "--zorse-plan" not in sys.argv:
         from megatron.core.transformer.moe import router
 
         name = "topk_routing_with_score_function"

@@ -88,6 +88,10 @@ IN_TP_GROUPS = plan_of(
     ),
     ((tp_replica((5, 6), 4, 2, 1.0, TpShards(kv_groups=(0, 2), experts=(4, 0))),), 1),
 )
+IN_A_TP_GROUP = plan_of(
+    ((tp_replica((0, 1), 2, 4, 1.0, TpShards(kv_groups=(2, 0), experts=(1, 3))),), 2),
+    ((replica(2, 4, 2),), 2),
+)
 # Ranks with samples of their own, which share experts: of any number, as their samples, none too.
 SHARED = plan_of(
     ((expert_replica((0, 1), (1, 3), (2, 1), 2), replica(2, 1, 2, 0.5)), 1),
@@ -125,14 +129,13 @@ OVERLAPPED_BREADTH_FIRST = chunked_plan(
     [(0, 1), (1, 2), (0, 1)],
 )
 ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
-    "aux_loss": (LAYOUTS["3|2"], (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
     "bias": (LAYOUTS["2|3, idle at the end"], (*MODEL, *BIASED)),
     "bias, recomputed": (with_settings(BREADTH_FIRST, FULL), (*MODEL, *BIASED, *UNTIED)),
     "in the host": (in_the_host(BREADTH_FIRST), (*MODEL, *BALANCED)),
-    "groups of experts, dense layers": (
+    "GELU, groups of experts, dense layers": (
         LAYOUTS["1|2"],
         (
-            *(*MODEL, *BIASED, "--moe-layer-freq", "([0]+[1]*2+[0])"),
+            *(*EXPERTS, "--disable-bias-linear", *BIASED, "--moe-layer-freq", "([0]+[1]*2+[0])"),
             *("--moe-router-num-groups", "2", "--moe-router-group-topk", "1"),
             *("--moe-router-topk-scaling-factor", "2.5"),
         ),
@@ -146,10 +149,12 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
         ),
     ),
     "in TP groups": (IN_TP_GROUPS, (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
-    "in TP groups, sequence parallel": (IN_TP_GROUPS, (*MODEL, *BIASED, "--sequence-parallel")),
-    "in TP groups, weight gradients apart": (split(IN_TP_GROUPS), (*MODEL, *BIASED, *UNTIED)),
+    "in TP groups, sequence parallel, weight gradients apart": (
+        split(IN_TP_GROUPS),
+        (*MODEL, *BIASED, *UNTIED, "--sequence-parallel"),
+    ),
     "shared by ranks": (SHARED, (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
-    "global_aux_loss, shared by ranks": (SHARED, (*MODEL, *OF_ALL)),
+    "global_aux_loss, shared by ranks": (SHARED_BY_THREE, (*MODEL, *OF_ALL)),
     "global_aux_loss of two samples, breadth first, recomputed": (
         with_settings(PAIRS, FULL),
         (
@@ -184,7 +189,6 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
             *("--moe-router-num-groups", "2", "--moe-router-group-topk", "1"),
         ),
     ),
-    "GELU": (LAYOUTS["2|1"], (*EXPERTS, *BALANCED, "--disable-bias-linear")),
     "one group, overlapping": (
         LAYOUTS["5, one idle"],
         (*MODEL, *BIASED, "--overlap-grad-reduce", "--use-distributed-optimizer"),
@@ -193,7 +197,6 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
         split(LAYOUTS["3|2"]),
         (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01"),
     ),
-    "latent attention": (BREADTH_FIRST, (*LATENT, *EXPERTS, *BALANCED, *UNTIED)),
     "latent queries, shared by ranks, weight gradients apart": (
         split(SHARED_BREADTH_FIRST),
         (*LATENT, *EXPERTS, *BIASED, "--q-lora-rank", "24", "--moe-layer-freq", "([0]+[1]*3)"),
@@ -214,8 +217,8 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
         (*MODEL, *MUON, *OF_ALL, *UNTIED),
     ),
     "latent attention, recomputed": (
-        with_settings(LAYOUTS["2|1"], FULL),
-        (*LATENT, *EXPERTS, *BALANCED, "--rope-type", "rope"),
+        with_settings(BREADTH_FIRST, FULL),
+        (*LATENT, *EXPERTS, *BALANCED, *UNTIED, "--rope-type", "rope"),
     ),
 }
 
@@ -249,7 +252,7 @@ def test_uneven_routing_follows_one_process(corpus: Path) -> None:
     loads = torch.stack([chosen.sum(dim=0) for chosen in alone.choices]).double()
     busiest = loads.max(dim=1).values / loads.mean(dim=1)  # of 4 experts, two per token: at most 2
     assert (busiest > 1.9).double().mean() > 0.2
-    assert_follows(plan_run(SHARED, flags), alone)
+    assert_follows(plan_run(SHARED_BY_THREE, flags), alone)
 
 
 OF_EACH = (
@@ -265,12 +268,12 @@ PACKED_ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
             *("--moe-z-loss-coeff", "0.01"),
         ),
     ),
-    "seq_aux_loss and bias, in TP groups, sequence parallel": (
-        IN_TP_GROUPS,
+    "seq_aux_loss and bias, in a TP group, sequence parallel": (
+        IN_A_TP_GROUP,
         (*DOCUMENTS, *OF_EACH, "--sequence-parallel"),
     ),
-    "global_aux_loss, in TP groups": (IN_TP_GROUPS, (*DOCUMENTS, *OF_ALL)),
-    "conversations, shared by ranks": (SHARED, (*BALANCED, "--moe-z-loss-coeff", "0.01")),
+    "global_aux_loss, in a TP group": (IN_A_TP_GROUP, (*DOCUMENTS, *OF_ALL)),
+    "conversations, shared by ranks": (SHARED_BY_THREE, (*BALANCED, "--moe-z-loss-coeff", "0.01")),
     "conversations, shared by ranks, recomputed, weight gradients apart": (
         with_settings(split(SHARED_BREADTH_FIRST), FULL),
         (*BIASED, "--moe-layer-freq", "([0]+[1]*3)"),
@@ -301,8 +304,8 @@ ADAPTED_ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
         (*BIASED, *UNTIED, "--moe-layer-freq", "([0]+[1]*3)"),
     ),
     "in the host": (in_the_host(BREADTH_FIRST), BOTH_LOSSES),
-    "in TP groups, sequence parallel": (IN_TP_GROUPS, (*BOTH_LOSSES, "--sequence-parallel")),
-    "global_aux_loss, shared by ranks": (SHARED, OF_ALL),
+    "in a TP group, sequence parallel": (IN_A_TP_GROUP, (*BOTH_LOSSES, "--sequence-parallel")),
+    "global_aux_loss, shared by ranks": (SHARED_BY_THREE, OF_ALL),
     "bias, shared by ranks": (
         SHARED_BREADTH_FIRST,
         (
@@ -371,7 +374,7 @@ def test_the_first_rank_of_a_tp_group_chooses_experts(corpus: Path) -> None:
     """Here others compute other scores, as another kind of GPU does where it rounds otherwise."""
     flags = flags_for(corpus, *MODEL, *BIASED, "--sequence-parallel")
     run = plan_run(
-        IN_TP_GROUPS,
+        IN_A_TP_GROUP,
         flags,
         entry="tests.megatron.planted_entry",
         env={"ZORSE_TEST_PLANT": "routers"},
