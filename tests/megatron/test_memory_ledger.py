@@ -75,7 +75,7 @@ PLANS = {
 }
 LORA = parse_lora("rank=8,alpha=16,targets=q,k,v,o,up,down", [])
 ADAPTERS = replace(MEMORY, computing=replace(USUAL, lora=LORA))
-WITH_ADAPTERS = ("1f1b", "interleaved", "in the host")
+WITH_ADAPTERS = ("interleaved", "in the host")
 EXPERTS = replace(
     MEMORY,
     model=replace(
@@ -111,7 +111,7 @@ def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
         *((name, MEMORY) for name in PLANS),
         *((name, ADAPTERS) for name in WITH_ADAPTERS),
         *((name, EXPERTS) for name in WITH_EXPERTS),
-        *((name, BESIDE_EXPERTS) for name in ("1f1b", "in the host")),
+        ("1f1b", BESIDE_EXPERTS),
     ],
 )
 def test_peaks_are_those_of_the_simulator(
@@ -197,7 +197,6 @@ class FakeTpCosts:
     ("memory", "tp_shards", "more"),
     [
         (MEMORY, None, ()),
-        (EXPERTS, TpShards(experts=(3, 1)), ()),
         (EXPERTS, TpShards(kv_groups=(0, 4), experts=(4, 0)), ("--sequence-parallel",)),
     ],
 )
