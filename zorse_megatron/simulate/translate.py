@@ -14,7 +14,8 @@ yet, those that its word in `schedule.actions` promises:
   ready, and between collectives takes as long as on the slowest. Collectives inside layers take
   idle links. A TP group without sequence parallelism gathers what arrived in parts first. So do
   ranks that share experts, but for what each computes alone: before tokens first leave it, after
-  they were last there, and weight gradients that stand apart.
+  they were last there, dense layers of one half before tokens of the other come, and weight
+  gradients that stand apart.
 - Where replicas of a group cut their layers differently, its REDUCE_GRADs and UNSHARDs stop the
   main stream.
 - Sends and receives only start a transfer and take no time. The transfer runs when the sender has
