@@ -27,6 +27,7 @@ from zorse_megatron.planner.search.shared_experts import with_shared_experts
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.lower import refuse_unsupported
+from zorse_megatron.simulate.assumptions import Perturbation
 from zorse_megatron.simulate.iteration import micro_batch_times
 from zorse_megatron.simulate.memory_ledger import Category
 
@@ -375,6 +376,31 @@ def test_dense_layers_among_others_exchange_nothing():
         exposed_s = found.forward_s if kind is Kind.FORWARD else found.backward_s
         took_s = sum(costs.seconds(0, 1, kind, 8, splits=False)) + exposed_s - head
         assert took_s == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_rank_that_all_others_wait_for_computes_all_the_time():
+    """In dense layers behind those with experts, too, for which the others have no samples."""
+    inputs = inputs_of(TWO_NODES, replace(MODEL, dense_layers=(1, 2, 3)), batch=16)
+    plan = plan_of(inputs, overlapping(range(4), (4,) * 4, (8, 0, 0, 0), 2))
+    busy, *others = simulate_plan(inputs, plan).usage
+    assert busy.wait_s == pytest.approx(0.0, abs=1e-9)
+    assert all(each.wait_s > 0.5 * busy.busy_s for each in others)
+
+
+@pytest.mark.parametrize("dense", [(0, 1, 2), (1, 2, 3)])
+def test_slow_ranks_exchange_as_fast(dense):
+    """Wherever the dense layers are; what exchanges add is that of the usual pace."""
+    inputs = inputs_of(TWO_NODES, replace(MODEL, dense_layers=dense), batch=16)
+    replica = overlapping(range(4), (4,) * 4, (2,) * 4, 2)
+    plan = plan_of(inputs, replica)
+    took = []
+    for factor in (1.0, 2.0):
+        perturbation = Perturbation(rank_factors=dict.fromkeys(range(4), factor))
+        spans = simulate_plan(inputs, plan, perturbation=perturbation).spans(1)
+        took += [span.end_s - span.start_s for span in spans if span.action == "0B0"]
+    exchanges = costs_of(inputs, plan).tp_collectives(replica.ranks, 0, 8, gathers=False)
+    assert exchanges.backward_s > 0.01 * took[0]
+    assert took[1] == pytest.approx(2 * took[0] - exchanges.backward_s, rel=1e-9)
 
 
 def test_halves_are_copies_of_what_arrives():

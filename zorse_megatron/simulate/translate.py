@@ -498,14 +498,18 @@ class PassTasks:
         index = self.set.index(self.rank)
         first_s, last_s = self._ends_s(action)
         begun = self.streams.run(position, Role.COMPUTE, factor * first_s, *after)
+        inside_s = self._inside_s(action)  # which no GPU's pace changes
         tasks: list[int] = []
         for other, takes_s in enumerate(zip(*apart_s, strict=True)):
             least_s = min(takes_s)
             late_s = factor * (takes_s[index] - least_s)
             come = self.streams.graph.add(owner, Role.COMPUTE, late_s, begun)
-            phases_s = [factor * least_s]
+            if other == index:  # what it computes before others let it go on
+                self.streams.on_main(come)
+            sent_s = min(inside_s, least_s)
+            computed_s = [factor * (least_s - sent_s)]
             tasks.append(
-                self.tp_tasks.join(self.set, action, owner, phases_s, 0.0, come, part=other)
+                self.tp_tasks.join(self.set, action, owner, computed_s, sent_s, come, part=other)
             )
         own = self.streams.on_main(tasks[index])
         return [begun, own, self.streams.run(position, Role.COMPUTE, factor * last_s)]
