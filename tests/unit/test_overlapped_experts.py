@@ -387,6 +387,18 @@ def test_a_rank_that_all_others_wait_for_computes_all_the_time():
     assert all(each.wait_s > 0.5 * busy.busy_s for each in others)
 
 
+def test_the_critical_path_is_of_ranks_that_compute():
+    """Where dense layers are first and last, and one rank has more samples for them."""
+    inputs = inputs_of(TWO_NODES, replace(MODEL, dense_layers=(0, 3)), batch=12)
+    plan = plan_of(inputs, overlapping(range(4), (4,) * 4, (2, 2, 6, 2), 1))
+    found = simulate_plan(inputs, plan)
+    steps = [step for step in found.critical_path if step.action == "0B0"]
+    assert len(steps) > 1
+    for step in steps:
+        (span,) = (each for each in found.spans(step.rank) if each.action == "0B0")
+        assert span.start_s - 1e-9 <= step.start_s and step.end_s <= span.end_s + 1e-9
+
+
 @pytest.mark.parametrize("dense", [(0, 1, 2), (1, 2, 3)])
 def test_slow_ranks_exchange_as_fast(dense):
     """Wherever the dense layers are; what exchanges add is that of the usual pace."""

@@ -512,6 +512,7 @@ class PassTasks:
                 self.tp_tasks.join(self.set, action, owner, computed_s, sent_s, come, part=other)
             )
         own = self.streams.on_main(tasks[index])
+        self.streams.graph.owner[own] = owner
         return [begun, own, self.streams.run(position, Role.COMPUTE, factor * last_s)]
 
     def _around_s(self, action: Action) -> tuple[float, float, float]:
