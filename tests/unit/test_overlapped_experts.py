@@ -415,6 +415,21 @@ def test_slow_ranks_exchange_as_fast(dense):
     assert took[1] == pytest.approx(2 * took[0] - exchanges.backward_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("dense", [(), (3,), (0, 3)])
+def test_a_slow_rank_that_computes_nothing_slows_nobody(dense):
+    inputs = inputs_of(TWO_NODES, replace(MODEL, dense_layers=dense), batch=16)
+    plan = plan_of(inputs, overlapping(range(4), (8, 0, 4, 4), (2, 0, 4, 2), 2))
+    slow = Perturbation(rank_factors={1: 5.0})
+    usual, found = (
+        [span.end_s - span.start_s for span in simulated.spans(2) if span.action == "0B0"]
+        for simulated in (
+            simulate_plan(inputs, plan),
+            simulate_plan(inputs, plan, perturbation=slow),
+        )
+    )
+    assert found == pytest.approx(usual, rel=1e-9)
+
+
 def test_halves_are_copies_of_what_arrives():
     """Of each micro-batch in flight; two on the first of two groups."""
     inputs = inputs_of(batch=16)

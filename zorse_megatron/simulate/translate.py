@@ -62,6 +62,7 @@ of its processors.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from zorse_megatron.costs.expert_passes import ExpertPass
 from zorse_megatron.schedule.actions import (
     COMPUTE,
     ON_LAYERS,
@@ -460,15 +461,15 @@ class PassTasks:
         action, owner = self.track.actions[position], (self.rank, position)
         before_s, between_s, behind_s = self._around_s(action)
         assert action.chunk is not None
-        apart_s = self.costs.expert_pass(
+        together = self.costs.expert_pass(
             self.set,
             action.chunk,
             action.kind,
             self._size(action),
             splits=action.chunk in self.split,
-        ).apart_s
-        if apart_s is not None:
-            return self._apart(position, factor, after, apart_s)
+        )
+        if together.apart_s is not None:
+            return self._apart(position, factor, after, together, together.apart_s)
         exchanging, _ = self.costs.between_experts.exchanging(self.rank, action.chunk)
         if not exchanging:
             return [
@@ -491,6 +492,7 @@ class PassTasks:
         position: int,
         factor: float,
         after: tuple[int, ...],
+        together: ExpertPass,
         apart_s: Sequence[Sequence[float]],
     ) -> Sequence[int]:
         """See `ExpertPass.apart_s`: a task of each rank, which starts when the others let it."""
@@ -498,18 +500,22 @@ class PassTasks:
         index = self.set.index(self.rank)
         first_s, last_s = self._ends_s(action)
         begun = self.streams.run(position, Role.COMPUTE, factor * first_s, *after)
-        inside_s = self._inside_s(action)  # which no GPU's pace changes
+        before_s, between_s, _ = together.of_rank(index)
         tasks: list[int] = []
         for other, takes_s in enumerate(zip(*apart_s, strict=True)):
             least_s = min(takes_s)
-            late_s = factor * (takes_s[index] - least_s)
-            come = self.streams.graph.add(owner, Role.COMPUTE, late_s, begun)
+            behind_s = together.behind_s[other]
+            # Only what it computes itself takes as long as its pace says.
+            late_s = takes_s[index] - least_s + (factor - 1.0) * before_s
+            come = self.streams.graph.add(owner, Role.COMPUTE, max(0.0, late_s), begun)
             if other == index:  # what it computes before others let it go on
                 self.streams.on_main(come)
-            sent_s = min(inside_s, least_s)
-            computed_s = [factor * (least_s - sent_s)]
+            rest_s = least_s - max(together.computed_s) - behind_s + min(0.0, late_s)
+            phases_s = [max(0.0, rest_s + factor * between_s), 0.0]
+            if other == index:
+                phases_s[1] = factor * behind_s
             tasks.append(
-                self.tp_tasks.join(self.set, action, owner, computed_s, sent_s, come, part=other)
+                self.tp_tasks.join(self.set, action, owner, phases_s, 0.0, come, part=other)
             )
         own = self.streams.on_main(tasks[index])
         self.streams.graph.owner[own] = owner
