@@ -24,7 +24,7 @@ from zorse_megatron.doctor.report import Finding, Report, Status, dump_report, l
 from zorse_megatron.emulate.rank_jobs import RankJob
 from zorse_megatron.schedule.communicators import planned_communicators
 
-ELSEWHERE = ("adapters", "sums in two levels", "equal parts", "weight gradients apart")
+ELSEWHERE = ("adapters", "sums in two levels", "unequal parts", "weight gradients apart")
 """Cases that other tests train on the CPU, left out of the dry run but with ZORSE_TEST_EXAMPLES."""
 TRIES_ALL = bool(os.environ.get("ZORSE_TEST_EXAMPLES"))
 STOCK = f"stock {' '.join(FP32_FLAGS)}"

@@ -94,8 +94,13 @@ LOAD = ExpertLoad(shares=(0.05, 0.05, 0.3, 0.2, 0.2, 0.1, 0.1, 0.0))
     [
         pytest.param(SHARED, with_experts(), LOAD, id="1f1b, uneven routing"),
         pytest.param(split(SHARED), with_experts(), None, id="weight gradients apart"),
-        pytest.param(OVERLAPPED, with_experts(dense=(0, 2)), None, id="overlapped, dense layers"),
-        pytest.param(split(OVERLAPPED), with_experts(), LOAD, id="overlapped, apart"),
+        pytest.param(OVERLAPPED, with_experts(), LOAD, id="overlapped"),
+        pytest.param(
+            split(OVERLAPPED),
+            with_experts(dense=(1, 2)),
+            None,
+            id="dense layers, overlapped, apart",
+        ),
         pytest.param(
             APART, with_experts(dense=(1,)), None, id="dense layers at the end, overlapped"
         ),

@@ -24,6 +24,7 @@ from tests.megatron.comparison import (
 from tests.megatron.plans import (
     FULL,
     LAYOUTS,
+    NONE,
     TWO_BY_TWO,
     chunked_plan,
     expert_replica,
@@ -153,6 +154,7 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
         split(IN_TP_GROUPS),
         (*MODEL, *BIASED, *UNTIED, "--sequence-parallel"),
     ),
+    "in a TP group, weight gradients apart": (split(IN_A_TP_GROUP), (*MODEL, *BIASED)),
     "shared by ranks": (SHARED, (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
     "global_aux_loss, shared by ranks": (SHARED_BY_THREE, (*MODEL, *OF_ALL)),
     "global_aux_loss of two samples, breadth first, recomputed": (
@@ -216,8 +218,8 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
         SHARED_BREADTH_FIRST,
         (*MODEL, *MUON, *OF_ALL, *UNTIED),
     ),
-    "latent attention, recomputed": (
-        with_settings(BREADTH_FIRST, FULL),
+    "latent attention, in one group recomputed": (
+        with_settings(BREADTH_FIRST, FULL, NONE),
         (*LATENT, *EXPERTS, *BALANCED, *UNTIED, "--rope-type", "rope"),
     ),
 }
@@ -475,7 +477,7 @@ RUNS["shared, sharded"] = SHARED_BREADTH_FIRST
     ("by", "then"),
     [
         *(("stock", "2x2 in the host"), ("in TP groups", "shared by ranks")),
-        ("shared by ranks", "stock"),
+        *(("shared by ranks", "stock"), ("stock", "in TP groups")),
     ],
 )
 def test_resumes(by: str, then: str, corpus: Path) -> None:

@@ -111,7 +111,7 @@ def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
         *((name, MEMORY) for name in PLANS),
         *((name, ADAPTERS) for name in WITH_ADAPTERS),
         *((name, EXPERTS) for name in WITH_EXPERTS),
-        ("1f1b", BESIDE_EXPERTS),
+        *((name, BESIDE_EXPERTS) for name in ("1f1b", "in the host")),
     ],
 )
 def test_peaks_are_those_of_the_simulator(
@@ -197,6 +197,7 @@ class FakeTpCosts:
     ("memory", "tp_shards", "more"),
     [
         (MEMORY, None, ()),
+        (EXPERTS, TpShards(experts=(3, 1)), ()),
         (EXPERTS, TpShards(kv_groups=(0, 4), experts=(4, 0)), ("--sequence-parallel",)),
     ],
 )

@@ -14,6 +14,7 @@ from tests.megatron.plans import (
     BOTH_ENDS,
     LAYOUTS,
     TWO_BY_TWO,
+    chunked_plan,
     expert_replica,
     plan_of,
     replica,
@@ -50,12 +51,12 @@ CASES = {
         steps=2,
     ),
     SHARED: Row(
-        plan=plan_of(
-            (
+        plan=chunked_plan(
+            [
                 (expert_replica((0, 1), (1, 3), (2, 0), 2, overlap=True), replica(2, 4, 1)),
-                3,
-            ),
-            ((expert_replica((3, 4), (1, 3), (2, 2), 2),), 1),
+                (expert_replica((3, 4), (1, 3), (2, 2), 2),),
+            ],
+            [(0, 1), (1, 1), (0, 1), (1, 1)],
         ),
         flags=(*OF_EXPERTS, *BALANCED_LOAD),
         steps=2,

@@ -201,7 +201,9 @@ class Pacer:
             "peak_bytes": self.cap.peak_bytes,
             "out_of_memory": self.cap.overflow,
         }
-        self.report.write_text(json.dumps(record))
+        whole = self.report.with_suffix(".new")
+        whole.write_text(json.dumps(record))
+        whole.replace(self.report)  # a rank may be ended here, as another has run out of memory
 
     def _take(self, what: str, seconds_s: float) -> None:
         start_s = self.clock.now_s
