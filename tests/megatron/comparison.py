@@ -138,6 +138,8 @@ class Recorded:
     outputs: tuple[str, ...]
     num_close_choices: int
     """Tokens whose experts could be others by rounding, see `recording_entry`."""
+    smallest_gap: float | None
+    """Between the scores of an expert that was chosen and of one that was not."""
     choices: tuple[torch.Tensor, ...] = ()
     """Experts of all tokens, [tokens, experts] of each time that rank 0 has routed some."""
 
@@ -163,7 +165,7 @@ def run_recorded(
             env={"ZORSE_TEST_RECORD": str(record), **(env or {})},
         ).check()
         steps = json.loads((record / f"steps-rank{world_size - 1}.json").read_text())
-        path = record / "choices-rank0.pt"
+        path, gap = record / "choices-rank0.pt", record / "gap-rank0.json"
         return Recorded(
             losses=tuple(step["loss"].get("lm loss", float("nan")) for step in steps),
             grad_norms=tuple(step["grad_norm"] for step in steps),
@@ -177,6 +179,7 @@ def run_recorded(
             num_close_choices=sum(
                 sum(json.loads(path.read_text())) for path in record.glob("close-rank*.json")
             ),
+            smallest_gap=json.loads(gap.read_text()) if gap.exists() else None,
             choices=tuple(torch.load(path)) if path.exists() else (),
         )
 

@@ -124,15 +124,28 @@ CLOSE = 3e-6
 """Of two scores of experts: rounding is a tenth of it."""
 
 
-def counting_close(route: Callable[..., Any], counts: list[Any], choices: list[Any]) -> Any:
+def counting_close(
+    route: Callable[..., Any], counts: list[Any], choices: list[Any], gaps: list[Any]
+) -> Any:
     """Count tokens that would go to other experts if their logits were a little different.
 
-    In tensors, for which the host need not wait. `choices`: [tokens, experts] of each call.
+    In tensors, for which the host need not wait. `choices`: [tokens, experts] of each call; `gaps`:
+    the least that scores of the last that was chosen and the next one, of groups too, are apart.
     """
     import torch
 
+    topk = torch.topk
+
+    def noting_gaps(scores: Any, k: int, *args: Any, **kwargs: Any) -> Any:
+        if k < scores.shape[-1]:
+            last, following = topk(scores.detach(), k + 1).values[..., -2:].unbind(-1)
+            gaps.append((last - following).min())
+        return topk(scores, k, *args, **kwargs)
+
     def routed(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        torch.topk = noting_gaps
         probs, chosen = route(logits, *args, **kwargs)
+        torch.topk = topk
         choices.append(chosen)
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
@@ -182,12 +195,13 @@ def record(setup: RankSetup | None = None) -> None:
 
     num_close: list[Any] = []
     choices: list[Any] = []
+    gaps: list[Any] = []
     # Of stock alone, which is what is compared with.
     if "--num-experts" in sys.argv and "--zorse-plan" not in sys.argv:
         from megatron.core.transformer.moe import router
 
         name = "topk_routing_with_score_function"
-        setattr(router, name, counting_close(getattr(router, name), num_close, choices))
+        setattr(router, name, counting_close(getattr(router, name), num_close, choices, gaps))
     steps: list[dict[str, Any]] = []
     RECORD.mkdir(parents=True, exist_ok=True)
     training.training_log = recording_log(training.training_log, steps)
@@ -200,6 +214,9 @@ def record(setup: RankSetup | None = None) -> None:
         import torch
 
         torch.save(choices, RECORD / f"choices-rank{os.environ.get('RANK', '0')}.pt")
+        (RECORD / f"gap-rank{os.environ.get('RANK', '0')}.json").write_text(
+            json.dumps(min(map(float, gaps), default=None))
+        )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tests.megatron.comparison import (
     MUON,
     NUM_LAYERS,
     UNTIED,
+    Recorded,
     assert_follows,
     flags_for,
     for_one_process,
@@ -225,12 +226,18 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
 }
 
 
+def assert_settled(alone: Recorded) -> None:
+    """Rounding cannot choose other experts; `pytest -rP` shows how near they come."""
+    print(f"scores of experts: {alone.smallest_gap:.1e} apart at least")
+    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_follows_one_process(name: str, corpus: Path) -> None:
     plan, more = ROWS[name]
     flags = flags_for(corpus, *more)
     alone = stock_run(for_one_process(flags))
-    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    assert_settled(alone)
     assert_follows(plan_run(plan, flags), alone)
 
 
@@ -250,7 +257,7 @@ def test_uneven_routing_follows_one_process(corpus: Path) -> None:
     """Biases that change by 5 send nearly all tokens of every other step to those that had few."""
     flags = flags_for(corpus, *MODEL, *BIASED, "--moe-router-bias-update-rate", "5")
     alone = stock_run(for_one_process(flags))
-    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    assert_settled(alone)
     loads = torch.stack([chosen.sum(dim=0) for chosen in alone.choices]).double()
     busiest = loads.max(dim=1).values / loads.mean(dim=1)  # of 4 experts, two per token: at most 2
     assert (busiest > 1.9).double().mean() > 0.2
@@ -294,7 +301,7 @@ def test_follows_one_process_on_packed_samples(name: str, corpus: Path, tmp_path
         write_tokenizer(tmp_path / "tokenizer")
         flags = tuned_on(tmp_path, tmp_path / "tokenizer", *MODEL, *EVALUATED, *more)
     alone = stock_run(for_one_process(flags), **PACKED)
-    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    assert_settled(alone)
     assert_follows(plan_run(plan, flags, **PACKED), alone)
 
 
@@ -323,7 +330,7 @@ def test_adapters_follow_one_process(name: str, corpus: Path) -> None:
     plan, more = ADAPTED_ROWS[name]
     flags = flags_for(corpus, *MODEL, *more)
     alone = stock_run(for_one_process(flags), entry="tests.megatron.stock_adapters_entry")
-    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    assert_settled(alone)
     run = plan_run(plan, (*flags, "--zorse-lora", ADAPTERS))
     assert_follows(run, alone)
     for before, after in zip(run.initial, run.of_ranks, strict=True):
@@ -336,7 +343,7 @@ def test_the_trace_has_the_bytes_that_ranks_send_to_experts(corpus: Path, tmp_pa
     """Of each exchange; rows are counted from the choices of one process of stock."""
     flags = flags_for(corpus, *MODEL, *BALANCED)
     alone = stock_run(for_one_process(flags))
-    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    assert_settled(alone)
     plan_run(SHARED_BY_THREE, (*flags, "--zorse-trace", str(tmp_path)))
     experts, samples, layers, copies = ((0,), (), (1, 2, 3)), (2, 2, 0), 3, 2
     first = (0, 2, 4)  # of each rank's samples in a micro-batch of 4
@@ -416,7 +423,7 @@ def test_norms_of_halves_are_recomputed(corpus: Path) -> None:
     flags = flags_for(corpus, *MODEL, *BIASED, *modules, "--moe-layer-freq", "([1]+[0]+[1]*2)")
     how = {"entry": "tests.megatron.planted_entry", "env": {"ZORSE_TEST_PLANT": "engine"}}
     alone = run_recorded(for_one_process(flags), 1, **how)
-    assert alone.num_close_choices == 0, "another seed: rounding may choose other experts"
+    assert_settled(alone)
     assert_follows(plan_run(OVERLAPPED_BREADTH_FIRST, flags, **how), alone)
 
 
