@@ -180,12 +180,16 @@ def test_a_forward_ends_when_its_streams_do(times, messages, of_layers, halves):
 
 
 # With whole layers computed again a micro-batch has no halves.
-@given(of_ranks(6), MESSAGES, number_and_dense(6), HALVES, st.data())
-def test_a_backward_ends_when_its_streams_do(times, messages, of_layers, halves, data):
+@pytest.mark.parametrize("ends_dense", [False, True])
+@given(of_ranks(6), MESSAGES, number_and_dense(6), st.data())
+def test_a_backward_ends_when_its_streams_do(ends_dense, times, messages, of_layers, data):
     """Each rank with its own attention of the first layer."""
     starts, *once = times[:4]
     layers, dense = of_layers
+    if ends_dense:
+        layers, dense = layers + 1, dense | {layers}
     again, recomputed = times[4:], data.draw(st.integers(0, layers))
+    halves = data.draw(HALVES)
     more = {"recomputed": recomputed, "dense": dense}
     programs = [
         backward_launches(layers, own, halves, again=forward, **more, **messages)

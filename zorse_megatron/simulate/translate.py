@@ -495,7 +495,10 @@ class PassTasks:
         together: ExpertPass,
         apart_s: Sequence[Sequence[float]],
     ) -> Sequence[int]:
-        """See `ExpertPass.apart_s`: a task of each rank, which starts when the others let it."""
+        """See `ExpertPass.apart_s`: a task of each rank, which starts when the others let it.
+
+        A rank takes part in all of them: behind what its coming adds to the least of any.
+        """
         action, owner = self.track.actions[position], (self.rank, position)
         index = self.set.index(self.rank)
         first_s, last_s = self._ends_s(action)
@@ -510,6 +513,7 @@ class PassTasks:
             come = self.streams.graph.add(owner, Role.COMPUTE, max(0.0, late_s), begun)
             if other == index:  # what it computes before others let it go on
                 self.streams.on_main(come)
+            # Of a task, exchanges and what all wait for; what its rank then has left follows.
             rest_s = least_s - max(together.computed_s) - behind_s + min(0.0, late_s)
             phases_s = [max(0.0, rest_s + factor * between_s), 0.0]
             if other == index:
