@@ -7,8 +7,6 @@ DEVICE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Where it is set, as in many containers, each process of the tests compiles all modules again.
-unexport PYTHONDONTWRITEBYTECODE
 # Tests of a file share what is slow to make, so they stay in one process.
 PYTEST := $(BIN)/python -m pytest --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # One more than there are processors: ranks wait for one another, a seventh of the time.
@@ -19,7 +17,7 @@ PROCESSES := $$($(BIN)/python -c \
 TEST_LIMIT ?= 60m
 
 # Processes by the hundred import the same modules: compile them once, whatever the shell says.
-export PYTHONDONTWRITEBYTECODE :=
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -26,7 +26,7 @@ from zorse_megatron.trace import Span
 
 NUM_LAYERS = 4
 GLOBAL_BATCH_SIZE = 8
-STEPS = 3
+STEPS = 2
 MANY_STEPS = 20
 """For a canonical plan: rounding would have added up by then, if it did."""
 

@@ -441,7 +441,8 @@ def test_what_halves_have_exchanged_is_let_go(corpus: Path) -> None:
 
 def test_biases_stay_alike_in_16_bits(corpus: Path) -> None:
     """Also where a replica has no micro-batch; unlike stock's, loads are counted in fp32."""
-    run = plan_run(LAYOUTS["2|3, idle at the end"], flags_for(corpus, *MODEL, *BIASED, "--bf16"))
+    flags = flags_for(corpus, *MODEL, *BIASED, "--bf16", steps=3)
+    run = plan_run(LAYOUTS["2|3, idle at the end"], flags)
     biases = {name: found for name, found in run.final.items() if name.endswith("expert_bias")}
     loads = [found for name, found in run.final.items() if name.endswith("tokens_per_expert")]
     assert len(biases) == len(loads) == 4

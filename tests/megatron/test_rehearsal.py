@@ -86,6 +86,7 @@ CHANGES = {
         Row(
             plan=replace(A, groups=(A.groups[0], TWO_BY_TWO.groups[1])),
             flags=(*FP16, "--log-interval", "4"),
+            steps=3,
             env=PIECES,
         ),
         "from iteration 3 on the training runs under plan",
