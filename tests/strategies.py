@@ -21,6 +21,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from zorse_megatron.plan.memory_settings import settings_in
 from zorse_megatron.plan.plan import (
     Chunk,
     ClusterFingerprint,
@@ -149,9 +150,18 @@ def lowerable_plans(
 
 @st.composite
 def trained_plans(
-    draw: DrawFn, model: ModelFingerprint, batch: int, *, max_world: int, max_ranks_per_replica: int
+    draw: DrawFn,
+    model: ModelFingerprint,
+    batch: int,
+    *,
+    max_world: int,
+    max_ranks_per_replica: int,
+    in_tp_groups: bool = True,
 ) -> Plan:
-    """Draw plans that train a model in fp32, whose sizes `model` has."""
+    """Draw plans that train a model in fp32, whose sizes `model` has.
+
+    Without `in_tp_groups` the ranks of a replica share nothing but experts.
+    """
     parts: dict[str, Any] = {
         "num_layers": model.num_layers,
         "global_batch_size": batch,
@@ -162,7 +172,9 @@ def trained_plans(
     return replace(
         plan,
         model=draw(st.sampled_from([model, ModelFingerprint(num_layers=model.num_layers)])),
-        groups=tuple(_trained_group(draw, plan, group, model) for group in plan.groups),
+        groups=tuple(
+            _trained_group(draw, plan, group, model, in_tp_groups) for group in plan.groups
+        ),
         **_plan_options(draw, True, plan.world_size),
     )
 
@@ -179,11 +191,13 @@ def in_ascending_order(plan: Plan) -> Plan:
     return replace(plan, groups=groups)
 
 
-def _trained_group(draw: DrawFn, plan: Plan, group: Group, model: ModelFingerprint) -> Group:
-    """The group with tensor-parallel parts, regions and a name."""
+def _trained_group(
+    draw: DrawFn, plan: Plan, group: Group, model: ModelFingerprint, in_tp_groups: bool
+) -> Group:
+    """The group with tensor-parallel parts or shared experts, regions and a name."""
     replicas = tuple(
         replace(
-            _with_tp_shards_or_shared_experts(draw, each, model),
+            _with_tp_shards_or_shared_experts(draw, group, each, model, in_tp_groups),
             region=draw(st.sampled_from([None, "east", "west", "west"])),
         )
         for each in group.replicas
@@ -209,22 +223,30 @@ def _kept_on_device(offload: Offload | None) -> Offload | None:
 
 
 def _with_tp_shards_or_shared_experts(
-    draw: DrawFn, replica: Replica, model: ModelFingerprint
+    draw: DrawFn, group: Group, replica: Replica, model: ModelFingerprint, in_tp_groups: bool
 ) -> Replica:
     degree = len(replica.ranks)
-    if model.num_experts and degree > 1 and draw(_FLAG):
-        return _sharing_experts(draw, replica, model.num_experts)
+    if model.num_experts and degree > 1 and not (in_tp_groups and draw(_FLAG)):
+        recompute = settings_in(group, replica).recompute
+        whole = recompute is not None and recompute.mode == "full"
+        return _sharing_experts(draw, replica, model.num_experts, may_overlap=not whole)
     return replace(replica, tp_shards=_tp_shards(draw, degree, model))
 
 
-def _sharing_experts(draw: DrawFn, replica: Replica, num_experts: int) -> Replica:
+def _sharing_experts(
+    draw: DrawFn, replica: Replica, num_experts: int, *, may_overlap: bool = False
+) -> Replica:
     """The replica, whose ranks have any samples and experts, also none."""
     degree = len(replica.ranks)
     weights = tuple(draw(_SHARD_WEIGHTS) for _ in replica.ranks)
+    overlap = may_overlap and replica.micro_batch_size % 2 == 0 and draw(_FLAG)
+    parts = 2 if overlap else 1
+    samples = _parts(draw, replica.micro_batch_size // parts, degree)
     shared = ExpertParallel(
         experts=tuple(_parts(draw, num_experts, degree)),
-        samples=tuple(_parts(draw, replica.micro_batch_size, degree)),
+        samples=tuple(parts * count for count in samples),
         shard_weights=weights if any(weights) else None,
+        overlap=overlap,
     )
     return replace(replica, expert_parallel=shared, halved=None)
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -50,6 +50,20 @@ LLAMA = (
     *("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),
     *("--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "2"),
 )
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"),
+    *("--moe-router-dtype", "fp64"),
+)
+LATENT = (
+    *("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),
+    *("--normalization", "RMSNorm", "--multi-latent-attention", "--kv-lora-rank", "16"),
+    *("--qk-head-dim", "8", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12", "--no-rope-fusion"),
+)
+BALANCED = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.02")
+BIASED = (
+    *("--moe-router-load-balancing-type", "none", "--moe-router-score-function", "sigmoid"),
+    *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.02"),
+)
 FOR_SEVERAL = (
     *("--overlap-grad-reduce", "--overlap-param-gather", "--use-distributed-optimizer"),
     *SEQUENCE_PARALLEL,
@@ -62,9 +76,13 @@ class Model:
     """Flags of a model beyond those of all runs, and its sizes."""
 
     flags: tuple[str, ...]
-    num_query_groups: int = 4
+    num_query_groups: int | None = 4
     ffn_hidden_size: int = 128
     vocab_size: int = 256
+    num_experts: int | None = None
+    moe_layer_freq: tuple[Literal[0, 1], ...] | None = None
+    in_tp_groups: bool = True
+    """Whether ranks may divide its layers, not only share their experts."""
 
     @property
     def sizes(self) -> ModelFingerprint:
@@ -73,6 +91,8 @@ class Model:
             num_query_groups=self.num_query_groups,
             ffn_hidden_size=self.ffn_hidden_size,
             vocab_size=self.vocab_size,
+            num_experts=self.num_experts,
+            moe_layer_freq=self.moe_layer_freq,
         )
 
 
@@ -93,6 +113,29 @@ MODELS = (
         num_query_groups=2,
         ffn_hidden_size=130,
         vocab_size=257,
+    ),
+    Model(
+        flags=(*LLAMA, *EXPERTS, *BALANCED, "--moe-z-loss-coeff", "0.01"),
+        num_query_groups=2,
+        ffn_hidden_size=64,
+        num_experts=4,
+    ),
+    Model(
+        flags=(*LLAMA, *EXPERTS, *BIASED, *UNTIED, "--moe-layer-freq", "([0]+[1]*3)"),
+        num_query_groups=2,
+        ffn_hidden_size=64,
+        num_experts=4,
+        moe_layer_freq=(0, 1, 1, 1),
+    ),
+    Model(
+        flags=(
+            *(*LATENT, *EXPERTS, *BIASED, "--q-lora-rank", "24"),
+            *("--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate"),
+        ),
+        num_query_groups=None,
+        ffn_hidden_size=64,
+        num_experts=4,
+        in_tp_groups=False,
     ),
 )
 

@@ -159,7 +159,7 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
 
 
 @settings(
-    max_examples=examples(3),
+    max_examples=examples(5),
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=list(HealthCheck),
@@ -168,7 +168,12 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
 def test_any_plan_goes_on_from_a_checkpoint_of_any(
     *, data: st.DataObject, model: Model, corpus: Path
 ) -> None:
-    drawn = trained_plans(model.sizes, GLOBAL_BATCH_SIZE, max_world=4, max_ranks_per_replica=2)
+    drawn = trained_plans(
+        *(model.sizes, GLOBAL_BATCH_SIZE),
+        max_world=4,
+        max_ranks_per_replica=2,
+        in_tp_groups=model.in_tp_groups,
+    )
     first, then = data.draw(drawn), data.draw(drawn)
     flags = flags_for(corpus, *model.flags, steps=STEPS)
     with tempfile.TemporaryDirectory() as directory:

@@ -9,6 +9,10 @@ import pytest
 import torch
 
 from tests.megatron.comparison import (
+    BALANCED,
+    BIASED,
+    EXPERTS,
+    LATENT,
     LLAMA,
     MASKED,
     MUON,
@@ -53,22 +57,8 @@ from tests.traces import load_trace
 from zorse_megatron.inputs.lora import is_adapter
 from zorse_megatron.plan.plan import Plan, Replica, TpShards
 
-EXPERTS = (
-    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "48"),
-    *("--moe-router-dtype", "fp64"),
-)
-BALANCED = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.02")
-BIASED = (
-    *("--moe-router-load-balancing-type", "none", "--moe-router-score-function", "sigmoid"),
-    *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.02"),
-)
 # So much that a loss by other loads shows.
 OF_ALL = ("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", "0.5")
-LATENT = (
-    *("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"),
-    *("--normalization", "RMSNorm", "--multi-latent-attention", "--kv-lora-rank", "16"),
-    *("--qk-head-dim", "8", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12", "--no-rope-fusion"),
-)
 MODEL = (*LLAMA, *EXPERTS)
 BREADTH_FIRST = chunked_plan(
     [(replica(0, 1, 6, 3.0), replica(1, 1, 2, 1.0)), (replica(2, 4, 2),)],

@@ -195,8 +195,15 @@ EXAMPLES = {
     ],
     "own_entry_trains": [({}, "--fim-data", "--fim-data")],
     "optimizer_state_waits": [
-        ({"offload": {what: True}, **more}, "--optimizer muon", "--optimizer")
-        for what, more in (("optimizer_state", {}), ("gradients", BREADTH_FIRST))
+        *(
+            ({"offload": {what: True}, **more}, "--optimizer muon", "--optimizer")
+            for what, more in (("optimizer_state", {}), ("gradients", BREADTH_FIRST))
+        ),
+        (
+            {"replicas": [*map(replica, (4, 5, 6)), replica(7, offload={"optimizer_state": True})]},
+            "--optimizer muon",
+            "--optimizer",
+        ),
     ],
     "interval_is_missing": [
         ({}, "--eval-interval 0", "--eval-interval"),

@@ -35,6 +35,7 @@ from zorse_megatron.plan.divided_replicas import (
     tp_groups_of,
 )
 from zorse_megatron.plan.memory_settings import said_settings
+from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import Plan, Replica, has_equal_tp_shards
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
@@ -510,11 +511,11 @@ def tokens_overlap(case: Case, plan: Plan, name: str) -> Filled:
 
 def optimizer_state_waits(case: Case, plan: Plan, name: str) -> Filled:
     """In the host, with which Muon has no whole matrix."""
-    for number, group in enumerate(plan.groups):
-        offload = group.offload
-        if offload is not None and (offload.optimizer_state or offload.gradients):
+    for said in said_settings(plan):
+        offload = said.settings.offload
+        if offload.optimizer_state or offload.gradients:
             state = "optimizer_state" if offload.optimizer_state else "gradients"
-            yield {"where": f"groups[{number}].offload.{state}"}
+            yield {"where": f"{said.offload_at}.{state}"}
             return
 
 
