@@ -35,7 +35,6 @@ from zorse_megatron.plan.divided_replicas import (
     tp_groups_of,
 )
 from zorse_megatron.plan.memory_settings import said_settings
-from zorse_megatron.plan.memory_settings import said_settings
 from zorse_megatron.plan.plan import Plan, Replica, has_equal_tp_shards
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
