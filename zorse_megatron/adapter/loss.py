@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import FlagError
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.plan import Plan, data_parallel_ranks
 from zorse_megatron.runtime.hierarchical_collectives import CommDtype
@@ -44,16 +44,12 @@ def _divided(loss_func: Callable[..., Any], loss_divisor: float, output: Any, **
         return result
     counted = len(result) == 3 and all(value.numel() == 2 for value in result[2].values())
     if not counted:
-        raise FlagError(
+        raise FlagError.of(
             "This script's loss cannot be summed over unequal replicas",
-            [
-                Problem(
-                    where="the loss function that forward_step returns",
-                    found=f"a tuple of {len(result)} without token counts",
-                    expected="(sum of losses, number of tokens, {name: [sum, number]})",
-                    remedy="Return sums and counts, as upstream's pretrain_gpt.py does.",
-                )
-            ],
+            where="the loss function that forward_step returns",
+            found=f"a tuple of {len(result)} without token counts",
+            expected="(sum of losses, number of tokens, {name: [sum, number]})",
+            remedy="Return sums and counts, as upstream's pretrain_gpt.py does.",
         )
     loss, num_tokens, report = result
     # Not in place: the report may hold the same tensor.

@@ -185,13 +185,13 @@ def refuse_adapters(folder: Path) -> None:
     except CheckpointError:  # a checkpoint of another kind
         return
     if saved is not None:
-        problem = Problem(
+        raise CheckpointError.of(
+            TITLE,
             where=f"{_LOAD} {folder}",
             found="adapters alone",
             expected=f"whole weights, or {LORA_FLAG} in the command",
             remedy=f"Add {LORA_FLAG} as the run that saved it had it, and its base ({_BASE}).",
         )
-        raise CheckpointError(TITLE, [problem])
 
 
 def _found(load: Load) -> _Found | None:

@@ -26,7 +26,7 @@ from zorse_megatron.adapter.checkpoint.saved_parameters import saved_as_nothing
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.parameter_parts import mark_unit
 from zorse_megatron.adapter.patches.rebind import Make, Replacements
-from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.errors import PlanError
 from zorse_megatron.runtime.mailbox import TpRank
 
 
@@ -247,17 +247,13 @@ def _replace_attention(taken: type[SelfAttention], layer: Any) -> None:
     if is_nothing and issubclass(attention.module, MLASelfAttention):
         attention.module = LatentAttentionToNothing
     elif attention.module not in (SelfAttention, taken):  # layers of experts share one spec
-        raise PlanError(
+        raise PlanError.of(
             "The plan has a rank without KV groups, or without samples",
-            [
-                Problem(
-                    where="the layers of the model",
-                    found=f"attention of class {attention.module}",
-                    expected="Megatron's SelfAttention",
-                    remedy="Give each rank of a TP group at least one KV group, and each of those "
-                    "that share experts a sample.",
-                )
-            ],
+            where="the layers of the model",
+            found=f"attention of class {attention.module}",
+            expected="Megatron's SelfAttention",
+            remedy="Give each rank of a TP group at least one KV group, and each of those "
+            "that share experts a sample.",
         )
     else:
         attention.module = taken
