@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from zorse_megatron.kernels.grouped_gemm import GroupedProduct
 from zorse_megatron.runtime.mailbox import ExpertRank
+from zorse_megatron.runtime.transport import started
 
 
 class TokensByRank(MoETokenDispatcher):
@@ -237,8 +238,7 @@ def _start(rows: torch.Tensor, exchange: Exchange, place: ExpertRank) -> _Starte
     rows, received = rows.contiguous(), rows.new_empty(sum(exchange.received), *rows.shape[1:])
     counts = exchange.received, exchange.sent
     work = dist.all_to_all_single(received, rows, *counts, group=place.group, async_op=True)
-    assert work is not None, "this rank is in the group"
-    return received, work.wait
+    return received, started(work).wait
 
 
 def _told_to_all(own: torch.Tensor, place: ExpertRank) -> torch.Tensor:
