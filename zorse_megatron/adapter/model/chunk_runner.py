@@ -94,7 +94,7 @@ class MegatronChunkRunner:
     """In this rank's tensor-parallel group."""
     computations: Sequence[Action] = ()
     """The list's forwards and backwards."""
-    optimizers: Sequence[Any] = ()
+    optimizer: Any = None
     votes: RerunVotes = field(default_factory=RerunVotes)
     """On running the step again."""
     loads: ExpertLoads | None = None
@@ -267,18 +267,17 @@ class MegatronChunkRunner:
         sums = StepSums()
         tokens = sums.add(self.num_tokens)
         self.votes.cast(sums, noted, self.num_tokens.device)
-        gradients = [sums.add(each.factors.read()) for each in self.optimizers]
+        gradients = sums.add(self.optimizer.factors.read())
         loads = None if self.loads is None else sums.add(self.loads.take())
         sums.reduce(self.collection.intra_dist_opt)
         self.num_tokens.copy_(tokens.on_device[0])
         factor = self.loss_divisor / torch.clamp(self.num_tokens, min=1)
-        for optimizer, found in zip(self.optimizers, gradients, strict=True):
-            optimizer.factors.know(found, factor)
+        self.optimizer.factors.know(gradients, factor)
         if self.loads is not None and loads is not None:
             self.loads.give(loads.on_device)
 
     def norm(self) -> None:
-        """Stock's optimizer step, in which optimizers only decide (`step_with_ready_grads`)."""
+        """Stock's optimizer step, in which ours only decides (`step_with_ready_grads`)."""
         assert self.stock_step is not None
         self.step_result = self.stock_step()
         _, grad_norm, _ = self.step_result
@@ -286,8 +285,7 @@ class MegatronChunkRunner:
 
     def step(self, chunk: int) -> None:
         """Update this rank's shard of the chunk, unless the step is skipped on all ranks."""
-        for optimizer in self.optimizers:
-            optimizer.step_chunk(self.inputs.models[chunk])
+        self.optimizer.step_chunk(self.inputs.models[chunk])
 
     def unshard(self, chunk: int) -> None:
         """Unshard the parameters.
