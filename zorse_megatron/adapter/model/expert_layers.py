@@ -158,7 +158,7 @@ class PlanMoELayer(MoELayer):
 
     def _sent(
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> "SentTokens":
+    ) -> SentTokens:
         """Let tokens leave for their experts."""
         self.dispatchers.reverse()
         self.token_dispatcher = dispatcher = self.dispatchers[0]
@@ -170,7 +170,7 @@ class PlanMoELayer(MoELayer):
         )
         return SentTokens(dispatcher=dispatcher, rows=rows, beside=beside)
 
-    def compute(self, sent: "SentTokens") -> torch.Tensor:
+    def compute(self, sent: SentTokens) -> torch.Tensor:
         """What experts return of tokens that have been sent to them; it leaves."""
         self.token_dispatcher = sent.dispatcher
         output, _ = self.routed_experts_compute(*sent.rows)
@@ -178,7 +178,7 @@ class PlanMoELayer(MoELayer):
         found: torch.Tensor = self.combine(output)
         return found
 
-    def arrived(self, sent: "SentTokens", returning: torch.Tensor) -> torch.Tensor:
+    def arrived(self, sent: SentTokens, returning: torch.Tensor) -> torch.Tensor:
         """The layer's output."""
         self.token_dispatcher = sent.dispatcher
         found: torch.Tensor = self.postprocess(returning, sent.beside)

@@ -106,21 +106,22 @@ def of_any_width(stock: Callable[..., Any]) -> Callable[..., Any]:
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         if grad_output.shape[-1]:
             return stock(ctx, grad_output)
-        return stock(_WithFrozenRow(ctx), F.pad(grad_output, (0, 1)))
+        (weight,) = ctx.saved_tensors
+        with_row = _With(ctx, saved_tensors=(F.pad(weight, (0, 0, 0, 1)),))
+        return stock(with_row, F.pad(grad_output, (0, 1)))
 
     return backward
 
 
-class _WithFrozenRow:
-    """What a frozen layer has saved, as it would be with a row of zeros."""
+class _With:
+    """An object as it would be with other attributes."""
 
-    def __init__(self, ctx: Any) -> None:
-        self._ctx = ctx
-        (weight,) = ctx.saved_tensors
-        self.saved_tensors = (F.pad(weight, (0, 0, 0, 1)),)
+    def __init__(self, given: Any, **attributes: Any) -> None:
+        self._given = given
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
+        return getattr(self._given, name)
 
 
 def _with_own_rows(place: TpRank, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,21 +275,12 @@ def looking_up_nothing(stock: Callable[..., torch.Tensor]) -> Callable[..., torc
     """Wrap `VocabParallelEmbedding.forward`."""
 
     def forward(self: Any, input_: torch.Tensor) -> torch.Tensor:
-        return stock(self if len(self.weight) else _WithRow(self), input_)
+        if not len(self.weight):
+            # Made of the weight, so that backwards take part in what the TP group gathers there.
+            self = _With(self, weight=F.pad(self.weight, (0, 0, 0, 1)))
+        return stock(self, input_)
 
     return forward
-
-
-class _WithRow:
-    """A `VocabParallelEmbedding` as it would be with a row of zeros."""
-
-    def __init__(self, embedding: Any) -> None:
-        self._embedding = embedding
-        # Made of the weight, so that backwards take part in what the TP group gathers there.
-        self.weight = F.pad(embedding.weight, (0, 0, 0, 1))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._embedding, name)
 
 
 def without_a_logit(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
