@@ -53,7 +53,8 @@ def state_bytes(optimizer: Any) -> int:
     """
     storages: dict[int, int] = {}
     for _, parameter, _, shard in optimizer.owned_shards:
-        held = [v for v in optimizer.optimizer.state[shard].values() if _is_large(v)]
+        state = optimizer.optimizer.state[shard]
+        held = [v for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
         if parameter.dtype != torch.float32:
             held.append(shard)
         for tensor in held:
@@ -134,10 +135,6 @@ class SavedActivations:
     def _away_bytes(self) -> int:
         away = self.offload.away if self.offload is not None else {}
         return sum(m.num_bytes for memories in away.values() for m in memories if m.is_away)
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def make_ledger(

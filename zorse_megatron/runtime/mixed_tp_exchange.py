@@ -38,10 +38,6 @@ class MixedTpTensor:
         """Blocks of the whole tensor that a rank owns, in the order in which it has them."""
         return tuple(each.block for each in self.blocks if each.owner == rank)
 
-    def num_owned(self, rank: int) -> int:
-        """Elements that a rank owns."""
-        return sum(block.numel for block in self.owned_by(rank))
-
     def view(self, local: torch.Tensor, block: TensorBlock) -> torch.Tensor:
         """A block of the whole tensor, in what this rank holds."""
         place = self.part.local(block)

@@ -143,7 +143,8 @@ def common_state(optimizer: Any, layout: CheckpointLayout) -> dict:
     elif per_parameter or (step and not any("momentum" in group for group in groups)):
         for group in groups:
             group["step"] = float(step) if per_parameter else step
-    if layout is CheckpointLayout.REPLICATED and not _is_mixed_precision(optimizer.config):
+    config = optimizer.config
+    if layout is CheckpointLayout.REPLICATED and not (config.fp16 or config.bf16):
         return inner
     common: dict[str, Any] = {"optimizer": inner}
     if optimizer.grad_scaler:
@@ -171,10 +172,6 @@ def _saved_common(optimizer: Any, layout: CheckpointLayout) -> dict:
         if group["wd_mult"] and not group["is_decoupled_lr"]
     ]
     return {0: common, 1: of_experts}
-
-
-def _is_mixed_precision(config: Any) -> bool:
-    return bool(config.fp16 or config.bf16)
 
 
 # State tensors.

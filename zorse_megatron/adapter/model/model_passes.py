@@ -59,10 +59,6 @@ class ModelPasses:
         """Parameters of a part; a table that both ends share counts for the embedding."""
         return sum(p.numel() for module in self._modules(part) for p in module.parameters())
 
-    def clear_gradients(self) -> None:
-        """Set the gradients of all parameters to zero, as at the start of an iteration."""
-        self.wrapped.zero_grad_buffer()
-
     def make(self, part: Part, micro_batch_size: int) -> PartPass:
         """Return the pass of a micro-batch, with made-up tokens."""
         maker = {"embedding": self._embedding, "layer": self._layer, "head": self._head}[part]
