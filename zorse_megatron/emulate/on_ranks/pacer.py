@@ -118,11 +118,6 @@ class Pacer:
             chunk.output_layer.register_forward_pre_hook(self._entering("head"))
             chunk.output_layer.register_forward_hook(self._head)
 
-    @property
-    def steps_by_chunk(self) -> bool:
-        """Whether an update is made chunk by chunk, as under a plan."""
-        return any(isinstance(c.wrapped, UnevenDistributedDataParallel) for c in self.chunks)
-
     def _watch_layer_of_tp_group(self, layer: Any, how: RecomputeMode) -> None:
         layer.register_forward_pre_hook(self._entering("layer"))
         attention, mlp, half = layer.self_attention, layer.mlp, partial(self._half, layer, how)
@@ -365,7 +360,7 @@ class Pacer:
                 self._begin_pass()
             owned = list(map(self.sizes.owned_parameters, self.chunks))
             whole_s = self.compute.step_s(self.kind, sum(owned))
-            if self.steps_by_chunk:
+            if isinstance(self.chunks[0].wrapped, UnevenDistributedDataParallel):  # by chunk
                 whole_s *= owned[self._num_stepped] / max(1, sum(owned))
                 self._num_stepped = (self._num_stepped + 1) % len(self.chunks)
             self._take("STEP", whole_s)
@@ -385,12 +380,8 @@ class Pacer:
             self._begin_pass()
         self._num_stepped = (self._num_stepped + count) % total
         self.cap.check()
-        whole_s = self.compute.step_s(self.kind, self.owned_parameters())
-        self._take("STEP", whole_s * count / total)
-
-    def owned_parameters(self) -> int:
-        """Real parameters that this rank's optimizer steps."""
-        return sum(map(self.sizes.owned_parameters, self.chunks))
+        owned = sum(map(self.sizes.owned_parameters, self.chunks))
+        self._take("STEP", self.compute.step_s(self.kind, owned) * count / total)
 
 
 def _has_experts(layer: Any) -> bool:
