@@ -102,15 +102,11 @@ def _unit(block: Any, target: str) -> int:
     """Elements of a KV group along the axis that TP groups cut; of an MLP a column."""
     if target in ("gate", "up", "down"):
         return 1
-    return int(block.hidden_size_per_attention_head) * (
-        1 if target in ("k", "v") else _queries(block)
-    )
-
-
-def _queries(block: Any) -> int:
-    """Query heads of each KV group."""
-    heads: int = block.num_attention_heads_per_partition
-    return heads // int(block.num_query_groups_per_partition)
+    width = int(block.hidden_size_per_attention_head)
+    if target in ("k", "v"):
+        return width
+    heads, groups = block.num_attention_heads_per_partition, block.num_query_groups_per_partition
+    return width * (int(heads) // int(groups))
 
 
 def _output_shapes(block: Any, linear: Any, parts: tuple[str, ...]) -> dict[str, tuple[int, int]]:
