@@ -133,15 +133,13 @@ class SavedState:
         stock would ask how its state is sharded, and fail."""
         from megatron.training import get_args  # where a checkpoint is loaded it has been imported
 
-        args = get_args()
+        from zorse_megatron.adapter.groups.global_groups import presented
+
         for each in getattr(optimizer, "chained_optimizers", ()):
             each.finds_main = self.has_main
-        given = args.use_distributed_optimizer
-        args.use_distributed_optimizer = given and self.is_distributed
-        try:
+        is_distributed = get_args().use_distributed_optimizer and self.is_distributed
+        with presented(get_args(), use_distributed_optimizer=is_distributed):
             yield
-        finally:
-            args.use_distributed_optimizer = given
 
 
 def brings_all_weights(chosen: Checkpoint | None, args: Namespace) -> bool:

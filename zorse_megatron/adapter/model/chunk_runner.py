@@ -118,8 +118,8 @@ class MegatronChunkRunner:
             if self.inputs.are_packed
             else None
         )
-        training = self.loads is not None and not self.inputs.forward_only
-        self.in_order = self.loads.in_order if self.loads is not None and training else None
+        loads = None if self.inputs.forward_only else self.loads
+        self.in_order = None if loads is None else loads.in_order
         if self.in_order is not None:
             self.in_order.begin_step()
         self.num_computed = 0
@@ -336,7 +336,7 @@ class MegatronChunkRunner:
         flag."""
         if self.place is None:
             return contextlib.nullcontext()
-        return presented(get_args(), "micro_batch_size", micro_batch.size)
+        return presented(get_args(), micro_batch_size=micro_batch.size)
 
     @contextlib.contextmanager
     def _offloading(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
@@ -368,12 +368,10 @@ class MegatronChunkRunner:
         there = at_chunk(self.collection, chunk, self.stages.num_chunks)
         there.tp = there.cp  # what TP groups hold whole has been summed, see `tp_sums`
         # No rank waits for all others there (--timing-log-level): each comes at a time of its own,
-        # while others need what it sends later.
-        config = get_model_config(model)
-        without_barriers = presented(config, "barrier_with_L1_time", False)
-        # The bias of experts follows the loads of the whole step, see `scale`.
-        without_bias = presented(config, "moe_router_enable_expert_bias", False)
-        with self.stages.at_chunk(chunk), without_barriers, without_bias:
+        # while others need what it sends later. The bias of experts follows the loads of the whole
+        # step, see `scale`.
+        less = {"barrier_with_L1_time": False, "moe_router_enable_expert_bias": False}
+        with self.stages.at_chunk(chunk), presented(get_model_config(model), **less):
             self.inputs.config.finalize_model_grads_func([model], None, pg_collection=there)
 
     def _hold_back_gradient_sync(self, chunk: int) -> None:

@@ -76,8 +76,7 @@ class LocalSizes:
         """Within the block, the config says the sizes of the whole model."""
         stack = ExitStack()
         for config, sizes in self._whole:
-            for name, value in sizes.items():
-                stack.enter_context(presented(config, name, value))
+            stack.enter_context(presented(config, **sizes))
         return stack
 
 
@@ -310,7 +309,7 @@ def with_sequence_parallelism(stock: Callable[..., Any]) -> Callable[..., Any]:
     def new_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.sequence_parallel:
             return stock(cls, config, *args, **kwargs)
-        with presented(config, "sequence_parallel", False):
+        with presented(config, sequence_parallel=False):
             norm = stock(cls, config, *args, **kwargs)
         for parameter in norm.parameters():
             parameter.sequence_parallel = True

@@ -7,7 +7,7 @@ it, and have set their state aside, nothing of the training is touched: that is 
 import inspect
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -221,13 +221,10 @@ def _setup_from_memory(
     session: PlanSession, aside: SetAside, stock: Callable[..., Any]
 ) -> Callable[..., Any]:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        known = get_args()
         given = {"load": None, "pretrained_checkpoint": None, "perform_initialization": False}
         if session.run.options.lora is not None:  # what is frozen comes as at a job's start
             given = {"load": None}
-        with ExitStack() as stack:
-            for name, value in given.items():
-                stack.enter_context(presented(known, name, value))
+        with presented(get_args(), **given):
             model, optimizer, scheduler = stock(*args, **kwargs)
         take_over(session.at, aside, model, session.optimizer, scheduler)
         return model, optimizer, scheduler
@@ -255,7 +252,7 @@ def checked_plan(run: PlanRun, at: RankPlan, optimizer: Any, data: bytes) -> Pla
     lora = run.options.lora
     problems += base_problems(args) if lora is not None and at.rank == 0 else ()
     # In the arguments is what checkpoints say of adapters.
-    with nullcontext() if lora is None else presented(args, "zorse_lora", lora):
+    with nullcontext() if lora is None else presented(args, zorse_lora=lora):
         problems += check_arguments(args, plan, again=True)
     if problems:
         raise PlanError("The next plan cannot take over", problems)
