@@ -27,7 +27,7 @@ from zorse_megatron.doctor.plans import EXACT, FP32_FLAGS, MAX_ABS_LOSS_DIFFEREN
 from zorse_megatron.doctor.report import Status
 from zorse_megatron.emulate.rank_jobs import runner_here
 from zorse_megatron.emulate.tiny_model import TinyShape, TinyTraining, training_flags
-from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.errors import ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.read_write import one_line_if_not_printed
 from zorse_megatron.inputs.model import MODELS
@@ -136,14 +136,29 @@ def _demo(
             ends_s=time.monotonic() + TIME_LIMIT_S,
         )
         if device == Device.CUDA and not run.machine.gpus:
-            raise ZorseError("The demo cannot run there", [_NO_GPU])
+            raise ZorseError.of(
+                "The demo cannot run there",
+                where="--device",
+                found="cuda, while torch sees no GPU",
+                expected="a GPU",
+                remedy="Leave it out to train on the CPU, or check nvidia-smi and "
+                "`python -c 'import torch; print(torch.version.cuda)'`.",
+            )
         stock, under_plan = _trained(run, plan, iterations, console)
     console.print(loss_table(stock, under_plan))
     written = draw_loss(output / "loss.png", stock, under_plan)
     console.print(f"written: {written}; logs and numbers: {output / 'runs'}")
     found = compared(under_plan, stock, EXACT)
     if found.status is Status.FAIL:
-        raise ZorseError("The two runs differ", [_difference(found.said, runs)])
+        raise ZorseError.of(
+            "The two runs differ",
+            where=str(runs),
+            found=found.said,
+            expected="differences within rounding, of losses at most "
+            f"{MAX_ABS_LOSS_DIFFERENCE:.0e}",
+            remedy="The plan did not train as one process does: please report it, with that "
+            "folder.",
+        )
     console.print(f"The two runs are the same. {found.said}.", style="bold green")
 
 
@@ -196,23 +211,6 @@ def _trained(
 def _print_command(console: Console, command: str) -> None:
     console.print(f"  {command}", style="bold", markup=False, soft_wrap=True)
 
-
-def _difference(said: str, runs: Path) -> Problem:
-    return Problem(
-        where=str(runs),
-        found=said,
-        expected=f"differences within rounding, of losses at most {MAX_ABS_LOSS_DIFFERENCE:.0e}",
-        remedy="The plan did not train as one process does: please report it, with that folder.",
-    )
-
-
-_NO_GPU = Problem(
-    where="--device",
-    found="cuda, while torch sees no GPU",
-    expected="a GPU",
-    remedy="Leave it out to train on the CPU, or check nvidia-smi and "
-    "`python -c 'import torch; print(torch.version.cuda)'`.",
-)
 
 if __name__ == "__main__":
     with one_line_if_not_printed():

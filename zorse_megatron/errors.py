@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Self
 
 # What is found may be anything: it must not steer the terminal that shows it.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -46,6 +47,11 @@ class ZorseError(Exception):
         self.title = title
         self.problems = tuple(problems)
         super().__init__(str(self))
+
+    @classmethod
+    def of(cls, title: str, *, where: str, found: str, expected: str, remedy: str) -> Self:
+        """The error with one problem."""
+        return cls(title, [Problem(where=where, found=found, expected=expected, remedy=remedy)])
 
     def __str__(self) -> str:
         lines = [f"{self.title} ({len(self.problems)} problem{'s'[: len(self.problems) > 1]}):"]

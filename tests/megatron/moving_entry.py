@@ -43,10 +43,10 @@ def asking_first(begin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asking_for_another(checked_plan: Callable[..., Any], old: list[Any]) -> Callable[..., Any]:
-    def check(run: Any, at: Any, optimizers: Any, data: bytes) -> Any:
+    def check(run: Any, at: Any, optimizer: Any, data: bytes) -> Any:
         old.append(weakref.ref(at))  # which the session holds
         try:
-            return checked_plan(run, at, optimizers, data)
+            return checked_plan(run, at, optimizer, data)
         except ZorseError:
             if at.rank == 0:
                 ask_again()
@@ -58,15 +58,15 @@ def asking_for_another(checked_plan: Callable[..., Any], old: list[Any]) -> Call
 def failing_once(set_aside: Callable[..., Any], old: list[Any]) -> Callable[..., Any]:
     attempts: list[int] = []
 
-    def set_state_aside(optimizers: Any, *args: Any, **kwargs: Any) -> Any:
-        made, rank = set_aside(optimizers, *args, **kwargs), dist.get_rank()
+    def set_state_aside(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        made, rank = set_aside(optimizer, *args, **kwargs), dist.get_rank()
         attempts.append(rank)
         if len(attempts) == 1:
             if rank == 0:
                 ask_again()
             if rank == FAILS:
                 raise MemoryError("no room for it")
-        old.extend(map(weakref.ref, (*optimizers, *optimizers[0].model_chunks)))
+        old.extend(map(weakref.ref, (optimizer, *optimizer.model_chunks)))
         return made
 
     return set_state_aside

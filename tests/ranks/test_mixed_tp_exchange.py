@@ -76,7 +76,7 @@ def exchange() -> tuple[bool, bool, list[tuple[int, int]]]:
     counting = Counting()
     mixed_tp_exchange.dist = counting  # type: ignore[assignment]
     mine = [cut(v, t) for v, t in zip(whole_values(replica), unit, strict=True)]
-    owned = [torch.empty(t.num_owned(rank)) for t in unit]
+    owned = [torch.empty(sum(block.numel for block in t.owned_by(rank))) for t in unit]
     sum_into_owners(unit, mine, owned, dist.group.WORLD)
     total = [sum(values) for values in zip(*map(whole_values, range(len(TP_GROUPS))), strict=True)]
     expected = [t.packed(cut(v, t), rank) for v, t in zip(total, unit, strict=True)]

@@ -45,7 +45,7 @@ def test_what_an_earlier_demo_left_goes_and_nothing_else(tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_text("mine")
 
     def planned(*_arguments):
-        raise ZorseError("no plan", [demo._NO_GPU])
+        raise ZorseError.of("no plan", where="", found="", expected="", remedy="")
 
     monkeypatch.setattr(demo, "_planned", planned)
     with pytest.raises(ZorseError, match="no plan"):

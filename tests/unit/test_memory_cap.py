@@ -21,12 +21,14 @@ CHUNK = SimpleNamespace(
     has_own_output_table=False,
 )
 SIZES = SimpleNamespace(
-    real_parameters=lambda _chunk: {"layer": UNSHARDED}, owned_parameters=lambda _chunk: OWNED
+    memory=FakeMemory(),
+    real_parameters=lambda _chunk: {"layer": UNSHARDED},
+    owned_parameters=lambda _chunk: OWNED,
 )
 
 
 def cap(capacity_bytes):
-    made = MemoryCap(FakeMemory(), SIZES, capacity_bytes=capacity_bytes, rank=3)
+    made = MemoryCap(SIZES, capacity_bytes=capacity_bytes, rank=3)
     made.chunks = [CHUNK]
     return made
 

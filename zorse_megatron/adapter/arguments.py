@@ -88,15 +88,13 @@ def _validating(
         set_compute_dtype(args, plan)
         # One rank per stage: then stock's grid arithmetic is that of one replica that takes
         # the whole global batch, which is what a plan's groups are to the training loop.
-        args.world_size = len(plan.chunks) * args.tensor_model_parallel_size
+        shown = len(plan.chunks) * args.tensor_model_parallel_size
         say(
             "Megatron's own lines count one replica per chunk: its 'world size' below is "
-            f"{args.world_size}, this job has {world_size} ranks"
+            f"{shown}, this job has {world_size} ranks"
         )
-        try:
+        with presented(args, world_size=shown):
             return stock(args, {} if defaults is None else defaults)
-        finally:
-            args.world_size = world_size
 
     return validate_args
 
@@ -105,7 +103,7 @@ def _padding_for_the_command(stock: Callable[..., int]) -> Callable[..., int]:
     def vocab_size_with_padding(
         orig_vocab_size: int, args: Namespace, logging_enabled: bool = True
     ) -> int:
-        with presented(args, "tensor_model_parallel_size", args.zorse_command_degree):
+        with presented(args, tensor_model_parallel_size=args.zorse_command_degree):
             return stock(orig_vocab_size, args, logging_enabled)
 
     return vocab_size_with_padding

@@ -91,16 +91,15 @@ def take_exact(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def start_from_main(models: Iterable[Any], optimizers: Iterable[Any]) -> None:
+def start_from_main(models: Iterable[Any], optimizer: Any) -> None:
     """Make parameters of main parameters; a collective call.
 
     So the first step computes with main parameters rounded once, wherever they come from. Of a
     chunk that is released this makes the shards.
     """
-    for optimizer in optimizers:
-        for chunk, parameter, (start, stop), main in optimizer.owned_shards:
-            if parameter.dtype != torch.float32:
-                chunk.write_parameter(parameter, start, stop, optimizer.read(main))
+    for chunk, parameter, (start, stop), main in optimizer.owned_shards:
+        if parameter.dtype != torch.float32:
+            chunk.write_parameter(parameter, start, stop, optimizer.read(main))
     for model in models:
         for group in () if model.shards is not None else reversed(model.bucket_groups):
             for bucket in group.buckets:

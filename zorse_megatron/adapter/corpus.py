@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
-from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.errors import ZorseError
 
 VOCAB_SIZE = 256
 END_OF_DOCUMENT = 0
@@ -64,7 +64,13 @@ def write_corpus(
     num_documents, num_bytes = 0, 0
     for name, text in documents:
         if END_OF_DOCUMENT in text:
-            raise CorpusError("A document is no text", [_has_null_byte(name, text)])
+            raise CorpusError.of(
+                "A document is no text",
+                where=name,
+                found=f"a null byte at offset {text.index(END_OF_DOCUMENT)}",
+                expected="text, because byte 0 marks the end of a document",
+                remedy="Leave the file out.",
+            )
         kept = text[: max_bytes - num_bytes]
         if kept:
             tokens = np.frombuffer(kept + bytes([END_OF_DOCUMENT]), dtype=np.uint8)
@@ -76,15 +82,6 @@ def write_corpus(
     builder.finalize(get_idx_path(str(prefix)))
     return CorpusInfo(
         prefix=prefix, num_documents=num_documents, num_tokens=num_bytes + num_documents
-    )
-
-
-def _has_null_byte(name: str, text: bytes) -> Problem:
-    return Problem(
-        where=name,
-        found=f"a null byte at offset {text.index(END_OF_DOCUMENT)}",
-        expected="text, because byte 0 marks the end of a document",
-        remedy="Leave the file out.",
     )
 
 

@@ -13,8 +13,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,24 +240,6 @@ class HostProperties:
 _STREAM = HostStream()
 
 
-def _is_available() -> bool:
-    return called_by_megatron()
-
-
-def _device_count() -> int:
-    return int(called_by_megatron())
-
-
-@contextmanager
-def _stream(stream: HostStream | None) -> Iterator[HostStream | None]:
-    yield stream
-
-
-@contextmanager
-def _device(device: Any) -> Iterator[None]:
-    yield
-
-
 def _resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -311,18 +293,18 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 CUDA_SURFACE: dict[str, Any] = {
     # Megatron sees one device; everybody else (DataLoader, torch itself) still sees none.
-    "is_available": _is_available,
-    "device_count": _device_count,
+    "is_available": functools.partial(called_by_megatron, 1),
+    "device_count": lambda: int(called_by_megatron()),
     "current_device": lambda: 0,
     "set_device": lambda device: None,
-    "device": _device,
+    "device": lambda device: nullcontext(),
     "get_device_name": lambda device=None: _host_properties().name,
     "get_device_capability": lambda device=None: _CAPABILITY,
     "get_device_properties": _host_properties,
     # Host work is complete when the call returns.
     "Stream": HostStream,
     "Event": HostEvent,
-    "stream": _stream,
+    "stream": nullcontext,
     "set_stream": lambda stream: None,
     "current_stream": lambda device=None: _STREAM,
     "default_stream": lambda device=None: _STREAM,
@@ -406,10 +388,6 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _tensor_cuda(self: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:
-    return self
-
-
 def _make_tensor_to(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(to)
     def tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -447,6 +425,6 @@ def install() -> None:
     tensor: Any = torch.Tensor
     for name in TENSOR_FACTORIES:
         setattr(tensor, name, _on_host(getattr(tensor, name)))
-    tensor.cuda = _tensor_cuda
+    tensor.cuda = lambda self, *_, **__: self
     tensor.to = _make_tensor_to(tensor.to)
     tensor.type = _make_tensor_type(tensor.type)

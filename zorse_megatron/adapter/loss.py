@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import FlagError
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.plan.plan import Plan, data_parallel_ranks
 from zorse_megatron.runtime.hierarchical_collectives import CommDtype
@@ -44,16 +44,12 @@ def _divided(loss_func: Callable[..., Any], loss_divisor: float, output: Any, **
         return result
     counted = len(result) == 3 and all(value.numel() == 2 for value in result[2].values())
     if not counted:
-        raise FlagError(
+        raise FlagError.of(
             "This script's loss cannot be summed over unequal replicas",
-            [
-                Problem(
-                    where="the loss function that forward_step returns",
-                    found=f"a tuple of {len(result)} without token counts",
-                    expected="(sum of losses, number of tokens, {name: [sum, number]})",
-                    remedy="Return sums and counts, as upstream's pretrain_gpt.py does.",
-                )
-            ],
+            where="the loss function that forward_step returns",
+            found=f"a tuple of {len(result)} without token counts",
+            expected="(sum of losses, number of tokens, {name: [sum, number]})",
+            remedy="Return sums and counts, as upstream's pretrain_gpt.py does.",
         )
     loss, num_tokens, report = result
     # Not in place: the report may hold the same tensor.
@@ -166,7 +162,8 @@ class LossMessages:
         self._leaving = self._start(dist.isend, message), message
         if not known:
             self._like = losses or {}
-            for each in _as_messages(_on_host(losses)):
+            in_host = losses and {name: value.cpu() for name, value in losses.items()}
+            for each in _as_messages(in_host):
                 self._start(dist.isend, each).wait()
 
     def receive(self) -> dict[str, torch.Tensor] | None:
@@ -180,7 +177,8 @@ class LossMessages:
         self._start(dist.irecv, size).wait()
         pickled = torch.empty(int(size), dtype=torch.uint8, device="cuda")
         self._start(dist.irecv, pickled).wait()
-        losses = _on_device(pickle.loads(bytes(pickled.tolist())))
+        in_host: dict[str, torch.Tensor] | None = pickle.loads(bytes(pickled.tolist()))
+        losses = in_host and {name: value.cuda() for name, value in in_host.items()}
         self._like = losses or {}
         return losses
 
@@ -207,14 +205,6 @@ def _alike(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> b
     """Whether they differ by their values only."""
     forms = [[(name, v.dtype, v.shape) for name, v in each.items()] for each in (first, second)]
     return forms[0] == forms[1]
-
-
-def _on_host(losses: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-    return None if losses is None else {name: value.cpu() for name, value in losses.items()}
-
-
-def _on_device(losses: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-    return None if losses is None else {name: value.cuda() for name, value in losses.items()}
 
 
 # What the loss is divided by before its backward, so that fp16 gradients are stock's numbers.

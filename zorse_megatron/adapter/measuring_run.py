@@ -28,12 +28,10 @@ def run_until_built(
     if cpu_mode.needed():
         cpu_mode.enable()
         flags = with_cpu_flags(flags)
-    from zorse_megatron.adapter.start import activate
+    from zorse_megatron.adapter.start import activate, run_entry
 
     activate(None)
     REGISTRY.apply({"setup_when_measuring": functools.partial(_use_what_is_built, use)})
-    from zorse_megatron.adapter.start import run_entry
-
     try:
         run_entry(script, flags)
     except Built:

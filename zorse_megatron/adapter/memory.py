@@ -37,32 +37,31 @@ from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 from zorse_megatron.schedule.transfer_windows import offloaded_gradients
 
 
-def copied_gradient_bytes(optimizers: list[Any]) -> int:
+def copied_gradient_bytes(optimizer: Any) -> int:
     """Copies in fp32, for a step, of gradients that are accumulated in 16 bits."""
     return sum(
         shard.grad.nbytes
-        for optimizer in optimizers
         for chunk, _, _, shard in optimizer.owned_shards
         if shard.grad is not None and any(b.grad_dtype != torch.float32 for b in chunk.buffers)
     )
 
 
-def state_bytes(optimizers: list[Any]) -> int:
+def state_bytes(optimizer: Any) -> int:
     """Main parameters, where they are others than the parameters, and moments.
 
     Of state that waits in the host what is on the device.
     """
     storages: dict[int, int] = {}
-    for optimizer in optimizers:
-        for _, parameter, _, shard in optimizer.owned_shards:
-            held = [v for v in optimizer.optimizer.state[shard].values() if _is_large(v)]
-            if parameter.dtype != torch.float32:
-                held.append(shard)
-            for tensor in held:
-                storage = tensor.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-    passing = [o.host_state.passing_bytes for o in optimizers if o.host_state is not None]
-    return sum(storages.values()) + sum(passing)
+    for _, parameter, _, shard in optimizer.owned_shards:
+        state = optimizer.optimizer.state[shard]
+        held = [v for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
+        if parameter.dtype != torch.float32:
+            held.append(shard)
+        for tensor in held:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    passing = 0 if optimizer.host_state is None else optimizer.host_state.passing_bytes
+    return sum(storages.values()) + passing
 
 
 class SavedActivations:
@@ -138,15 +137,11 @@ class SavedActivations:
         return sum(m.num_bytes for memories in away.values() for m in memories if m.is_away)
 
 
-def _is_large(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
-
-
 def make_ledger(
     at: RankPlan,
     executor: Executor,
     models: Sequence[Any],
-    optimizers: list[Any],
+    optimizer: Any,
     *,
     activation_bytes: Callable[[], int],
     link: HostLink | None,
@@ -162,8 +157,8 @@ def make_ledger(
     return MemoryLedger(
         {
             "parameters": lambda: of_models("parameter_bytes"),
-            "gradients": lambda: of_models("gradient_bytes") + copied_gradient_bytes(optimizers),
-            "optimizer state": lambda: state_bytes(optimizers),
+            "gradients": lambda: of_models("gradient_bytes") + copied_gradient_bytes(optimizer),
+            "optimizer state": lambda: state_bytes(optimizer),
             "activations": activation_bytes,
             "buffers": lambda: executor.message_bytes + of_models("reduction_bytes"),
         },
@@ -211,24 +206,24 @@ _NUM_MOMENTS = 2
 
 
 def host_need(
-    at: RankPlan, models: Mapping[int, Any], optimizers: Sequence[Any], link: HostLink | None
+    at: RankPlan, models: Mapping[int, Any], optimizer: Any, link: HostLink | None
 ) -> HostMemoryNeed:
     """What this rank asks of its node; before the first step. `models`: chunk -> wrapped model."""
     pinned, held_bytes = (False, 0) if link is None else (link.is_cuda, link.host_bytes)
     if at.offload.optimizer_state:  # main parameters are there from when they are made
-        owned = [each for optimizer in optimizers for each in optimizer.owned_shards]
+        owned = optimizer.owned_shards
         held_bytes += sum(main.nbytes for _, p, _, main in owned if p.dtype != torch.float32)
     return HostMemoryNeed(
         rank=at.rank,
         node=node_name(),
-        by_category_bytes=_by_category(at, models, optimizers, pinned=pinned),
+        by_category_bytes=_by_category(at, models, optimizer, pinned=pinned),
         available_bytes=available_host_bytes(),
         held_bytes=held_bytes,
     )
 
 
 def _by_category(
-    at: RankPlan, models: Mapping[int, Any], optimizers: Sequence[Any], *, pinned: bool
+    at: RankPlan, models: Mapping[int, Any], optimizer: Any, *, pinned: bool
 ) -> dict[str, int]:
     """Category -> bytes that wait in the host at most.
 
@@ -250,7 +245,7 @@ def _by_category(
         away = offloaded_gradients(at.actions)
         need["gradients"] = sum(owned(sharded[c].gradients) for c in models if c in away)
     if offload.optimizer_state:
-        need["optimizer state"] = _state_bytes(models, optimizers, pinned=pinned)
+        need["optimizer state"] = _state_bytes(models, optimizer, pinned=pinned)
     if offload.activations:
         samples = max((each.size for each in at.batch.micro_batches), default=0)
         saved = {
@@ -264,16 +259,15 @@ def _by_category(
     return need
 
 
-def _state_bytes(models: Mapping[int, Any], optimizers: Sequence[Any], *, pinned: bool) -> int:
+def _state_bytes(models: Mapping[int, Any], optimizer: Any, *, pinned: bool) -> int:
     """Moments and main parameters: a flat block of each, by chunk (see `HostState`)."""
     total = 0
-    for optimizer in optimizers:
-        for model in models.values():
-            owned = [(p, s) for c, p, _, s in optimizer.owned_shards if c is model]
-            elements = sum(shard.numel() for _, shard in owned)
-            main = sum(s.numel() for p, s in owned if p.dtype != torch.float32)
-            blocks = [elements] * _NUM_MOMENTS + [main]
-            total += sum(host_bytes_of(_FLOAT32_BYTES * block, pinned=pinned) for block in blocks)
+    for model in models.values():
+        owned = [(p, s) for c, p, _, s in optimizer.owned_shards if c is model]
+        elements = sum(shard.numel() for _, shard in owned)
+        main = sum(s.numel() for p, s in owned if p.dtype != torch.float32)
+        blocks = [elements] * _NUM_MOMENTS + [main]
+        total += sum(host_bytes_of(_FLOAT32_BYTES * block, pinned=pinned) for block in blocks)
     return total
 
 

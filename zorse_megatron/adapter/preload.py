@@ -98,18 +98,6 @@ def warned_once_per_node() -> Iterator[None]:
 @contextmanager
 def logged_once() -> Iterator[None]:
     """What is logged when a chunk is built, or its buckets, is logged once for chunks alike."""
-    is_new = _new_lines()
-    loggers = [logging.getLogger(name) for name in _OF_CHUNKS]
-    for logger in loggers:
-        logger.addFilter(is_new)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_new)
-
-
-def _new_lines() -> Callable[[logging.LogRecord], bool]:
     seen: set[tuple[str, int, str]] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -118,4 +106,11 @@ def _new_lines() -> Callable[[logging.LogRecord], bool]:
         seen.add(line)
         return is_first
 
-    return is_new
+    loggers = [logging.getLogger(name) for name in _OF_CHUNKS]
+    for logger in loggers:
+        logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_new)

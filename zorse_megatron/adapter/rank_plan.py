@@ -19,7 +19,7 @@ from zorse_megatron.adapter.groups.process_groups import (
 )
 from zorse_megatron.adapter.loss import loss_divisor
 from zorse_megatron.adapter.samples import SampleKind, sample_kind
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.model_in_flags import compute_dtypes, is_mixed, needs_loads_in_order
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.live.batch_schedule import BatchSchedule, plan_for_batch
@@ -189,16 +189,12 @@ def _smaller_batches(
     for size in schedule.sizes[:-1]:
         found = preparation.prepare_plan(plan_for_batch(plan, size))
         if isinstance(found, str):
-            raise FlagError(
+            raise FlagError.of(
                 "The command does not fit the plan",
-                [
-                    Problem(
-                        where="--step-batch-size-schedule",
-                        found=f"batches of {size} samples, for which {found}",
-                        expected="sizes that fit where the plan's batch fits",
-                        remedy="Leave this size out.",
-                    )
-                ],
+                where="--step-batch-size-schedule",
+                found=f"batches of {size} samples, for which {found}",
+                expected="sizes that fit where the plan's batch fits",
+                remedy="Leave this size out.",
             )
         yield found
 

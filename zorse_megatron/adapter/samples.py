@@ -38,7 +38,7 @@ def plan_loader_builder(
 
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
         # Its rank 0 of 1 is the global order of samples.
-        with presented(parallel_state, "_MPU_DATA_PARALLEL_RANK", 0):
+        with presented(parallel_state, _MPU_DATA_PARALLEL_RANK=0):
             loader = stock(dataset, consumed_samples)
         own = next(assignments)
         if own is assignment:
@@ -85,7 +85,7 @@ def datasets_on_rank_0(stock: Callable[..., Any], *, rank: int) -> Callable[...,
     def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
         if rank:
             return stock(*args, **kwargs)
-        with presented(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0):
+        with presented(parallel_state, _MPU_PIPELINE_MODEL_PARALLEL_RANK=0):
             return stock(*args, **kwargs)
 
     return build_train_valid_test_datasets
@@ -145,7 +145,7 @@ def counting_each_chunk(
         if loop._seqlen_stats_in_iteration is None:
             loop._seqlen_stats_in_iteration = torch.zeros(2, dtype=torch.float64, device=device)
         loop._seqlen_stats_active = True
-        with presented(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", num_chunks):
+        with presented(parallel_state, _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE=num_chunks):
             return stock()
 
     return consume_seqlen_stats_in_iteration

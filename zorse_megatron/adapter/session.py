@@ -80,7 +80,8 @@ class PlanSession:
         self._has_begun = False
         self.num_done = 0
         """Iterations of this run."""
-        self.optimizers: list[Any] = []
+        self.optimizer: Any = None
+        """Made before anything asks for it: training alone runs under a plan."""
         self.tied: TiedEmbedding | None = None
         self.executor: Executor | None = None
         self.runner: MegatronChunkRunner | None = None
@@ -106,7 +107,7 @@ class PlanSession:
             config_overrides=config_overrides,
             dump_param_to_param_group_map=options.get("dump_param_to_param_group_map"),
         )
-        self.optimizers = list(optimizer.chained_optimizers)
+        (self.optimizer,) = optimizer.chained_optimizers
         self.tied = tied_embedding(self.at, model_chunks, optimizer)
         stock_step = optimizer.step
         optimizer.step = lambda: self.optimizer_step(stock_step)
@@ -206,7 +207,7 @@ class PlanSession:
 
     def parameters_norm(self, _model: Any, _force_create_fp32_copy: bool = False) -> float:
         """The counterpart of stock's `calc_params_l2_norm`."""
-        return parameters_norm(self.at, self.optimizers)
+        return parameters_norm(self.at, self.optimizer)
 
     def logging_router_losses(self, _stock: Any) -> Callable[..., None]:
         """Return the counterpart of stock's `MoEMetricsTracker._sync_metrics`."""
@@ -219,8 +220,7 @@ class PlanSession:
 
     def wait_for_parameters(self) -> None:
         """Wait for the gathers of the last step, as who reads parameters must."""
-        for optimizer in self.optimizers:
-            wait_for_parameters(optimizer.model_chunks)
+        wait_for_parameters(self.optimizer.model_chunks)
 
     def save_records(self, *, training_ended: bool) -> None:
         """Write what was executed and what memory held, if asked for; the last the session does."""
@@ -251,7 +251,7 @@ class PlanSession:
             at,
             self.executor,
             models,
-            self.optimizers,
+            self.optimizer,
             activation_bytes=lambda: self.kept.highest_bytes() if self.kept else 0,
             link=self.link,
             watches=watches_memory,
@@ -276,7 +276,7 @@ class PlanSession:
 
     def _settle(self, models: list[Any], *, watches_memory: bool) -> None:
         if self.at.is_mixed:
-            start_from_main(models, self.optimizers)
+            start_from_main(models, self.optimizer)
         for model in models:
             if model.mixed_tp:
                 model.shards.on_summed = self._sample_memory
@@ -305,7 +305,7 @@ class PlanSession:
             kept=self.kept,
             weight_gradients=self.weight_gradients,
             place=at.place,
-            optimizers=self.optimizers,
+            optimizer=self.optimizer,
             votes=self.votes,
             loads=self.loads,
             computations=[a for a in self.lists.ranks[at.rank] if a.kind in COMPUTE],
@@ -326,8 +326,8 @@ class PlanSession:
     def _drop_gradients(self, models: Mapping[int, Any]) -> None:
         """Shards of gradients have been used; stock would keep them until the next step."""
         sharded = [model for model in models.values() if model.shards is not None]
-        for optimizer in self.optimizers if sharded else ():
-            optimizer.zero_grad()
+        if sharded:
+            self.optimizer.zero_grad()
         for model in sharded:
             model.zero_grad_buffer()
 

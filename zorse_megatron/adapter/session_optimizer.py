@@ -14,12 +14,12 @@ from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
 from zorse_megatron.adapter.compute_dtype import take_exact, with_one_loss_scale
 from zorse_megatron.adapter.memory import before_first_step, host_need
 from zorse_megatron.adapter.optimizer.distributed_optimizer import build_uneven_optimizer
-from zorse_megatron.adapter.optimizer.shard_update import Update, choose_update, say_update
+from zorse_megatron.adapter.optimizer.shard_update import Update, choose_update
 from zorse_megatron.adapter.optimizer.streamed_gradients import count_zeros
 from zorse_megatron.adapter.plan_run import RunOptions
 from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
-from zorse_megatron.kernels.dispatch import why_not_triton
+from zorse_megatron.kernels.dispatch import say_by_kind, why_not_triton
 from zorse_megatron.plan.memory_settings import offloads_anything
 from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.host_budget import check_host_memory
@@ -50,47 +50,43 @@ def build_optimizer(
         state_waits=at.offload.optimizer_state,
         **options,
     )
-    parts = optimizer.chained_optimizers
-    for each in parts:
-        take_exact(each)
-        each.saves_experts_apart = get_args().zorse_experts_apart
+    (ours,) = optimizer.chained_optimizers
+    take_exact(ours)
+    ours.saves_experts_apart = get_args().zorse_experts_apart
     streams = _streams_gradients(at, asked.update, models)
-    chosen = [choose_update(each, asked.update, at.device, streams=streams) for each in parts]
-    say_update(chosen, at.device)
+    say_by_kind(choose_update(ours, asked.update, at.device, streams=streams), at.device)
     if any(group.grad_reduce_dtype for group in at.plan.groups):
         # Said now on every node: its first rank may be in a group that sends none in 16 bits.
         why_not_triton(at.device)
-    _share_host_memory(at, models, parts, link, asked.host_memory_limit_bytes)
+    _share_host_memory(at, models, ours, link, asked.host_memory_limit_bytes)
     if link is not None and (at.offload.parameters or at.offload.optimizer_state or streams):
         with before_first_step(at.rank, link):
-            for each in parts:
-                each.keep_in_host(
-                    link,
-                    optimizer_state=at.offload.optimizer_state,
-                    state_fraction=at.offload.optimizer_state_fraction,
-                    gradients=streams,
-                    on_change=on_change,
-                )
+            ours.keep_in_host(
+                link,
+                optimizer_state=at.offload.optimizer_state,
+                state_fraction=at.offload.optimizer_state_fraction,
+                gradients=streams,
+                on_change=on_change,
+            )
     if streams:
         optimizer.count_zeros = partial(count_zeros, optimizer)
     return optimizer
 
 
-def parameters_norm(at: RankPlan, optimizers: Sequence[Any]) -> float:
+def parameters_norm(at: RankPlan, optimizer: Any) -> float:
     """The norm of all parameters of the model, each element once; a collective call.
 
     As stock's `calc_params_l2_norm`: with bf16 of the main parameters, else of the model's own.
     """
     square = torch.zeros((), dtype=torch.float64, device=at.device)
-    for optimizer in optimizers:
-        for _, parameter, _, shard in optimizer.owned_shards:
-            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
-                parameter, tp_group=at.groups.tp_group
-            ):
-                value = optimizer.read(shard)
-                if parameter.dtype == torch.float16:
-                    value = value.half()
-                square += value.float().norm().double().square().to(at.device)
+    for _, parameter, _, shard in optimizer.owned_shards:
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+            parameter, tp_group=at.groups.tp_group
+        ):
+            value = optimizer.read(shard)
+            if parameter.dtype == torch.float16:
+                value = value.half()
+            square += value.float().norm().double().square().to(at.device)
     dist.all_reduce(square, group=at.groups.world)
     return square.sqrt().item()
 
@@ -115,7 +111,7 @@ def tied_embedding(at: RankPlan, models: Sequence[Any], optimizer: Any) -> TiedE
 def _share_host_memory(
     at: RankPlan,
     models: list[Any],
-    optimizers: Sequence[Any],
+    optimizer: Any,
     link: HostLink | None,
     limit_bytes: int | None,
 ) -> None:
@@ -126,7 +122,7 @@ def _share_host_memory(
     if not offloads_anything(at.plan):
         return
     dist.barrier()  # what ranks have put there is there when they look at what is left
-    mine = host_need(at, dict(zip(at.chunks, models, strict=True)), optimizers, link)
+    mine = host_need(at, dict(zip(at.chunks, models, strict=True)), optimizer, link)
     budgets = check_host_memory(gathered(mine), limit_bytes=limit_bytes)
     if link is not None:
         link.limit_bytes = budgets[at.rank]

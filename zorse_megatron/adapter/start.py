@@ -23,7 +23,7 @@ from zorse_megatron.adapter.patches.rebind import (
 )
 from zorse_megatron.adapter.plan_run import PlanLeft, PlanRun
 from zorse_megatron.adapter.preload import warned_once_per_node
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import FlagError
 from zorse_megatron.log import say
 from zorse_megatron.plan.plan_file import fingerprint
 
@@ -69,16 +69,12 @@ def _pretrain_under_plan(run: PlanRun, stock: Callable[..., Any]) -> Callable[..
         from zorse_megatron.adapter.training import train_under_plan
 
         if getattr(cfg_container, "model", None) is None:
-            raise FlagError(
+            raise FlagError.of(
                 "This script cannot run under a plan",
-                [
-                    Problem(
-                        where="the script's call of pretrain()",
-                        found="a config container without a model config",
-                        expected="one with cfg_container.model, as in upstream's pretrain_gpt.py",
-                        remedy="Use pretrain_gpt.py of Megatron-LM core_v0.19 as the pattern.",
-                    )
-                ],
+                where="the script's call of pretrain()",
+                found="a config container without a model config",
+                expected="one with cfg_container.model, as in upstream's pretrain_gpt.py",
+                remedy="Use pretrain_gpt.py of Megatron-LM core_v0.19 as the pattern.",
             )
         run.enter("while the ranks meet")
         _initialize_distributed()

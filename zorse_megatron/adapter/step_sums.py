@@ -20,32 +20,28 @@ class StepSums:
     """Numbers that go out in one vector; the host waits once for all that it asks of it."""
 
     def __init__(self) -> None:
-        self._parts: list[torch.Tensor] = []
+        self.parts: list[torch.Tensor] = []
+        """First of all what was summed, after `reduce`."""
         self._num_values = 0
         self._in_host: list[float] | None = None
 
     def add(self, values: torch.Tensor) -> "Part":
         """Let `values` (on the device, of any shape) be summed, too; or, after `reduce`, be read
         along with the sums."""
-        self._parts.append(values.detach().double().reshape(-1))
+        self.parts.append(values.detach().double().reshape(-1))
         first, self._num_values = self._num_values, self._num_values + values.numel()
         return Part(sums=self, first=first, stop=self._num_values)
 
     def reduce(self, group: dist.ProcessGroup) -> None:
         """Sum over all ranks, in fp64; a collective call, with as many values on each."""
-        self._parts = [torch.cat(self._parts)]
-        dist.all_reduce(self._parts[0], group=group)
+        self.parts = [torch.cat(self.parts)]
+        dist.all_reduce(self.parts[0], group=group)
 
-    def on_device(self, first: int, stop: int) -> torch.Tensor:
-        """Summed values, after `reduce`."""
-        return self._parts[0][first:stop]
-
-    def in_host(self, first: int, stop: int) -> list[float]:
-        """The same for the host, which waits for the device the first time."""
+    def in_host(self) -> list[float]:
+        """All values for the host, which waits for the device the first time."""
         if self._in_host is None:
-            self._in_host = torch.cat(self._parts).tolist()
-        assert stop <= len(self._in_host), "what is added later would need another wait"
-        return self._in_host[first:stop]
+            self._in_host = torch.cat(self.parts).tolist()
+        return self._in_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +55,11 @@ class Part:
     @property
     def on_device(self) -> torch.Tensor:
         """[stop - first], fp64; of what was summed."""
-        return self.sums.on_device(self.first, self.stop)
+        return self.sums.parts[0][self.first : self.stop]
 
     @property
     def in_host(self) -> list[float]:
         """The values; see `StepSums.in_host`."""
-        return self.sums.in_host(self.first, self.stop)
+        values = self.sums.in_host()
+        assert self.stop <= len(values), "what is added later would need another wait"
+        return values[self.first : self.stop]

@@ -10,7 +10,7 @@ same optimizer rule keeps them equal.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.compute_dtype import original_entry
+from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.runtime.collectives import IntervalExchange, exchange_intervals, gathered
 from zorse_megatron.schedule.shards import intersection
 from zorse_megatron.schedule.tensor_parallel_parts import Run
@@ -76,14 +77,11 @@ def saved_once(chunks: Sequence[Any]) -> Iterator[None]:
     Stock's parallel save gives each tensor to one rank of a group, by its name. A rank with both
     copies would save it twice.
     """
-    before = [(model, model.sharded_state_dict) for model in map(unwrap_model, chunks)]
-    for model, stock in before:
-        model.sharded_state_dict = partial(_without_second_copies, stock)
-    try:
+    with ExitStack() as stack:
+        for model in map(unwrap_model, chunks):
+            others = partial(_without_second_copies, model.sharded_state_dict)
+            stack.enter_context(presented(model, sharded_state_dict=others))
         yield
-    finally:
-        for model, stock in before:
-            model.sharded_state_dict = stock
 
 
 def _without_second_copies(stock: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:

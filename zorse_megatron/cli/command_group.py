@@ -6,8 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from zorse_megatron.cli.console import CommandError, print_json, reported_errors
-from zorse_megatron.errors import Problem
+from zorse_megatron.cli.console import print_json, refusal, reported_errors
 from zorse_megatron.files.read_write import one_line_if_not_printed
 
 _WANTS_JSON = "zorse_megatron.wants_json"
@@ -112,14 +111,9 @@ def _refuse_removed(ctx: Any, word: str) -> None:
     name = " ".join(words)
     if name not in REMOVED:
         return
-    problem = Problem(
-        where=f"zorse {name}",
-        found=f"{'an option' if word.startswith('-') else 'a command'} that was removed",
-        expected="one that is there",
-        remedy=REMOVED[name],
-    )
+    found = f"{'an option' if word.startswith('-') else 'a command'} that was removed"
     with reported_errors(as_json=ctx.meta.get(_WANTS_JSON, False), status=USAGE):
-        raise CommandError("the command cannot be run", [problem])
+        raise refusal(f"zorse {name}", found, "one that is there", REMOVED[name])
 
 
 def not_understood(command: Any, name: str, words: Sequence[str]) -> tuple[str, str] | None:

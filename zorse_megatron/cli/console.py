@@ -34,7 +34,7 @@ def refusal(
     what: str = "the command cannot be run",
 ) -> CommandError:
     """Return an error of one problem."""
-    return CommandError(what, [Problem(where=where, found=found, expected=expected, remedy=remedy)])
+    return CommandError.of(what, where=where, found=found, expected=expected, remedy=remedy)
 
 
 def refuse(problems: Iterable[Problem], what: str = "the command cannot be run") -> None:

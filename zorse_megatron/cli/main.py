@@ -21,19 +21,12 @@ from zorse_megatron.cli.commands.weights import export_hf, import_hf
 
 # What goes wrong on our side is reported with a plain traceback, without local variables.
 app = Commands(no_args_is_help=True, pretty_exceptions_enable=False)
-app.command()(discover)
-app.command()(doctor)
-app.command(cls=TakesTrainingFlags)(plan)
-app.command(cls=TakesTrainingFlags)(explain)
-app.command(cls=TakesTrainingFlags)(emulate)
-app.command(cls=TakesTrainingFlags)(compare)
-app.command(cls=TakesTrainingFlags)(check)
-app.command(cls=TakesTrainingFlags)(launch)
-app.command(cls=TakesTrainingFlags)(join)
-app.command()(status)
-app.command()(move)
-app.command()(import_hf)
-app.command()(export_hf)
+for command in (discover, doctor):
+    app.command()(command)
+for command in (plan, explain, emulate, compare, check, launch, join):
+    app.command(cls=TakesTrainingFlags)(command)
+for command in (status, move, import_hf, export_hf):
+    app.command()(command)
 app.add_typer(profile, name="profile")
 app.add_typer(checkpoint, name="checkpoint")
 

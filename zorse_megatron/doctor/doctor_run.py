@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.doctor.report import Finding, Machine, failed, passed
 from zorse_megatron.emulate.rank_jobs import RankJob, RunJob
-from zorse_megatron.errors import OutOfTime, Problem, RankFailure
+from zorse_megatron.errors import OutOfTime, RankFailure
 from zorse_megatron.flags.torch_builds import StartError, unusable_gpus
 from zorse_megatron.launch.rank_environment import SHARE_GPUS
 from zorse_megatron.plan.plan import Plan
@@ -168,7 +168,13 @@ class DoctorRun:
         """Run a job in its place, while there is time. Raises RankFailure."""
         left_s = min(self.ends_s, self._check_ends_s) - time.monotonic()
         if left_s <= _LEAST_S:
-            raise OutOfTime("The time is up", [_TIME_IS_UP])
+            raise OutOfTime.of(
+                "The time is up",
+                where="zorse doctor",
+                found="no time left for this check's next job",
+                expected="the jobs before it to take less",
+                remedy="Make this check alone (--check), with nothing else on this machine",
+            )
         share = {SHARE_GPUS: "1"} if self.machine.shares_gpus(world_size) else {}
         self.run_job(
             RankJob(
@@ -260,11 +266,3 @@ class DoctorRun:
         if isinstance(found, RankFailure):
             raise found
         return found
-
-
-_TIME_IS_UP = Problem(
-    where="zorse doctor",
-    found="no time left for this check's next job",
-    expected="the jobs before it to take less",
-    remedy="Make this check alone (--check), with nothing else on this machine",
-)

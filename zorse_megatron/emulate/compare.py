@@ -114,27 +114,23 @@ def _stock(name: str, stock: Stock) -> ComparedSystem:
     layout = stock.layout
     if layout is None:
         return _absent(name, stock.reason)
-    if layout.grid.expert_parallel > 1:
-        reason = stock.reason or (
+    system, reason = None, stock.reason
+    is_emulated = layout.grid.expert_parallel == 1
+    if is_emulated:
+        flags = flags_of_grid(layout.inputs, layout.grid)
+        system = System(name=name, gpus=layout.ranks, flags=flags, stock_layout=layout.plan)
+    elif not reason:
+        reason = (
             "at least, simulated: the emulation has no expert parallelism of unmodified Megatron"
         )
-        return ComparedSystem(
-            name=name,
-            layout=layout.description,
-            system=None,
-            predicted_s=None if stock.reason else layout.iteration_s,
-            peak_memory_fraction=None if stock.reason else layout.fullest,
-            reason=reason,
-            is_emulated=False,
-        )
-    flags = flags_of_grid(layout.inputs, layout.grid)
     return ComparedSystem(
         name=name,
         layout=layout.description,
-        system=System(name=name, gpus=layout.ranks, flags=flags, stock_layout=layout.plan),
+        system=system,
         predicted_s=None if stock.reason else layout.iteration_s,
         peak_memory_fraction=None if stock.reason else layout.fullest,
-        reason=stock.reason,
+        reason=reason,
+        is_emulated=is_emulated,
     )
 
 

@@ -44,11 +44,6 @@ class _Rank:
     done: list[Name] = field(default_factory=list)
     """What it has not been told yet."""
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it waits for an answer."""
-        return self.earliest_s == math.inf and not self.has_ended
-
 
 class Conductor:
     """Takes requests in any order and hands out answers when their time has come."""
@@ -98,7 +93,11 @@ class Conductor:
 
     def _waiting(self) -> list[int]:
         """Ranks that are owed an answer."""
-        return [n for n, rank in enumerate(self.ranks) if rank.is_stopped]
+        return [
+            number
+            for number, rank in enumerate(self.ranks)
+            if rank.earliest_s == math.inf and not rank.has_ended
+        ]
 
     def _already_done(self) -> Iterator[tuple[int, Answer]]:
         for number, rank in enumerate(self.ranks):

@@ -231,8 +231,7 @@ class Emulator:
             return []
         if LORA_FLAG in system.flags:
             return ["--pretrained-checkpoint", str(self._weights)]
-        load = ["--load", str(self._weights), "--finetune", "--no-load-optim", "--no-load-rng"]
-        return load
+        return ["--load", str(self._weights), "--finetune", "--no-load-optim", "--no-load-rng"]
 
     def _stock_vocabulary(self, job: EmulatedJob) -> list[str]:
         """Stock pads the vocabulary to a multiple of this times the degree of its TP groups.

@@ -142,13 +142,13 @@ class ForkClient:
         status = self._end(_END_TIMEOUT_S if in_time else 0.0)
         found = f"exit status {status}" if in_time else f"no answer within {timeout_s:.0f} s"
         self._log.seek(0)
-        problem = Problem(
+        raise RankFailure.of(
+            "The process that forks the ranks is gone",
             where=self.module,
             found=found,
             expected="one line of JSON",
             remedy="Its last lines:\n" + tail_of(self._log.read()),
         )
-        raise RankFailure("The process that forks the ranks is gone", [problem])
 
     def _end(self, timeout_s: float) -> int:
         """Exit status of the server, which is killed if it does not end by itself."""

@@ -117,7 +117,7 @@ def norm_and_flag_case(num_bytes: int, device: torch.device) -> Case:
     return Case(
         name="norm_and_flag",
         num_bytes=sum(shard.nbytes for shard in shards),
-        kernel=lambda: norm_and_flag(shards, device).both,
+        kernel=lambda: norm_and_flag(shards, device),
         plain={"fp32 norm, then isfinite": two_passes, "fp64 squares, then isfinite": in_fp64},
     )
 

@@ -130,36 +130,16 @@ def step_torch(
 # The sum of squares of gradients and whether any is infinite or NaN, in one pass over them.
 
 
-@dataclass(frozen=True, kw_only=True)
-class NormAndFlag:
-    """Both results in one tensor, so that one all-reduce (sum) combines those of all ranks.
-
-    `both`: [2] in fp64 on the shards' device: the sum of squares, and 0, or something else where
-    elements are infinite or NaN. Nothing has waited for the device yet.
-    """
-
-    both: torch.Tensor
-
-    @property
-    def sum_of_squares(self) -> torch.Tensor:
-        """0-d, fp64; infinite or NaN where an element is."""
-        return self.both[0]
-
-    @property
-    def found_inf(self) -> torch.Tensor:
-        """0-d, fp32: 1 where any element is infinite or NaN, else 0 (as Megatron's `found_inf`)."""
-        return (self.both[1] != 0).float()
-
-
 @torch.no_grad()
-def norm_and_flag(shards: Sequence[torch.Tensor], device: torch.device) -> NormAndFlag:
-    """Read each element of `shards` once.
+def norm_and_flag(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """[2] in fp64 on `device`, for one all-reduce (sum): the sum of squares, infinite or NaN where
+    an element is, and 0, or something else where one is. Nothing has waited for the device yet.
 
     `shards`: 1-D and contiguous, on `device`, of any sizes (0 too), in fp32, bf16 or fp16; there
-    may be none. Squares are added in fp64 in an order that depends on the sizes only, so two runs
-    give the same bits, and a finite element never overflows.
+    may be none. Each element is read once. Squares are added in fp64 in an order that depends on
+    the sizes only, so two runs give the same bits, and a finite element never overflows.
     """
-    return NormAndFlag(both=pick("norm_and_flag", device, norm_and_flag_torch)(shards, device))
+    return pick("norm_and_flag", device, norm_and_flag_torch)(shards, device)
 
 
 def norm_and_flag_torch(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

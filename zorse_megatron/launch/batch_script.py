@@ -425,7 +425,8 @@ def refuse_edited(path: Path, script: str) -> None:
     marked = _LINE.search(there)
     if there == script.encode() or (marked and _is_whole(there, marked)):
         return
-    problem = Problem(
+    raise OutputError.of(
+        "the script is not replaced",
         where=str(path),
         found="a script that was edited since zorse launch wrote it"
         if marked
@@ -433,7 +434,6 @@ def refuse_edited(path: Path, script: str) -> None:
         expected="a script as zorse launch wrote it, or none yet",
         remedy="Choose another path, or give --force to replace it.",
     )
-    raise OutputError("the script is not replaced", [problem])
 
 
 def _is_whole(script: bytes, marked: re.Match[bytes]) -> bool:

@@ -226,7 +226,8 @@ def _connection(point: Rendezvous, limit_s: float) -> LineSocket:
 
 
 def _no_rendezvous(point: Rendezvous, found: str) -> LaunchError:
-    problem = Problem(
+    return LaunchError.of(
+        "the processes of this start did not meet",
         where=f"process {point.number} of {point.size}, at {point.address}:{point.port}",
         found=found,
         expected="all processes that torchrun has started to meet there",
@@ -234,7 +235,6 @@ def _no_rendezvous(point: Rendezvous, found: str) -> LaunchError:
         "--max-restarts times. Ports between nodes have to be open, and ZORSE_TOKEN, if it is set, "
         "the same on all.",
     )
-    return LaunchError("the processes of this start did not meet", [problem])
 
 
 ERROR, LEAVES = "error", "leaves"
@@ -345,11 +345,11 @@ def _without_gpus(cluster: Cluster, arrivals: Sequence[Arrival]) -> tuple[str, .
 
 def _refuse_leaving(nodes: Collection[str], found: str) -> None:
     if nodes:
-        problem = Problem(
+        raise LaunchError.of(
+            "nodes cannot take part",
             where=", ".join(nodes),
             found=found,
             expected="nodes that can all train together",
             remedy="They leave the job, and the others start again. Once it is mended, start "
             "torchrun on them again.",
         )
-        raise LaunchError("nodes cannot take part", [problem])

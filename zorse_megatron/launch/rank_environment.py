@@ -22,6 +22,7 @@ OUTCOME = "ZORSE_OUTCOME"
 
 Launcher = Literal["torchrun", "srun", "none"]
 
+_NO_JOB = "the processes were not started as a job"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 # Numbers from here on are not steps of srun: batch scripts, interactive shells (slurm.h).
@@ -149,13 +150,12 @@ def _first_host(environment: Mapping[str, str]) -> str:
     for name in names:
         if environment.get(name):
             return next(hosts_in(environment[name]))
-    raise _error(
-        Problem(
-            where="SLURM_STEP_NODELIST",
-            found="no such variable",
-            expected="the list of the step's nodes, whose first one has rank 0",
-            remedy="Start the command with srun, or set MASTER_ADDR to the host of rank 0.",
-        )
+    raise LaunchError.of(
+        _NO_JOB,
+        where="SLURM_STEP_NODELIST",
+        found="no such variable",
+        expected="the list of the step's nodes, whose first one has rank 0",
+        remedy="Start the command with srun, or set MASTER_ADDR to the host of rank 0.",
     )
 
 
@@ -169,13 +169,12 @@ def _launched(
     names = _TORCHRUN if launcher == "torchrun" else _SRUN
     rank, world_size, local_rank = (numbers[name] for name in names[:3])
     if not rank < world_size:
-        raise _error(
-            Problem(
-                where=f"{names[0]}, {names[1]}",
-                found=f"rank {rank} of {world_size}",
-                expected="ranks from 0 to one less than their number",
-                remedy=f"Leave both to {launcher}.",
-            )
+        raise LaunchError.of(
+            _NO_JOB,
+            where=f"{names[0]}, {names[1]}",
+            found=f"rank {rank} of {world_size}",
+            expected="ranks from 0 to one less than their number",
+            remedy=f"Leave both to {launcher}.",
         )
     return LaunchedRank(
         launcher=launcher,
@@ -192,13 +191,12 @@ def _refuse_lone_task(environment: Mapping[str, str]) -> None:
     """A batch script or a shell inside an allocation of several tasks runs once, not once each."""
     tasks = environment.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in environment and tasks not in ("", "1"):
-        raise _error(
-            Problem(
-                where="SLURM_NTASKS",
-                found=f"{tasks} tasks, and one process that srun did not start",
-                expected="one process for each task",
-                remedy="Put srun in front of the command.",
-            )
+        raise LaunchError.of(
+            _NO_JOB,
+            where="SLURM_NTASKS",
+            found=f"{tasks} tasks, and one process that srun did not start",
+            expected="one process for each task",
+            remedy="Put srun in front of the command.",
         )
 
 
@@ -217,7 +215,7 @@ def _numbers(
         if not (environment.get(name) if name in texts else _is_number(environment.get(name)))
     ]
     if problems:
-        raise _error(*problems)
+        raise LaunchError(_NO_JOB, problems)
     return {name: int(environment[name]) for name in names if name not in texts}
 
 
@@ -227,10 +225,6 @@ def _number_or(environment: Mapping[str, str], name: str, default: int) -> int:
 
 def _is_number(text: str | None) -> bool:
     return text is not None and text.isdecimal() and len(text) < 12
-
-
-def _error(*problems: Problem) -> LaunchError:
-    return LaunchError("the processes were not started as a job", problems)
 
 
 # The rank of a process that srun started on a node of the cluster file.

@@ -79,14 +79,14 @@ def refuse_too_few(
     lacking = [f"without {', '.join(left.lost)}"] if left.lost else []
     if left.cut_off:
         lacking.append(f"with {', '.join(left.cut_off)} cut off")
-    problem = Problem(
+    raise LaunchError.of(
+        "too few GPUs are left",
         where=source,
         found=f"{len(left.ranks)} of {cluster.world_size} GPUs ({', '.join(lacking)})",
         expected=f"at least {max(1, min_gpus)} (--min-gpus)",
         remedy=f"{what_is_saved(saved)} Submit the job again when more nodes are there, or with a "
         "smaller --min-gpus.",
     )
-    raise LaunchError("too few GPUs are left", [problem])
 
 
 def _joined_parts(cluster: Cluster, nodes: list[Node]) -> Iterator[list[Node]]:
@@ -177,22 +177,22 @@ class Replanner:
                 timeout=self.limit_s,
             )
         except subprocess.TimeoutExpired:
-            problem = Problem(
+            raise LaunchError.of(
+                "no plan for the nodes that are left",
                 where=str(cluster),
                 found=f"no plan after {self.limit_s:g} s of searching",
                 expected="one by then",
                 remedy=f"{what_is_saved(saved)} Allow more time (--plan-limit), or search with "
                 "fewer possibilities, such as --max-tp 1.",
-            )
-            raise LaunchError("no plan for the nodes that are left", [problem]) from None
+            ) from None
         except OSError as error:
-            problem = Problem(
+            raise LaunchError.of(
+                "no plan for the nodes that are left",
                 where=self.python,
                 found=error.strerror or str(error),
                 expected="a Python that can run zorse plan here",
                 remedy=f"{what_is_saved(saved)} Look at --python, and at the limits of this node.",
-            )
-            raise LaunchError("no plan for the nodes that are left", [problem]) from error
+            ) from error
         if done.returncode:
             found = _problems(done.stdout, cluster, done.returncode)
             raise LaunchError(f"no plan for the nodes that are left. {what_is_saved(saved)}", found)
@@ -304,14 +304,14 @@ class Starts:
     def _give_up(self, found: str, expected: str) -> None:
         with contextlib.suppress(OSError):
             self.outcome.write_text(BAD_INPUT, encoding="utf-8")
-        problem = Problem(
+        raise GivenUp.of(
+            "the job ends",
             where=self.run,
             found=found,
             expected=expected,
             remedy=f"{what_is_saved(newest_saved(self.save))} Start the job again once what ended "
             "it is mended.",
         )
-        raise GivenUp("the job ends", [problem])
 
 
 def _lines(log: Path) -> list[dict[str, object]]:

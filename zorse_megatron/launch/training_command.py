@@ -196,13 +196,13 @@ def refuse_other_dtype(given: Sequence[str], dtype: ComputeDtype | None) -> None
     if dtype is None or dtype == said:
         return
     wanted = "neither --fp16 nor --bf16" if dtype == "fp32" else f"--{dtype}"
-    problem = Problem(
+    raise LaunchError.of(
+        "the training command does not fit the layout",
         where="--fp16, --bf16",
         found=f"--{said}" if said != "fp32" else "neither",
         expected=f"{wanted}, as the layout was made for (compute_dtype)",
         remedy="Stock Megatron has one type for the job, and the command says which one.",
     )
-    raise LaunchError("the training command does not fit the layout", [problem])
 
 
 def stock_training_of(given: Sequence[str], layout: Sequence[str], tensor: int) -> TrainingCommand:

@@ -65,7 +65,13 @@ class Chooser:
         if found is None and load.pretrained is not None:
             return self._pretrained(load.pretrained)
         if found is None and load.is_needed:
-            raise CheckpointError(TITLE, [_needed(load.root)])
+            raise CheckpointError.of(
+                TITLE,
+                where=str(load.root),
+                found="no checkpoint",
+                expected="one, as --exit-on-missing-checkpoint says",
+                remedy="Correct --load, or leave the flag out to train from the beginning.",
+            )
         return found
 
     def _in_root(self, root: Path, *, step: int | None) -> Look | None:
@@ -182,15 +188,6 @@ def _with_way_out(
         )
     *others, last = problems
     return (*others, replace(last, remedy=f"{last.remedy} {way_out}"))
-
-
-def _needed(root: Path | None) -> Problem:
-    return Problem(
-        where=str(root),
-        found="no checkpoint",
-        expected="one, as --exit-on-missing-checkpoint says",
-        remedy="Correct --load, or leave the flag out to train from the beginning.",
-    )
 
 
 # What a job has saved, for those who decide how it goes on.

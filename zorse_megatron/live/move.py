@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.errors import ZorseError
 from zorse_megatron.files.read_write import kind_of, read_input, write_text
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.lora import parse_lora
@@ -91,16 +91,12 @@ def _to(
             left += without(block, both)
         missing = left
     if missing:
-        raise MoveError(
+        raise MoveError.of(
             "State cannot be moved to the new plan",
-            [
-                Problem(
-                    where=f"parameter {name}",
-                    found=f"no owner of {missing[0]}, which rank {rank} is to own",
-                    expected="an owner of every element under the plan that has been run",
-                    remedy="Save a checkpoint, and start the new plan from it.",
-                )
-            ],
+            where=f"parameter {name}",
+            found=f"no owner of {missing[0]}, which rank {rank} is to own",
+            expected="an owner of every element under the plan that has been run",
+            remedy="Save a checkpoint, and start the new plan from it.",
         )
 
 
@@ -222,13 +218,13 @@ def take_request(directory: Path) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        problem = Problem(
+        raise MoveError.of(
+            "no plan can be asked for",
             where=str(request),
             found=error.strerror or str(error),
             expected="a plan file, as zorse move writes it, or none",
             remedy=f"Remove it, and {_TAKEN_NAME} if that is there; ask with zorse move.",
-        )
-        raise MoveError("no plan can be asked for", [problem]) from error
+        ) from error
     try:
         data = read_input(taken)
         taken.unlink()

@@ -213,8 +213,9 @@ class Balancer:
     speeds: dict[Worker, Speed] = field(default_factory=dict)
     refused: set[Counts] = field(default_factory=set)
     """Counts that cannot be, such as for lack of memory."""
+    proposal: Counts | None = None
+    """The counts that should be; None where they are good enough, or nothing is sure."""
     _steps_in_favour: int = 0
-    _proposal: Counts | None = None
 
     def add(self, step: int, seconds: Mapping[Worker, float]) -> None:
         """Take one step's seconds of a micro-batch, of every replica that has any."""
@@ -223,22 +224,17 @@ class Balancer:
             speed.add(step, each, _replica(self.plan, worker).num_microbatches)
         better = self._better()
         self._steps_in_favour = 0 if better is None else self._steps_in_favour + 1
-        self._proposal = better if self._steps_in_favour >= _PATIENCE else None
-
-    @property
-    def proposal(self) -> Counts | None:
-        """The counts that should be; None where they are good enough, or nothing is sure."""
-        return self._proposal
+        self.proposal = better if self._steps_in_favour >= _PATIENCE else None
 
     def change_to(self, plan: Plan) -> None:
         """Another plan, with other counts, is in force now."""
         self.plan = plan
-        self._steps_in_favour, self._proposal = 0, None
+        self._steps_in_favour, self.proposal = 0, None
 
     def refuse(self, counts: Counts) -> None:
         """These counts cannot be."""
         self.refused.add(counts)
-        self._steps_in_favour, self._proposal = 0, None
+        self._steps_in_favour, self.proposal = 0, None
 
     def _better(self) -> Counts | None:
         groups = self._times()

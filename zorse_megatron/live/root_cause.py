@@ -124,7 +124,7 @@ class RootCause:
         self, now_s: float, *, joined: Collection[int], late: Collection[int]
     ) -> Report | None:
         """Return whom to blame, if it is time to. `late`: ranks whose beat is overdue."""
-        found = [(report, at_s) for report, at_s in self.reports.values()]
+        found = self.reports.values()
         faults = [(report, at_s) for report, at_s in found if report.kind is not FailureKind.DONE]
         if not faults or self._is_agreed():
             return None

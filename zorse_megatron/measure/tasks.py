@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from zorse_megatron.errors import MeasureError, Problem
+from zorse_megatron.errors import MeasureError
 from zorse_megatron.flags.command import find_flags, split_ours
 from zorse_megatron.gpus.gpu import Attention
 from zorse_megatron.inputs.model import ModelShape
@@ -267,10 +267,10 @@ def _environment(local_rank: int) -> dict[str, str]:
 
 def _failure(status: int, output: str) -> MeasureError:
     tail = "\n".join(output.splitlines()[-_TAIL_LINES:])
-    problem = Problem(
+    return MeasureError.of(
+        "the layers cannot be measured",
         where="the process that builds the layers",
         found=f"exit status {status}",
         expected="0",
         remedy=f"Its last lines:\n{tail}",
     )
-    return MeasureError("the layers cannot be measured", [problem])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.runtime.host_link import HostWorker
-from zorse_megatron.runtime.transport import Work
+from zorse_megatron.runtime.transport import Work, started
 from zorse_megatron.schedule.shards import Interval
 
 if TYPE_CHECKING:
@@ -170,14 +170,14 @@ def start_reduce_scatter(
         # One reduce per owner. 1.4 to 2 times as fast as gloo's own reduce_scatter, even or
         # uneven (three ranks, 3 million fp32: 6.7 ms against 14.4 and 18.6).
         return [
-            _started(dist.reduce(part, group=group, group_dst=owner, async_op=True))
+            started(dist.reduce(part, group=group, group_dst=owner, async_op=True))
             for owner, part in enumerate(parts)
             if part.numel()
         ]
     if _is_even(parts):
-        return [_started(dist.reduce_scatter_tensor(mine, full, group=group, async_op=True))]
+        return [started(dist.reduce_scatter_tensor(mine, full, group=group, async_op=True))]
     # NCCL turns a list of unequal parts into one grouped launch of ncclReduce, in place.
-    return [_started(dist.reduce_scatter(mine, parts, group=group, async_op=True))]
+    return [started(dist.reduce_scatter(mine, parts, group=group, async_op=True))]
 
 
 def start_all_gather(
@@ -192,14 +192,14 @@ def start_all_gather(
         # all_to_all_single with splits (8.5 ms against 17.5, parts 3:1:0 of 4 million fp32) and
         # than all_gather_into_tensor for equal parts (6.5 ms against 11.7).
         return [
-            _started(dist.broadcast(part, group=group, group_src=owner, async_op=True))
+            started(dist.broadcast(part, group=group, group_src=owner, async_op=True))
             for owner, part in enumerate(parts)
             if part.numel()
         ]
     if _is_even(parts):
-        return [_started(dist.all_gather_into_tensor(full, mine, group=group, async_op=True))]
+        return [started(dist.all_gather_into_tensor(full, mine, group=group, async_op=True))]
     # NCCL turns a list of unequal parts into one grouped launch of ncclBroadcast, in place.
-    return [_started(dist.all_gather(parts, mine, group=group, async_op=True))]
+    return [started(dist.all_gather(parts, mine, group=group, async_op=True))]
 
 
 def _is_gloo(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
@@ -208,11 +208,6 @@ def _is_gloo(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
 
 def _is_even(parts: Sequence[torch.Tensor]) -> bool:
     return len({part.numel() for part in parts}) == 1
-
-
-def _started(work: Work | None) -> Work:
-    assert work is not None, "this rank is not in the group"
-    return work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +298,8 @@ class StagedWork:
         wait: Callable[[], object],
         buffers: Sequence[torch.Tensor],
     ) -> None:
-        """`counted`: works that say when it is done; `wait`: until it is; `buffers`: its own."""
+        """`counted`: works that say when it is done; `wait`: until it is, and what follows it, made
+        once; `buffers`: its own."""
         self._counted, self._wait, self._buffers = tuple(counted), wait, tuple(buffers)
 
     @property
@@ -317,7 +313,7 @@ class StagedWork:
             work.wait()
         self._counted = ()
         self._wait()
-        self._buffers = ()
+        self._wait, self._buffers = lambda: None, ()
 
 
 def start_stages(

@@ -26,7 +26,7 @@ from zorse_megatron.runtime.collectives import (
     views,
 )
 from zorse_megatron.runtime.host_link import HostWorker
-from zorse_megatron.runtime.transport import Work
+from zorse_megatron.runtime.transport import Work, started
 from zorse_megatron.schedule.shards import Interval, RegionShards
 
 
@@ -170,8 +170,7 @@ class _Buffer:
         def start() -> list[Work]:
             pack()
             work = dist.all_to_all_single(arrived, sent, *splits, group=group, async_op=True)
-            assert work is not None, "this rank is not in the group"
-            return [work]
+            return [started(work)]
 
         sizes = self.shards.messages(to_owners=reduces)
         return Stage(group=group, kind="exchange", sizes=sizes, start=start, after=after, then=then)
@@ -226,83 +225,41 @@ def reduce_scatter_low_precision(
     parts = views(full, bounds, group)
     if full.dtype != torch.float32:
         raise ValueError(f"found gradients in {full.dtype}; expected them in torch.float32")
-    return Works([] if group.size() == 1 else [_exchange(full, parts, group, comm_dtype)])
-
-
-def _exchange(
-    full: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
-    comm_dtype: CommDtype,
-) -> "_Exchange":
-    """Start to send each owner its part; nothing goes to this rank itself."""
-    me, others = group.rank(), group.size() - 1
+    if group.size() == 1:
+        return Works([])
+    me = group.rank()
     own = parts[me]
     sent = full.new_empty(full.numel() - own.numel(), dtype=comm_dtype.dtype)
-    received = full.new_empty(others * own.numel(), dtype=comm_dtype.dtype)
-    start = sum(part.numel() for part in parts[:me])
+    received = full.new_empty((group.size() - 1) * own.numel(), dtype=comm_dtype.dtype)
+    first = sum(part.numel() for part in parts[:me])
     with torch.no_grad():  # multiplied and rounded in one pass
-        torch.mul(full[:start], comm_dtype.factor, out=sent[:start])
-        torch.mul(full[start + own.numel() :], comm_dtype.factor, out=sent[start:])
-    start_calls = partial(_start_exchange, parts, group, sent, received)
-    works = as_one_operation("exchange", parts, group, start_calls, sent_as=comm_dtype.dtype)
-    return _Exchange(Works(works), sent, received, own=own, group_rank=me, comm_dtype=comm_dtype)
+        torch.mul(full[:first], comm_dtype.factor, out=sent[:first])
+        torch.mul(full[first + own.numel() :], comm_dtype.factor, out=sent[first:])
+    # The parts of others in their order, and others' of this rank's in theirs; nothing to itself.
+    send_sizes = [part.numel() for part in parts]
+    receive_sizes = [own.numel() for _ in parts]
+    send_sizes[me] = receive_sizes[me] = 0
+
+    def start() -> list[Work]:
+        work = dist.all_to_all_single(
+            received, sent, receive_sizes, send_sizes, group=group, async_op=True
+        )
+        return [started(work)]
+
+    works = as_one_operation("exchange", parts, group, start, sent_as=comm_dtype.dtype)
+    finish = partial(_add_received, received, own, me, comm_dtype)
+    return Works([StagedWork(works, finish, (sent, received))])
 
 
-def _start_exchange(
-    parts: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
-    sent: torch.Tensor,
-    received: torch.Tensor,
-) -> list[Work]:
-    """`sent`: the parts of others in their order; `received`: others' of this rank's, in theirs."""
-    ranks, me = range(group.size()), group.rank()
-    own = parts[me].numel()
-    send_sizes = [0 if rank == me else parts[rank].numel() for rank in ranks]
-    receive_sizes = [0 if rank == me else own for rank in ranks]
-    work = dist.all_to_all_single(
-        received, sent, receive_sizes, send_sizes, group=group, async_op=True
-    )
-    assert work is not None, "this rank is not in the group"
-    return [work]
-
-
-class _Exchange:
-    """An exchange under way; whoever waits for it makes the sum."""
-
-    def __init__(
-        self,
-        works: Works,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        *,
-        own: torch.Tensor,
-        group_rank: int,
-        comm_dtype: CommDtype,
-    ) -> None:
-        """`group_rank`: this rank's in the group; see `_start_exchange`."""
-        self._works = works
-        self._buffers: tuple[torch.Tensor, ...] = (sent, received)
-        self._own, self._group_rank, self._comm_dtype = own, group_rank, comm_dtype
-
-    @property
-    def buffer_bytes(self) -> int:
-        """What is sent and received, until the sum is made."""
-        return sum(buffer.nbytes for buffer in self._buffers)
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Wait for all contributions and add them to this rank's own."""
-        if not self._buffers:
-            return
-        self._works.wait()
-        _, received = self._buffers
-        self._buffers = ()
-        own = self._own
-        if not own.numel():
-            return
-        parts = list(received.split(own.numel()))
-        weights = [1.0 / self._comm_dtype.factor] * len(parts)
-        parts.insert(self._group_rank, own)
-        weights.insert(self._group_rank, 1.0)
-        sum_parts(own, parts, weights)
+@torch.no_grad()
+def _add_received(
+    received: torch.Tensor, own: torch.Tensor, group_rank: int, comm_dtype: CommDtype
+) -> None:
+    """Add all contributions to this rank's own."""
+    if not own.numel():
+        return
+    parts = list(received.split(own.numel()))
+    weights = [1.0 / comm_dtype.factor] * len(parts)
+    parts.insert(group_rank, own)
+    weights.insert(group_rank, 1.0)
+    sum_parts(own, parts, weights)

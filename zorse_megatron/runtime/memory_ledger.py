@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.errors import ZorseError
 from zorse_megatron.files.read_write import write_text
 from zorse_megatron.runtime.host_budget import HOST_REMEDIES
 from zorse_megatron.runtime.host_link import HostMemoryFull
@@ -104,17 +104,13 @@ class MemoryLedger:
         """Name the largest category, the chunk at work, and the setting that would help."""
         largest = max(now, key=lambda category: now[category])
         listed = ", ".join(f"{category} {num_bytes:,}" for category, num_bytes in now.items())
-        return MemoryLimitError(
+        return MemoryLimitError.of(
             "A rank needs more memory than it has",
-            [
-                Problem(
-                    where=f"rank {self.rank} {_place(action)}",
-                    found=f"{found}: {listed} bytes",
-                    expected=expected,
-                    remedy=f"Most of it is {largest}: {_REMEDIES.get(largest, 'make a new plan')}; "
-                    "or let `zorse plan` find a plan with a larger --margin.",
-                )
-            ],
+            where=f"rank {self.rank} {_place(action)}",
+            found=f"{found}: {listed} bytes",
+            expected=expected,
+            remedy=f"Most of it is {largest}: {_REMEDIES.get(largest, 'make a new plan')}; "
+            "or let `zorse plan` find a plan with a larger --margin.",
         )
 
     def out_of_host_memory(self, full: HostMemoryFull, action: Action) -> MemoryLimitError:
@@ -149,18 +145,14 @@ def out_of_host_memory(
     `waiting`: what waits there now, by category.
     """
     listed = ", ".join(f"{category} {count:,}" for category, count in waiting.items())
-    return MemoryLimitError(
+    return MemoryLimitError.of(
         "A rank needs more host memory than it has",
-        [
-            Problem(
-                where=f"rank {rank} {_place(action)}",
-                found=f"{full.found} with {full.asked_bytes:,} more for {full.category}; there "
-                f"now: {listed or 'nothing'}",
-                expected=full.expected,
-                remedy=f"This would help: {HOST_REMEDIES[full.category]}; or a larger "
-                "--zorse-host-memory-limit where there is more.",
-            )
-        ],
+        where=f"rank {rank} {_place(action)}",
+        found=f"{full.found} with {full.asked_bytes:,} more for {full.category}; there "
+        f"now: {listed or 'nothing'}",
+        expected=full.expected,
+        remedy=f"This would help: {HOST_REMEDIES[full.category]}; or a larger "
+        "--zorse-host-memory-limit where there is more.",
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zorse_megatron.runtime.collectives import as_one_exchange
-from zorse_megatron.runtime.transport import Work
+from zorse_megatron.runtime.transport import Work, started
 from zorse_megatron.schedule.tensor_parallel_parts import (
     Messages,
     OwnedBlock,
@@ -37,10 +37,6 @@ class MixedTpTensor:
     def owned_by(self, rank: int) -> tuple[TensorBlock, ...]:
         """Blocks of the whole tensor that a rank owns, in the order in which it has them."""
         return tuple(each.block for each in self.blocks if each.owner == rank)
-
-    def num_owned(self, rank: int) -> int:
-        """Elements that a rank owns."""
-        return sum(block.numel for block in self.owned_by(rank))
 
     def view(self, local: torch.Tensor, block: TensorBlock) -> torch.Tensor:
         """A block of the whole tensor, in what this rank holds."""
@@ -164,8 +160,7 @@ def _exchanged(
 
         def start() -> Work:
             work = dist.all_to_all_single(incoming, message, *splits, group=group, async_op=True)
-            assert work is not None, "this rank is not in the group"
-            return work
+            return started(work)
 
         as_one_exchange(moved, group, start).wait()
     pieces = incoming.split(list(counts.values()))

@@ -26,6 +26,12 @@ class Work(Protocol):
         """Block the host (gloo) or the current stream (NCCL) until the transfer is done."""
 
 
+def started(work: Work | None) -> Work:
+    """What an asynchronous call of `torch.distributed` has returned."""
+    assert work is not None, "this rank is not in the group"
+    return work
+
+
 class Receive(Protocol):
     """A receive whose buffer is there."""
 
@@ -73,14 +79,10 @@ class GlooTransport:
         self.groups: Sequence[dist.ProcessGroup] = ()
 
     def send(self, tensor: torch.Tensor, *, peer: int, tag: int) -> Work:
-        work = dist.isend(tensor, dst=peer, group=self.group, tag=tag)
-        assert work is not None
-        return work
+        return started(dist.isend(tensor, dst=peer, group=self.group, tag=tag))
 
     def open(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Receive:
-        work = dist.irecv(buffer, src=peer, group=self.group, tag=tag)
-        assert work is not None
-        return _Posted(work)
+        return _Posted(started(dist.irecv(buffer, src=peer, group=self.group, tag=tag)))
 
 
 class Streams(Protocol):

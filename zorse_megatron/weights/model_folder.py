@@ -85,13 +85,13 @@ def describe(folder: Path) -> Description:
     name = value.get("dtype") or value.get("torch_dtype")
     label = _IN_CONFIG.get(str(name).removeprefix("torch."))
     if name is not None and label is None:
-        problem = Problem(
+        raise ModelError.of(
+            f"{path}: its weights cannot be converted",
             where=f"{path}: dtype",
             found=repr(name)[:40],
             expected=" or ".join(_IN_CONFIG),
             remedy="Take weights that are not quantized, or correct it.",
         )
-        raise ModelError(f"{path}: its weights cannot be converted", [problem])
     predicted = value.get("num_nextn_predict_layers") or 0
     return Description(
         folder=folder,
@@ -285,13 +285,13 @@ def _text(path: Path) -> bytes:
     try:
         return read_input(path, max_bytes=MAX_INPUT_BYTES)
     except OSError as error:
-        problem = Problem(
+        raise ModelError.of(
+            "The model cannot be converted",
             where=str(path),
             found=str(error.strerror or error),
             expected="a file that can be read",
             remedy="Correct the path, or its permissions.",
-        )
-        raise ModelError("The model cannot be converted", [problem]) from error
+        ) from error
 
 
 def _tokenizer_problems(description: Description) -> Iterator[Problem]:

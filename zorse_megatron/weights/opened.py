@@ -35,13 +35,13 @@ def iteration_folder(checkpoint: Path) -> Path:
     if names is not None and (names.folder / ".metadata").is_file():
         return names.folder
     newest = [each.folder.name for each in checkpoints_in(checkpoint)]
-    problem = Problem(
+    raise CheckpointError.of(
+        CANNOT,
         where=str(checkpoint),
         found=f"no latest torch_dist checkpoint{f' ({newest[0]} exists)' if newest else ''}",
         expected="the directory given to --save, or that of one iteration",
         remedy="Correct the path.",
     )
-    raise CheckpointError(CANNOT, [problem])
 
 
 def opened(folder: Path) -> CheckpointTensors:
@@ -49,13 +49,13 @@ def opened(folder: Path) -> CheckpointTensors:
     try:
         return CheckpointTensors(folder)
     except Exception as error:  # of a damaged index, whatever unpickling raises
-        problem = Problem(
+        raise CheckpointError.of(
+            CANNOT,
             where=str(folder / ".metadata"),
             found=f"{type(error).__name__}: {error}",
             expected="the index of a torch_dist checkpoint",
             remedy="See whether it is whole: zorse checkpoint verify.",
-        )
-        raise CheckpointError(CANNOT, [problem]) from error
+        ) from error
 
 
 def argument_in(folder: Path, name: str) -> Any:
@@ -74,13 +74,13 @@ def reading(folder: Path, key: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever unpickling raises
-        problem = Problem(
+        raise CheckpointError.of(
+            CANNOT,
             where=f"{folder}: {key}",
             found=f"{type(error).__name__}: {str(error)[:200]}",
             expected="files as they were saved",
             remedy=_DAMAGED,
-        )
-        raise CheckpointError(CANNOT, [problem]) from error
+        ) from error
 
 
 def read(found: CheckpointTensors, tensor: WholeTensor) -> torch.Tensor:
@@ -173,13 +173,13 @@ def base_digest(folder: Path) -> str:
     pieces = sorted(piece for key, size in found.sizes().items() if not is_adapter(key)
                     for piece in _pieces(found, key, size))  # fmt: skip
     if not pieces:
-        problem = Problem(
+        raise CheckpointError.of(
+            CANNOT,
             where=str(folder),
             found="no weights of a model",
             expected="a checkpoint that training can start from",
             remedy="Give the one that holds the whole model.",
         )
-        raise CheckpointError(CANNOT, [problem])
     digest = hashlib.sha256()
     for name, layer, shape, values in pieces:
         digest.update(f"{name} {layer} {shape} {len(values)}\n".encode() + values)

@@ -6,7 +6,7 @@ are for. The base, which no run changes, comes from `--pretrained-checkpoint` at
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -117,7 +117,10 @@ class AdapterRun:
         def load_checkpoint(*given: Any, **named: Any) -> Any:
             result = 0, 0
             if self._base is not None:
-                with self._of_base(args, self._base):
+                with (
+                    presented(self, _loads_base=True),
+                    _presented(args, self._base, load=None, ckpt_step=None, finetune=True),
+                ):
                     load(*given, **named)
             if self._own is not None:
                 with _presented(args, self._own, pretrained_checkpoint=None):
@@ -125,15 +128,6 @@ class AdapterRun:
             return result
 
         return load_checkpoint
-
-    @contextmanager
-    def _of_base(self, args: Namespace, base: _Found) -> Iterator[None]:
-        self._loads_base = True
-        try:
-            with _presented(args, base, load=None, ckpt_step=None, finetune=True):
-                yield
-        finally:
-            self._loads_base = False
 
 
 def _refuse_remote(args: Namespace) -> None:
@@ -185,13 +179,13 @@ def refuse_adapters(folder: Path) -> None:
     except CheckpointError:  # a checkpoint of another kind
         return
     if saved is not None:
-        problem = Problem(
+        raise CheckpointError.of(
+            TITLE,
             where=f"{_LOAD} {folder}",
             found="adapters alone",
             expected=f"whole weights, or {LORA_FLAG} in the command",
             remedy=f"Add {LORA_FLAG} as the run that saved it had it, and its base ({_BASE}).",
         )
-        raise CheckpointError(TITLE, [problem])
 
 
 def _found(load: Load) -> _Found | None:
@@ -202,10 +196,10 @@ def _found(load: Load) -> _Found | None:
 @contextmanager
 def _presented(args: Namespace, found: _Found, **values: Any) -> Iterator[None]:
     """Let the arguments name one checkpoint, as if the other were none."""
-    with ExitStack() as stack:
-        for name, value in {"ckpt_step": args.ckpt_step, **values}.items():
-            stack.enter_context(presented(args, name, value))
-        stack.enter_context(REGISTRY.applied(same_on_all(args, found.load, found.checkpoint)))
+    with (
+        presented(args, **{"ckpt_step": args.ckpt_step, **values}),
+        REGISTRY.applied(same_on_all(args, found.load, found.checkpoint)),
+    ):
         yield
 
 

@@ -54,7 +54,13 @@ def load_of(args: Namespace, *, skips_damaged: bool) -> Load | None:
         or args.save is None
         or os.path.realpath(args.load) != os.path.realpath(args.save)
     ):
-        raise FlagError("The command cannot be used", [_not_the_folder_of_save(args)])
+        raise FlagError.of(
+            "The command cannot be used",
+            where=SKIP,
+            found=f"--load {args.load} and --save {args.save}",
+            expected="one folder for both: its tracker file is set back",
+            remedy="Leave the flag out, and name the checkpoint to load with --ckpt-step.",
+        )
     return Load(
         root=None if args.load is None else Path(args.load),
         step=args.ckpt_step,
@@ -92,13 +98,13 @@ def refuse_untied(folder: Path, args: Namespace) -> None:
     except CheckpointError:  # of another kind, or unreadable: loading it says so
         return
     if has_head and not args.untie_embeddings_and_output_weights:
-        problem = Problem(
+        raise CheckpointError.of(
+            TITLE,
             where=str(folder),
             found=f"{_HEAD}, an output layer of its own",
             expected="a model whose output layer is its embedding, as the command's",
             remedy="Add --untie-embeddings-and-output-weights, or load another checkpoint.",
         )
-        raise CheckpointError(TITLE, [problem])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +133,13 @@ class SavedState:
         stock would ask how its state is sharded, and fail."""
         from megatron.training import get_args  # where a checkpoint is loaded it has been imported
 
-        args = get_args()
+        from zorse_megatron.adapter.groups.global_groups import presented
+
         for each in getattr(optimizer, "chained_optimizers", ()):
             each.finds_main = self.has_main
-        given = args.use_distributed_optimizer
-        args.use_distributed_optimizer = given and self.is_distributed
-        try:
+        is_distributed = get_args().use_distributed_optimizer and self.is_distributed
+        with presented(get_args(), use_distributed_optimizer=is_distributed):
             yield
-        finally:
-            args.use_distributed_optimizer = given
 
 
 def brings_all_weights(chosen: Checkpoint | None, args: Namespace) -> bool:
@@ -201,12 +205,18 @@ def _make_load(state: SavedState, stock_load: Callable[..., Any]) -> Callable[..
             with same_schedule(), state.told(optimizer):
                 return stock_load(models, optimizer, *args, **kwargs)
         except SystemExit as request:
-            raise CheckpointError(TITLE, [_gave_up(request)]) from request
+            raise CheckpointError.of(
+                TITLE,
+                where="--load",
+                found=f"that Megatron ended the job with status {request.code or 0}",
+                expected="a checkpoint that can be loaded",
+                remedy="The lines above say why.",
+            ) from request
         except (Exception, CheckpointException) as error:
             if not _is_about_content(error):
                 raise
             traceback.print_exc()
-            raise CheckpointError(TITLE, [_unreadable(error)]) from error
+            raise _unreadable(error) from error
 
     return load_checkpoint
 
@@ -219,32 +229,15 @@ def _is_about_content(error: BaseException) -> bool:
     return not isinstance(error, transient) and not is_communication_error(error)
 
 
-def _gave_up(request: SystemExit) -> Problem:
-    return Problem(
-        where="--load",
-        found=f"that Megatron ended the job with status {request.code or 0}",
-        expected="a checkpoint that can be loaded",
-        remedy="The lines above say why.",
-    )
-
-
-def _unreadable(error: BaseException) -> Problem:
+def _unreadable(error: BaseException) -> CheckpointError:
     line = next(iter(str(error).splitlines()), "")
-    return Problem(
+    return CheckpointError.of(
+        TITLE,
         where="--load",
         found=f"{type(error).__name__}: {line}",
         expected="a checkpoint that Megatron can load with this command",
         remedy="The traceback above says where. If the model is another one, correct the flags; "
         "else resume from an older checkpoint: zorse checkpoint verify lists them.",
-    )
-
-
-def _not_the_folder_of_save(args: Namespace) -> Problem:
-    return Problem(
-        where=SKIP,
-        found=f"--load {args.load} and --save {args.save}",
-        expected="one folder for both: its tracker file is set back",
-        remedy="Leave the flag out, and name the checkpoint to load with --ckpt-step.",
     )
 
 
@@ -290,13 +283,13 @@ def same_schedule() -> Iterator[None]:
         from megatron.training import get_args  # where a checkpoint is loaded it has been imported
 
         args = get_args()
-        problem = Problem(
+        raise CheckpointError.of(
+            TITLE,
             where=f"--load {args.load}",
             found=f"{_listed(saved, args)} in the checkpoint",
             expected=f"{_listed(ours, args)}, as in the command",
             remedy=_REMEDY,
         )
-        raise CheckpointError(TITLE, [problem])
 
 
 def _noting(

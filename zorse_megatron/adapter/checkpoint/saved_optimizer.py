@@ -21,7 +21,7 @@ from megatron.core.utils import get_pg_size
 from zorse_megatron.adapter.checkpoint.saved_parameters import joined, model_shardings, saved_blocks
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.adapter.tied_embeddings import is_second_copy
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import FlagError
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,13 @@ def load_state_dict(optimizer: Any, state_dict: dict) -> None:
     first, *others = parts or [state_dict]
     groups = [group for part in others for group in _inner(part)["param_groups"]]
     if not all(group["is_expert_parallel"] for group in groups):
-        raise FlagError("The checkpoint cannot be loaded", [_SEVERAL_OPTIMIZERS])
+        raise FlagError.of(
+            "The checkpoint cannot be loaded",
+            where="the optimizer state",
+            found="that of several optimizers, as stock has with Muon",
+            expected="that of one, or of one beside that of experts",
+            remedy="Go on with the weights alone: --no-load-optim, or --finetune.",
+        )
     layout = CheckpointLayout.of(distributed="param_state_sharding_type" in first)
     allocate_state(optimizer)
     _restore_shards(optimizer, state_dict.get(_SHARDS, {}), layout)
@@ -104,33 +110,21 @@ def restore_common_state(optimizer: Any, state_dict: dict) -> None:
         )
 
 
-_SEVERAL_OPTIMIZERS = Problem(
-    where="the optimizer state",
-    found="that of several optimizers, as stock has with Muon",
-    expected="that of one, or of one beside that of experts",
-    remedy="Go on with the weights alone: --no-load-optim, or --finetune.",
-)
-
-
 # Layouts.
 
 
 def _layout_to_read(metadata: dict) -> CheckpointLayout:
     found = metadata.get(_SHARDING_TYPE, _FULLY_RESHARDABLE)
     if found != _FULLY_RESHARDABLE:
-        raise FlagError(
+        raise FlagError.of(
             "The checkpoint cannot be loaded",
-            [
-                Problem(
-                    where="the optimizer state's sharding",
-                    found=repr(found),
-                    expected=repr(_FULLY_RESHARDABLE),
-                    remedy="Save with --ckpt-fully-parallel-save "
-                    "--dist-ckpt-optim-fully-reshardable: the default sharding of "
-                    "--use-distributed-optimizer is only readable with the data-parallel layout "
-                    "that wrote it.",
-                )
-            ],
+            where="the optimizer state's sharding",
+            found=repr(found),
+            expected=repr(_FULLY_RESHARDABLE),
+            remedy="Save with --ckpt-fully-parallel-save "
+            "--dist-ckpt-optim-fully-reshardable: the default sharding of "
+            "--use-distributed-optimizer is only readable with the data-parallel layout "
+            "that wrote it.",
         )
     return CheckpointLayout.of(distributed=_SHARDING_TYPE in metadata)
 
@@ -149,7 +143,8 @@ def common_state(optimizer: Any, layout: CheckpointLayout) -> dict:
     elif per_parameter or (step and not any("momentum" in group for group in groups)):
         for group in groups:
             group["step"] = float(step) if per_parameter else step
-    if layout is CheckpointLayout.REPLICATED and not _is_mixed_precision(optimizer.config):
+    config = optimizer.config
+    if layout is CheckpointLayout.REPLICATED and not (config.fp16 or config.bf16):
         return inner
     common: dict[str, Any] = {"optimizer": inner}
     if optimizer.grad_scaler:
@@ -177,10 +172,6 @@ def _saved_common(optimizer: Any, layout: CheckpointLayout) -> dict:
         if group["wd_mult"] and not group["is_decoupled_lr"]
     ]
     return {0: common, 1: of_experts}
-
-
-def _is_mixed_precision(config: Any) -> bool:
-    return bool(config.fp16 or config.bf16)
 
 
 # State tensors.
@@ -288,17 +279,13 @@ def restore_groups(optimizer: Any, saved_groups: list[dict]) -> None:
     for group in optimizer.optimizer.param_groups:
         saved = saved_by_kind.get(_kind(group))
         if saved is None:
-            raise FlagError(
+            raise FlagError.of(
                 "The checkpoint's optimizer does not fit the command",
-                [
-                    Problem(
-                        where="parameter groups",
-                        found=f"groups {sorted(map(str, saved_by_kind))} in the checkpoint",
-                        expected=f"a group {_kind(group)} of {param_group_identifier_keys}",
-                        remedy="Use the learning-rate and weight-decay flags with which it was "
-                        "saved, or --no-load-optim.",
-                    )
-                ],
+                where="parameter groups",
+                found=f"groups {sorted(map(str, saved_by_kind))} in the checkpoint",
+                expected=f"a group {_kind(group)} of {param_group_identifier_keys}",
+                remedy="Use the learning-rate and weight-decay flags with which it was "
+                "saved, or --no-load-optim.",
             )
         group.update({k: v for k, v in saved.items() if k not in ("params", "step")})
 

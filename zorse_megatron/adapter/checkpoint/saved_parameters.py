@@ -22,7 +22,7 @@ from zorse_megatron.adapter.compute_dtype import (
     original_entry,
     standing_for,
 )
-from zorse_megatron.errors import Problem, SeamError
+from zorse_megatron.errors import SeamError
 from zorse_megatron.runtime.host_link import copied_to_host
 from zorse_megatron.schedule.shards import Interval, intersection
 from zorse_megatron.schedule.tensor_parallel_parts import (
@@ -192,18 +192,13 @@ def _products(stand_in: torch.Tensor, sharding: Any) -> list[Any]:
 
 
 def _unknown_factory(key: str, piece: ShardedPiece) -> SeamError:
-    return SeamError(
+    return SeamError.of(
         "A parameter and its optimizer state cannot be saved in shards",
-        [
-            Problem(
-                where=f"parameter {key}",
-                found=f"a checkpoint transformation that copies or reorders elements (at elements "
-                f"{piece.span}, shape {tuple(piece.sharding.data.shape)})",
-                expected="one that splits the parameter along its first axis",
-                remedy="Train without this layer, or save with --no-save-optim and resident "
-                "parameters.",
-            )
-        ],
+        where=f"parameter {key}",
+        found=f"a checkpoint transformation that copies or reorders elements (at elements "
+        f"{piece.span}, shape {tuple(piece.sharding.data.shape)})",
+        expected="one that splits the parameter along its first axis",
+        remedy="Train without this layer, or save with --no-save-optim and resident parameters.",
     )
 
 
@@ -302,17 +297,13 @@ def _whole_sharding(parameter: torch.nn.Parameter, sharding: Any) -> Any:
     else:
         products = [sharding]
     if len({each.key for each in products}) > 1:
-        raise SeamError(
+        raise SeamError.of(
             "A parameter and its optimizer state cannot be saved in blocks of the whole",
-            [
-                Problem(
-                    where=f"parameter {sharding.key}",
-                    found=f"{len(products)} tensors in checkpoints",
-                    expected="one",
-                    remedy="Use replicas of equal tensor parallelism, and equal parts, in each "
-                    "group of the plan.",
-                )
-            ],
+            where=f"parameter {sharding.key}",
+            found=f"{len(products)} tensors in checkpoints",
+            expected="one",
+            remedy="Use replicas of equal tensor parallelism, and equal parts, in each "
+            "group of the plan.",
         )
     return products[0]
 

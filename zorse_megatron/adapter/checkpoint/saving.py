@@ -115,13 +115,13 @@ def written_alone(folder: str | None, run: str) -> Iterator[Callable[[], None]]:
         try:
             taken.append(OneWriter(Path(folder), run, tell=say))
         except OSError as error:
-            problem = Problem(
+            raise OutputError.of(
+                "nothing can be saved",
                 where=f"--save {folder}",
                 found=error.strerror or str(error),
                 expected="a directory that takes files, or the place of one",
                 remedy=remedy_for(error),
-            )
-            raise OutputError("nothing can be saved", [problem]) from error
+            ) from error
 
     def check() -> None:
         for each in taken:

@@ -39,11 +39,6 @@ from zorse_megatron.schedule.shards import Interval, intersection
 from zorse_megatron.schedule.tensor_parallel_parts import Run, runs_of_rows
 
 
-def _without_overlap(ddp_config: Any) -> Any:
-    """Stock refuses a config with both numbers for buckets; it has made one of the other by now."""
-    return replace(ddp_config, overlap_grad_reduce=False, num_buckets=None)
-
-
 class UnevenDistributedDataParallel(DistributedDataParallel):
     """`DistributedDataParallel` with more arguments, by name.
 
@@ -94,12 +89,13 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         self.has_uneven_tp_shards = (
             not place.tp_shards.are_equal if isinstance(place, TpRank) else place is not None
         )
-        if sharded or mixed_group is not None or self.has_uneven_tp_shards:
-            ddp_config = _without_overlap(ddp_config)
+        by_layer = sharded or mixed_group is not None or self.has_uneven_tp_shards
+        if by_layer or delays_weights or reduces_in_list:
+            # Stock refuses a config with both numbers for buckets; it has made one of the other.
+            ddp_config = replace(ddp_config, overlap_grad_reduce=False, num_buckets=None)
+        if by_layer:
             disable_bucketing = False
             full_param_layout = bucket_per_layer(module, ddp_config, pg_collection)
-        elif delays_weights or reduces_in_list:
-            ddp_config = _without_overlap(ddp_config)
         self.tp_group = place.group if isinstance(place, TpRank) else None
         self.delays_weights = delays_weights
         super().__init__(

@@ -61,7 +61,7 @@ class MixedTpShards(ChunkShards):
         """What this rank owns of each parameter."""
         self.sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         """And of its gradient, once it has been reduced."""
-        self.on_summed: Callable[[], None] = _nothing
+        self.on_summed: Callable[[], None] = lambda: None
         """Called within a reduction, when there are gradients and all sums of them."""
         self._close_gradients()
 
@@ -182,10 +182,6 @@ class MixedTpShards(ChunkShards):
     def _close_gradients(self) -> None:
         super()._close_gradients()
         self.sums = {}
-
-
-def _nothing() -> None:
-    pass
 
 
 def mixed_tp_tensor(

@@ -6,7 +6,7 @@ after checking that each exists.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,24 +111,28 @@ def one_rank_alone(alone: dist.ProcessGroup) -> Iterator[None]:
     """Within the block, stock sees this rank as a tensor-parallel group of its own."""
     args, ranks = get_args(), dist.get_process_group_ranks(alone)
     with (
-        presented(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", alone),
-        presented(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", alone),
-        presented(parallel_state, "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", ranks),
-        presented(args, "tensor_model_parallel_size", 1),
-        presented(args, "sequence_parallel", False),
+        presented(
+            parallel_state,
+            _TENSOR_MODEL_PARALLEL_GROUP=alone,
+            _TENSOR_AND_CONTEXT_PARALLEL_GROUP=alone,
+            _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS=ranks,
+        ),
+        presented(args, tensor_model_parallel_size=1, sequence_parallel=False),
     ):
         yield
 
 
 @contextmanager
-def presented(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the block, whoever reads `owner.name` finds `value`."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
+def presented(owner: Any, /, **values: Any) -> Iterator[None]:
+    """Within the block, whoever reads `owner.name` finds the value given as `name`."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 # What stock takes for the pipeline's stages: the groups, or the chunks while one is at work.
@@ -160,20 +164,24 @@ class StockStages:
         # group.
         args.expert_tensor_parallel_size = 1
 
-    def at_chunk(self, chunk: int) -> AbstractContextManager[None]:
-        """Within the block, stock sees this rank on the pipeline stage that is the chunk."""
-        # With one chunk per group they are the same stages.
-        return nullcontext() if self.num_chunks == self.num_groups else self._show_chunk(chunk)
-
     @contextmanager
-    def _show_chunk(self, chunk: int) -> Iterator[None]:
-        args, position = get_args(), PipelinePosition(chunk, self.num_chunks)
+    def at_chunk(self, chunk: int) -> Iterator[None]:
+        """Within the block, stock sees this rank on the pipeline stage that is the chunk."""
+        if self.num_chunks == self.num_groups:  # one chunk per group: they are the same stages
+            yield
+            return
         with (
-            presented(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", chunk),
-            presented(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", self.num_chunks),
-            presented(parallel_state, "_PIPELINE_MODEL_PARALLEL_GROUP", position),
-            presented(args, "pipeline_model_parallel_size", self.num_chunks),
-            presented(args, "pipeline_model_parallel_layout", self.chunk_layout),
+            presented(
+                parallel_state,
+                _MPU_PIPELINE_MODEL_PARALLEL_RANK=chunk,
+                _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE=self.num_chunks,
+                _PIPELINE_MODEL_PARALLEL_GROUP=PipelinePosition(chunk, self.num_chunks),
+            ),
+            presented(
+                get_args(),
+                pipeline_model_parallel_size=self.num_chunks,
+                pipeline_model_parallel_layout=self.chunk_layout,
+            ),
         ):
             yield
 

@@ -29,7 +29,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from zorse_megatron.log import say
 from zorse_megatron.plan.plan import (
-    Group,
     Plan,
     communicating_ranks,
     data_parallel_ranks,
@@ -264,14 +263,6 @@ def at_chunk(
     return there
 
 
-def _tp_groups(group: Group) -> Iterator[tuple[int, ...]]:
-    for replica in group.replicas:
-        if replica.expert_parallel is None:
-            yield replica.ranks
-        else:
-            yield from ((rank,) for rank in replica.ranks)
-
-
 # The ranks of each axis of parallelism, as Megatron's `RankGenerator` lists them, from a plan.
 #
 # Megatron's own makes them from one size per axis, which only describes grids of equal groups.
@@ -297,7 +288,8 @@ class PlanRankGenerator(RankGenerator):
         if not axes:
             return [[rank] for rank in range(self.world_size)]
         if axes == {"tp"}:
-            return [list(ranks) for group in groups for ranks in _tp_groups(group)]
+            found = (tp_group_of_rank(self.plan, rank) for group in groups for rank in group.ranks)
+            return list(map(list, dict.fromkeys(found)))
         if axes == {"dp"}:
             return [list(ranks) for group in groups for ranks in data_parallel_ranks(group)]
         if axes == {"tp", "dp"}:

@@ -94,7 +94,7 @@ class MegatronChunkRunner:
     """In this rank's tensor-parallel group."""
     computations: Sequence[Action] = ()
     """The list's forwards and backwards."""
-    optimizers: Sequence[Any] = ()
+    optimizer: Any = None
     votes: RerunVotes = field(default_factory=RerunVotes)
     """On running the step again."""
     loads: ExpertLoads | None = None
@@ -118,8 +118,8 @@ class MegatronChunkRunner:
             if self.inputs.are_packed
             else None
         )
-        training = self.loads is not None and not self.inputs.forward_only
-        self.in_order = self.loads.in_order if self.loads is not None and training else None
+        loads = None if self.inputs.forward_only else self.loads
+        self.in_order = None if loads is None else loads.in_order
         if self.in_order is not None:
             self.in_order.begin_step()
         self.num_computed = 0
@@ -267,18 +267,17 @@ class MegatronChunkRunner:
         sums = StepSums()
         tokens = sums.add(self.num_tokens)
         self.votes.cast(sums, noted, self.num_tokens.device)
-        gradients = [sums.add(each.factors.read()) for each in self.optimizers]
+        gradients = sums.add(self.optimizer.factors.read())
         loads = None if self.loads is None else sums.add(self.loads.take())
         sums.reduce(self.collection.intra_dist_opt)
         self.num_tokens.copy_(tokens.on_device[0])
         factor = self.loss_divisor / torch.clamp(self.num_tokens, min=1)
-        for optimizer, found in zip(self.optimizers, gradients, strict=True):
-            optimizer.factors.know(found, factor)
+        self.optimizer.factors.know(gradients, factor)
         if self.loads is not None and loads is not None:
             self.loads.give(loads.on_device)
 
     def norm(self) -> None:
-        """Stock's optimizer step, in which optimizers only decide (`step_with_ready_grads`)."""
+        """Stock's optimizer step, in which ours only decides (`step_with_ready_grads`)."""
         assert self.stock_step is not None
         self.step_result = self.stock_step()
         _, grad_norm, _ = self.step_result
@@ -286,8 +285,7 @@ class MegatronChunkRunner:
 
     def step(self, chunk: int) -> None:
         """Update this rank's shard of the chunk, unless the step is skipped on all ranks."""
-        for optimizer in self.optimizers:
-            optimizer.step_chunk(self.inputs.models[chunk])
+        self.optimizer.step_chunk(self.inputs.models[chunk])
 
     def unshard(self, chunk: int) -> None:
         """Unshard the parameters.
@@ -338,7 +336,7 @@ class MegatronChunkRunner:
         flag."""
         if self.place is None:
             return contextlib.nullcontext()
-        return presented(get_args(), "micro_batch_size", micro_batch.size)
+        return presented(get_args(), micro_batch_size=micro_batch.size)
 
     @contextlib.contextmanager
     def _offloading(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
@@ -370,12 +368,10 @@ class MegatronChunkRunner:
         there = at_chunk(self.collection, chunk, self.stages.num_chunks)
         there.tp = there.cp  # what TP groups hold whole has been summed, see `tp_sums`
         # No rank waits for all others there (--timing-log-level): each comes at a time of its own,
-        # while others need what it sends later.
-        config = get_model_config(model)
-        without_barriers = presented(config, "barrier_with_L1_time", False)
-        # The bias of experts follows the loads of the whole step, see `scale`.
-        without_bias = presented(config, "moe_router_enable_expert_bias", False)
-        with self.stages.at_chunk(chunk), without_barriers, without_bias:
+        # while others need what it sends later. The bias of experts follows the loads of the whole
+        # step, see `scale`.
+        less = {"barrier_with_L1_time": False, "moe_router_enable_expert_bias": False}
+        with self.stages.at_chunk(chunk), presented(get_model_config(model), **less):
             self.inputs.config.finalize_model_grads_func([model], None, pg_collection=there)
 
     def _hold_back_gradient_sync(self, chunk: int) -> None:

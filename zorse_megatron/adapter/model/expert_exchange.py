@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from zorse_megatron.kernels.grouped_gemm import GroupedProduct
 from zorse_megatron.runtime.mailbox import ExpertRank
+from zorse_megatron.runtime.transport import started
 
 
 class TokensByRank(MoETokenDispatcher):
@@ -53,7 +54,7 @@ class TokensByRank(MoETokenDispatcher):
         everyone = _told_to_all(chosen.to(torch.int32), self.place).long()
         self.routes = _routes(chosen, everyone, self.owners, self.place)
         flat = tokens.reshape(-1, self.shape[-1])
-        return _copied(flat, self.routes.sent), probs.gather(1, chosen)
+        return _Moved.apply(flat, self.routes.sent, _copy, _sum), probs.gather(1, chosen)
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -75,11 +76,12 @@ class TokensByRank(MoETokenDispatcher):
         routes = self.routes
         rows, probs = self.passage.end(hidden_states, probs)
         weights = probs.reshape(-1).index_select(0, routes.pairs)
-        return _copied(rows, routes.computed), routes.counts, weights
+        return _Moved.apply(rows, routes.computed, _copy, _sum), routes.counts, weights
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The sum of what a row's experts here have returned."""
-        return _summed(hidden_states, self.routes.computed)
+        total: torch.Tensor = _Moved.apply(hidden_states, self.routes.computed, _sum, _copy)
+        return total
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Back to the tokens' ranks; `combine_postprocess` waits."""
@@ -91,9 +93,9 @@ class TokensByRank(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the layer was given them."""
         (rows,) = self.passage.end(hidden_states)
-        total = _summed(rows, self.routes.sent).view(self.shape)
+        total: torch.Tensor = _Moved.apply(rows, self.routes.sent, _sum, _copy)
         del self.routes, self.passage  # the graph has what a backward needs
-        return total
+        return total.view(self.shape)
 
 
 # Which rows go where.
@@ -183,14 +185,11 @@ def _slices(counts: Sequence[int]) -> list[slice]:
 # comes first.
 
 
-def _copied(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
-    found: torch.Tensor = _Copied.apply(rows, copies)
-    return found
+_Move = Callable[[torch.Tensor, Copies], torch.Tensor]
 
 
-def _summed(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
-    found: torch.Tensor = _Summed.apply(rows, copies)
-    return found
+def _copy(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+    return rows.index_select(0, copies.rows)
 
 
 def _sum(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -201,26 +200,17 @@ def _sum(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
     return total.to(rows.dtype)
 
 
-class _Copied(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, copies: Copies) -> torch.Tensor:
-        ctx.copies = copies
-        return rows.index_select(0, copies.rows)
+    def forward(
+        ctx: Any, rows: torch.Tensor, copies: Copies, move: _Move, back: _Move
+    ) -> torch.Tensor:
+        ctx.copies, ctx.back = copies, back
+        return move(rows, copies)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return _sum(gradient, ctx.copies), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, copies: Copies) -> torch.Tensor:
-        ctx.copies = copies
-        return _sum(rows, copies)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return gradient.index_select(0, ctx.copies.rows), None
+        return ctx.back(gradient, ctx.copies), None, None, None
 
 
 # What is sent.
@@ -237,8 +227,7 @@ def _start(rows: torch.Tensor, exchange: Exchange, place: ExpertRank) -> _Starte
     rows, received = rows.contiguous(), rows.new_empty(sum(exchange.received), *rows.shape[1:])
     counts = exchange.received, exchange.sent
     work = dist.all_to_all_single(received, rows, *counts, group=place.group, async_op=True)
-    assert work is not None, "this rank is in the group"
-    return received, work.wait
+    return received, started(work).wait
 
 
 def _told_to_all(own: torch.Tensor, place: ExpertRank) -> torch.Tensor:

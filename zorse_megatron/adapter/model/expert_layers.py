@@ -18,7 +18,7 @@ Source: `MoELayer`, `MoETokenDispatcher` and `SequentialMLP` in megatron/core/tr
 
 import copy
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -82,15 +82,9 @@ def with_plan_layers(
     return get_moe_module_spec_for_backend
 
 
-@dataclass(kw_only=True)
-class SentTokens:
-    """Those of half of a micro-batch."""
-
-    dispatcher: TokensByRank
-    rows: tuple[torch.Tensor, torch.Tensor]
-    """Not there yet, and weights of their experts; until experts are computed."""
-    beside: torch.Tensor | None
-    """What shared experts return."""
+Compute = Callable[[], tuple[torch.Tensor, Callable[[], torch.Tensor]]]
+"""Computes what experts return of tokens that have been sent to them. That leaves, and is returned
+beside what waits for it and returns the layer's output."""
 
 
 class PlanMoELayer(MoELayer):
@@ -142,8 +136,7 @@ class PlanMoELayer(MoELayer):
             parameter.sequence_parallel = False
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See `MoELayer`; routers see whole sequences. Of halves (`overlapped_layer`): what
-        `compute` and then `arrived` are given."""
+        """See `MoELayer`; routers see whole sequences. Where halves overlap: a `Compute`."""
         if self.overlaps:
             return self._sent(hidden_states, **kwargs)
         dispatcher = self.token_dispatcher
@@ -158,31 +151,30 @@ class PlanMoELayer(MoELayer):
 
     def _sent(
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> "SentTokens":
+    ) -> Compute:
         """Let tokens leave for their experts."""
         self.dispatchers.reverse()
         self.token_dispatcher = dispatcher = self.dispatchers[0]
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
         beside = self.shared_experts_compute(hidden_states)
-        rows = self.dispatch(
-            *self.preprocess(hidden_states, *self.route(hidden_states, padding_mask))
-        )
-        return SentTokens(dispatcher=dispatcher, rows=rows, beside=beside)
+        routed = self.preprocess(hidden_states, *self.route(hidden_states, padding_mask))
+        rows = [*self.dispatch(*routed)]  # not there yet; until experts are computed
 
-    def compute(self, sent: "SentTokens") -> torch.Tensor:
-        """What experts return of tokens that have been sent to them; it leaves."""
-        self.token_dispatcher = sent.dispatcher
-        output, _ = self.routed_experts_compute(*sent.rows)
-        del sent.rows
-        found: torch.Tensor = self.combine(output)
-        return found
+        def compute() -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+            self.token_dispatcher = dispatcher
+            output, _ = self.routed_experts_compute(*rows)
+            rows.clear()
+            returning = self.combine(output)
 
-    def arrived(self, sent: "SentTokens", returning: torch.Tensor) -> torch.Tensor:
-        """The layer's output."""
-        self.token_dispatcher = sent.dispatcher
-        found: torch.Tensor = self.postprocess(returning, sent.beside)
-        return found
+            def arrived() -> torch.Tensor:
+                self.token_dispatcher = dispatcher
+                found: torch.Tensor = self.postprocess(returning, beside)
+                return found
+
+            return returning, arrived
+
+        return compute
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """As stock's, which cannot shape what is computed of no samples."""

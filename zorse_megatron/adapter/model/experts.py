@@ -33,6 +33,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
+from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.runtime.collectives import on_rank_0
 from zorse_megatron.schedule.samples import MicroBatch
 
@@ -106,14 +107,10 @@ class PlanRouter(TopKRouter):
 
     def _routing_of_none(self, logits: torch.Tensor) -> Any:
         """Without groups of experts, into which stock cannot reshape scores of no tokens."""
-        router: Any = self
-        whole, ungrouped = router.config, copy(router.config)
+        ungrouped: Any = copy(self.config)
         ungrouped.moe_router_num_groups = ungrouped.moe_router_group_topk = None
-        try:
-            router.config = ungrouped
+        with presented(self, config=ungrouped):
             return super().routing(logits)
-        finally:
-            router.config = whole
 
     def _of_blocks(self, by_token: torch.Tensor) -> torch.Tensor:
         """The sums [blocks, experts] of what the tokens of a micro-batch have."""

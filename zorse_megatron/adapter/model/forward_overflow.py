@@ -52,18 +52,11 @@ class ForwardOverflow:
         for chunk, layers in self._layers.items():
             self._hooks.append(
                 layers[0].register_forward_pre_hook(
-                    lambda _, args, kwargs, chunk=chunk: self._note(
-                        chunk, 0, args[0] if args else kwargs["hidden_states"]
-                    ),
-                    with_kwargs=True,
+                    partial(self._note_input, chunk), with_kwargs=True
                 )
             )
             self._hooks += [
-                layer.register_forward_hook(
-                    lambda _, _args, output, chunk=chunk, place=place: self._note_output(
-                        chunk, place, output
-                    )
-                )
+                layer.register_forward_hook(partial(self._note_output, chunk, place))
                 for place, layer in enumerate(layers, start=1)
             ]
 
@@ -80,7 +73,10 @@ class ForwardOverflow:
             for chunk, layers in self._layers.items()
         }
 
-    def _note_output(self, chunk: int, place: int, output: Any) -> Any:
+    def _note_input(self, chunk: int, _layer: Any, args: Any, kwargs: Any) -> None:
+        self._note(chunk, 0, args[0] if args else kwargs["hidden_states"])
+
+    def _note_output(self, chunk: int, place: int, _layer: Any, _args: Any, output: Any) -> Any:
         """Halves of a micro-batch are noted as they arrive; returns what takes their place."""
         hidden, *others = output if isinstance(output, tuple) else (output,)
         if isinstance(hidden, Halves):

@@ -36,7 +36,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.parameter_parts import cut_axis, mark_unit
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import FlagError
 from zorse_megatron.inputs.lora import LORA_FLAG, Lora, is_adapter
 
 # Transformer Engine's layers, by name as it may not be installed; the first one has a norm inside.
@@ -86,34 +86,27 @@ def _add(block: Any, linear: Any, lora: Lora, parts: tuple[str, ...]) -> None:
     elif isinstance(linear, RowParallelLinear) or kind == _ROW:
         beside = _BesideRows(block.lora, linear, lora, targets[0])
     else:
-        raise FlagError("The model cannot have adapters", [_unknown(linear)])
+        raise FlagError.of(
+            "The model cannot have adapters",
+            where=LORA_FLAG,
+            found=f"a layer of class {kind}",
+            expected="Megatron's own linear layers, or those of Transformer Engine",
+            remedy="Use --transformer-impl local, or leave the flag out.",
+        )
     for target in targets:
         mark_unit(block.lora[target], _unit(block, target))
     linear.register_forward_hook(beside)
-
-
-def _unknown(linear: Any) -> Problem:
-    return Problem(
-        where=LORA_FLAG,
-        found=f"a layer of class {type(linear).__name__}",
-        expected="Megatron's own linear layers, or those of Transformer Engine",
-        remedy="Use --transformer-impl local, or leave the flag out.",
-    )
 
 
 def _unit(block: Any, target: str) -> int:
     """Elements of a KV group along the axis that TP groups cut; of an MLP a column."""
     if target in ("gate", "up", "down"):
         return 1
-    return int(block.hidden_size_per_attention_head) * (
-        1 if target in ("k", "v") else _queries(block)
-    )
-
-
-def _queries(block: Any) -> int:
-    """Query heads of each KV group."""
-    heads: int = block.num_attention_heads_per_partition
-    return heads // int(block.num_query_groups_per_partition)
+    width = int(block.hidden_size_per_attention_head)
+    if target in ("k", "v"):
+        return width
+    heads, groups = block.num_attention_heads_per_partition, block.num_query_groups_per_partition
+    return width * (int(heads) // int(groups))
 
 
 def _output_shapes(block: Any, linear: Any, parts: tuple[str, ...]) -> dict[str, tuple[int, int]]:

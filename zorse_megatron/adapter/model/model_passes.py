@@ -14,6 +14,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
+from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients, delaying_weights
 from zorse_megatron.adapter.patches.rebind import REGISTRY
 from zorse_megatron.errors import FlagError
@@ -58,10 +59,6 @@ class ModelPasses:
     def num_parameters(self, part: Part) -> int:
         """Parameters of a part; a table that both ends share counts for the embedding."""
         return sum(p.numel() for module in self._modules(part) for p in module.parameters())
-
-    def clear_gradients(self) -> None:
-        """Set the gradients of all parameters to zero, as at the start of an iteration."""
-        self.wrapped.zero_grad_buffer()
 
     def make(self, part: Part, micro_batch_size: int) -> PartPass:
         """Return the pass of a micro-batch, with made-up tokens."""
@@ -114,15 +111,8 @@ class ModelPasses:
         return {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
 
     def _embedding(self, batch: dict[str, Any]) -> PartPass:
-        embedding, tokens, positions = (
-            self.model.embedding,
-            batch["input_ids"],
-            batch["position_ids"],
-        )
-        return PartPass(
-            forward=lambda: embedding(input_ids=tokens, position_ids=positions),
-            given=(),
-        )
+        given = {name: batch[name] for name in ("input_ids", "position_ids")}
+        return PartPass(forward=partial(self.model.embedding, **given), given=())
 
     def _layer(self, batch: dict[str, Any]) -> PartPass:
         layer = self.model.decoder.layers[0]
@@ -138,14 +128,10 @@ class ModelPasses:
         hidden = torch.randn(shape, device=self.device).to(dtype).requires_grad_()
 
         def forward() -> torch.Tensor:
-            decoder = self.model.decoder
-            layers, decoder.layers = decoder.layers, torch.nn.ModuleList()
-            try:
+            with presented(self.model.decoder, layers=torch.nn.ModuleList()):
                 loss: torch.Tensor = self.model(
                     **batch, labels=batch["input_ids"], decoder_input=hidden
                 )
-            finally:
-                decoder.layers = layers
             return loss
 
         return PartPass(forward=forward, given=(hidden,))

@@ -93,17 +93,16 @@ class OverlappedLayer(TransformerLayer):
         normed = self._forward_pre_mlp_layernorm(hidden)
         checkpoint = getattr(self, "pre_mlp_norm_checkpoint", None)
         residual = hidden.float() if self.config.fp32_residual_connection else hidden
-        sent = self.mlp(normed, padding_mask=padding_mask)
+        compute = self.mlp(normed, padding_mask=padding_mask)
 
         def experts() -> tuple[Arrive, torch.Tensor]:
-            returning = self.mlp.compute(sent)
+            returning, arrived = compute()
 
-            def arrived() -> torch.Tensor:
+            def whole() -> torch.Tensor:
                 self.pre_mlp_norm_checkpoint = checkpoint  # else that of the other half
-                output = self.mlp.arrived(sent, returning)
-                return self._forward_post_mlp((output, None), residual)
+                return self._forward_post_mlp((arrived(), None), residual)
 
-            return arrived, returning
+            return whole, returning
 
         return experts
 

@@ -26,7 +26,7 @@ from zorse_megatron.adapter.checkpoint.saved_parameters import saved_as_nothing
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.parameter_parts import mark_unit
 from zorse_megatron.adapter.patches.rebind import Make, Replacements
-from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.errors import PlanError
 from zorse_megatron.runtime.mailbox import TpRank
 
 
@@ -76,8 +76,7 @@ class LocalSizes:
         """Within the block, the config says the sizes of the whole model."""
         stack = ExitStack()
         for config, sizes in self._whole:
-            for name, value in sizes.items():
-                stack.enter_context(presented(config, name, value))
+            stack.enter_context(presented(config, **sizes))
         return stack
 
 
@@ -106,21 +105,22 @@ def of_any_width(stock: Callable[..., Any]) -> Callable[..., Any]:
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         if grad_output.shape[-1]:
             return stock(ctx, grad_output)
-        return stock(_WithFrozenRow(ctx), F.pad(grad_output, (0, 1)))
+        (weight,) = ctx.saved_tensors
+        with_row = _With(ctx, saved_tensors=(F.pad(weight, (0, 0, 0, 1)),))
+        return stock(with_row, F.pad(grad_output, (0, 1)))
 
     return backward
 
 
-class _WithFrozenRow:
-    """What a frozen layer has saved, as it would be with a row of zeros."""
+class _With:
+    """An object as it would be with other attributes."""
 
-    def __init__(self, ctx: Any) -> None:
-        self._ctx = ctx
-        (weight,) = ctx.saved_tensors
-        self.saved_tensors = (F.pad(weight, (0, 0, 0, 1)),)
+    def __init__(self, given: Any, **attributes: Any) -> None:
+        self._given = given
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
+        return getattr(self._given, name)
 
 
 def _with_own_rows(place: TpRank, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,17 +247,13 @@ def _replace_attention(taken: type[SelfAttention], layer: Any) -> None:
     if is_nothing and issubclass(attention.module, MLASelfAttention):
         attention.module = LatentAttentionToNothing
     elif attention.module not in (SelfAttention, taken):  # layers of experts share one spec
-        raise PlanError(
+        raise PlanError.of(
             "The plan has a rank without KV groups, or without samples",
-            [
-                Problem(
-                    where="the layers of the model",
-                    found=f"attention of class {attention.module}",
-                    expected="Megatron's SelfAttention",
-                    remedy="Give each rank of a TP group at least one KV group, and each of those "
-                    "that share experts a sample.",
-                )
-            ],
+            where="the layers of the model",
+            found=f"attention of class {attention.module}",
+            expected="Megatron's SelfAttention",
+            remedy="Give each rank of a TP group at least one KV group, and each of those "
+            "that share experts a sample.",
         )
     else:
         attention.module = taken
@@ -278,21 +274,12 @@ def looking_up_nothing(stock: Callable[..., torch.Tensor]) -> Callable[..., torc
     """Wrap `VocabParallelEmbedding.forward`."""
 
     def forward(self: Any, input_: torch.Tensor) -> torch.Tensor:
-        return stock(self if len(self.weight) else _WithRow(self), input_)
+        if not len(self.weight):
+            # Made of the weight, so that backwards take part in what the TP group gathers there.
+            self = _With(self, weight=F.pad(self.weight, (0, 0, 0, 1)))
+        return stock(self, input_)
 
     return forward
-
-
-class _WithRow:
-    """A `VocabParallelEmbedding` as it would be with a row of zeros."""
-
-    def __init__(self, embedding: Any) -> None:
-        self._embedding = embedding
-        # Made of the weight, so that backwards take part in what the TP group gathers there.
-        self.weight = F.pad(embedding.weight, (0, 0, 0, 1))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._embedding, name)
 
 
 def without_a_logit(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -322,7 +309,7 @@ def with_sequence_parallelism(stock: Callable[..., Any]) -> Callable[..., Any]:
     def new_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.sequence_parallel:
             return stock(cls, config, *args, **kwargs)
-        with presented(config, "sequence_parallel", False):
+        with presented(config, sequence_parallel=False):
             norm = stock(cls, config, *args, **kwargs)
         for parameter in norm.parameters():
             parameter.sequence_parallel = True

@@ -10,8 +10,8 @@ Layers of Transformer Engine leave the same to a store: see `engine_weight_gradi
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import unwrap_model
 
+from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.memory import SavedActivations
 from zorse_megatron.adapter.model.engine_weight_gradients import EngineProduct, delay_in_engine
 from zorse_megatron.adapter.model.expert_layers import GroupedExperts
@@ -102,14 +103,10 @@ class WeightGradients:
         has_samples = not any(isinstance(each, ToNothing) for each in layers.modules())
         self._has_any |= has_samples and bool(self._weights or in_engine or together)
 
-    @contextmanager
-    def delaying(self, key: tuple[int, int]) -> Iterator[None]:
+    def delaying(self, key: tuple[int, int]) -> AbstractContextManager[None]:
         """Within the block, backwards leave products to `compute(key)`."""
-        self._products = self._waiting[key] = []
-        try:
-            yield
-        finally:
-            self._products = None
+        self._waiting[key] = []
+        return presented(self, _products=self._waiting[key])
 
     def compute(self, key: tuple[int, int]) -> None:
         """Compute what a backward has left, and accumulate it."""

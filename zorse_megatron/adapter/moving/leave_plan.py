@@ -6,8 +6,8 @@ it, and have set their state aside, nothing of the training is touched: that is 
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -112,18 +112,18 @@ class _Leaving:
     def _next_run(self, data: bytes) -> PlanRun:
         """What all ranks go on with; raises _RefusedError on all ranks where one cannot."""
         plan: Plan = self._agreed(
-            lambda: checked_plan(self.run, self.at, self.session.optimizers, data)
+            lambda: checked_plan(self.run, self.at, self.session.optimizer, data)
         )
         try:
             check_placement(replace(self.run, plan=plan))
         except ZorseError as error:  # the same on all ranks
             raise _RefusedError(str(error)) from error
         dp_cp = self.at.collection.dp_cp
-        parts = self._agreed(lambda: list(owned_parts(self.models, self.session.optimizers, dp_cp)))
+        parts = self._agreed(lambda: list(owned_parts(self.models, self.session.optimizer, dp_cp)))
         self._check_host(sum(part.device_bytes for part in parts))
         aside: SetAside = self._agreed(
             lambda: set_aside(
-                self.session.optimizers,
+                self.session.optimizer,
                 parts,
                 self.scheduler,
                 models=self.models,
@@ -190,10 +190,10 @@ class _Leaving:
         # parameters, hold the nodes: garbage collection does not see that.
         for model in self.models:
             model.grad_accs.clear()
-        for each in self.session.optimizers:
-            if each.optimizer is not None:
-                vars(each.optimizer).clear()
-            vars(each).clear()
+        ours = self.session.optimizer
+        if ours.optimizer is not None:
+            vars(ours.optimizer).clear()
+        vars(ours).clear()
 
 
 def _fingerprint(data: bytes) -> str | None:
@@ -221,15 +221,12 @@ def _setup_from_memory(
     session: PlanSession, aside: SetAside, stock: Callable[..., Any]
 ) -> Callable[..., Any]:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        known = get_args()
         given = {"load": None, "pretrained_checkpoint": None, "perform_initialization": False}
         if session.run.options.lora is not None:  # what is frozen comes as at a job's start
             given = {"load": None}
-        with ExitStack() as stack:
-            for name, value in given.items():
-                stack.enter_context(presented(known, name, value))
+        with presented(get_args(), **given):
             model, optimizer, scheduler = stock(*args, **kwargs)
-        take_over(session.at, aside, model, session.optimizers, scheduler)
+        take_over(session.at, aside, model, session.optimizer, scheduler)
         return model, optimizer, scheduler
 
     return setup_model_and_optimizer
@@ -243,19 +240,19 @@ _SOURCE = "the next plan"
 _ONCE = ("profile", "log_straggler", "run_workload_inspector_server", "log_energy")
 
 
-def checked_plan(run: PlanRun, at: RankPlan, optimizers: Sequence[Any], data: bytes) -> Plan:
+def checked_plan(run: PlanRun, at: RankPlan, optimizer: Any, data: bytes) -> Plan:
     """The plan in `data`, checked as at the start of a job; `at`: that runs. Raises ZorseError."""
     plan = parse_plan(data, source=_SOURCE)
     assert run.check_next is not None
     dtypes = run.check_next(plan)
     args = get_args()
     problems = list(_problems(plan, at, args))
-    problems += _frozen_problems(optimizers) if run.options.lora is None else ()
+    problems += _frozen_problems(optimizer) if run.options.lora is None else ()
     problems += _other_types(dtypes, at)
     lora = run.options.lora
     problems += base_problems(args) if lora is not None and at.rank == 0 else ()
     # In the arguments is what checkpoints say of adapters.
-    with nullcontext() if lora is None else presented(args, "zorse_lora", lora):
+    with nullcontext() if lora is None else presented(args, zorse_lora=lora):
         problems += check_arguments(args, plan, again=True)
     if problems:
         raise PlanError("The next plan cannot take over", problems)
@@ -283,11 +280,10 @@ def _problems(plan: Plan, at: RankPlan, args: Any) -> Iterator[Problem]:
         )
 
 
-def _frozen_problems(optimizers: Sequence[Any]) -> Iterator[Problem]:
+def _frozen_problems(optimizer: Any) -> Iterator[Problem]:
     """The first parameter of this rank that has no optimizer state, which is what moves."""
     frozen = [
         name
-        for optimizer in optimizers
         for chunk in optimizer.model_chunks
         for name, parameter in chunk.named_parameters()
         if not parameter.requires_grad

@@ -82,9 +82,7 @@ class OwnedPart:
         return tensor.view(-1)[self.start : self.start + self.block.numel].view(self.block.size)
 
 
-def owned_parts(
-    models: Sequence[Any], optimizers: Sequence[Any], dp_cp_group: Any
-) -> Iterator[OwnedPart]:
+def owned_parts(models: Sequence[Any], optimizer: Any, dp_cp_group: Any) -> Iterator[OwnedPart]:
     """All parts of this rank; allocates state that there is none of yet.
 
     `models`: its wrapped chunks; `dp_cp_group`: its data-parallel group.
@@ -97,12 +95,11 @@ def owned_parts(
     shardings = model_shardings(
         {str(n): model.sharded_state_dict(metadata=metadata) for n, model in enumerate(models)}
     )
-    for optimizer in optimizers:
-        if optimizer.is_stub_optimizer:
-            continue
-        allocate_state(optimizer)
-        for parameter in owned_parameters(optimizer):
-            yield from _parts_of(optimizer, parameter, shardings[id(parameter)])
+    if optimizer.is_stub_optimizer:
+        return
+    allocate_state(optimizer)
+    for parameter in owned_parameters(optimizer):
+        yield from _parts_of(optimizer, parameter, shardings[id(parameter)])
 
 
 def _parts_of(optimizer: Any, parameter: torch.nn.Parameter, sharding: Any) -> Iterator[OwnedPart]:
@@ -149,7 +146,7 @@ class SetAside:
 
 
 def set_aside(
-    optimizers: Sequence[Any],
+    optimizer: Any,
     parts: Sequence[OwnedPart],
     scheduler: Any,
     *,
@@ -162,12 +159,13 @@ def set_aside(
     for part in parts:
         held.setdefault(part.name, []).append(HeldBlock(block=part.block, values=part.read()))
     args, states = get_args(), parts[0].states if parts else {}
-    own = [each for each in optimizers if not each.is_stub_optimizer]
     return SetAside(
         held=held,
         states=tuple(states),
         dtypes=tuple(tensor.dtype for tensor in states.values()),
-        common=common_state(own[0], CheckpointLayout.DISTRIBUTED) if own else None,
+        common=None
+        if optimizer.is_stub_optimizer
+        else common_state(optimizer, CheckpointLayout.DISTRIBUTED),
         biases=expert_biases(models),
         scheduler=scheduler.state_dict(),
         iteration=iteration,
@@ -178,24 +176,23 @@ def set_aside(
 
 
 def take_over(
-    at: RankPlan, aside: SetAside, models: list[Any], optimizers: Sequence[Any], scheduler: Any
+    at: RankPlan, aside: SetAside, models: list[Any], optimizer: Any, scheduler: Any
 ) -> None:
     """Go on where the training was set aside; a collective call of all ranks.
 
     Leaves what loading a checkpoint leaves that was saved under the old plan.
     """
     group = dist.new_group(backend="gloo", timeout=at.timeout)
-    parts = list(owned_parts(models, optimizers, at.collection.dp_cp))
+    parts = list(owned_parts(models, optimizer, at.collection.dp_cp))
     told = _tell(group, aside, parts)
     _move(at.rank, aside, parts, told, group)
     for model in models:
         if model.shards is not None:
             model.shards.mark_changed()
-    start_from_main(models, optimizers)
+    start_from_main(models, optimizer)
     set_expert_biases(models, dict(ChainMap(*(dict(each.aside.biases) for each in told))))
-    for optimizer in optimizers:
-        if not optimizer.is_stub_optimizer:
-            restore_common_state(optimizer, _joined_common(told))
+    if not optimizer.is_stub_optimizer:
+        restore_common_state(optimizer, _joined_common(told))
     scheduler.load_state_dict(aside.scheduler)
     args = get_args()
     args.iteration = aside.iteration

@@ -349,8 +349,6 @@ def build_uneven_optimizer(
     parts = optimizer.chained_optimizers
     assert len(parts) == 1, f"{len(parts)} optimizers, whose norms would be summed apart"
     refuse_separate_norms(parts[0])
-    if wanted.optimizer == MUON:
-        for each in optimizer.chained_optimizers:
-            if not each.is_stub_optimizer:
-                each.muon = MuonSteps(each, wanted, pg_collection)
+    if wanted.optimizer == MUON and not parts[0].is_stub_optimizer:
+        parts[0].muon = MuonSteps(parts[0], wanted, pg_collection)
     return optimizer

@@ -102,9 +102,9 @@ class GradientFactors:
         copies: list[torch.Tensor] = []
         for parameter, piece in pieces:
             (counted if self.is_counted(parameter) else copies).append(piece)
-        both = norm_and_flag(_joined(counted), self.device).both
+        both = norm_and_flag(_joined(counted), self.device)
         if copies:
-            both[1] += norm_and_flag(_joined(copies), self.device).both[1]
+            both[1] += norm_and_flag(_joined(copies), self.device)[1]
         return both
 
 

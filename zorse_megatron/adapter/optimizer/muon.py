@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import emerging_optimizers as stock
 from megatron.core.optimizer.optimizer_config import ParamKey
 
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import FlagError
 from zorse_megatron.schedule.shards import Interval
 
 MUON = "muon"
@@ -30,16 +30,12 @@ ADAM = {"optimizer": "adam"}
 def refuse_without_package() -> None:
     """Raise FlagError where stock's Muon is not installed."""
     if not stock.HAVE_EMERGING_OPTIMIZERS:
-        raise FlagError(
+        raise FlagError.of(
             "The optimizer is not installed",
-            [
-                Problem(
-                    where="--optimizer muon",
-                    found="no package emerging_optimizers, or one that Megatron cannot use",
-                    expected="emerging-optimizers 0.2 or later",
-                    remedy="Run: pip install emerging-optimizers",
-                )
-            ],
+            where="--optimizer muon",
+            found="no package emerging_optimizers, or one that Megatron cannot use",
+            expected="emerging-optimizers 0.2 or later",
+            remedy="Run: pip install emerging-optimizers",
         )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from zorse_megatron.adapter.checkpoint.saved_optimizer import allocate_state
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.kernels.dispatch import say_by_kind, why_not_triton
+from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.kernels.kernels import AdamW, adamw_shard
 
 Update = Literal["auto", "stock", "fused"]
@@ -99,12 +99,6 @@ def choose_update(
         return f"shards are updated by {name}: one pass over each gains nothing in plain torch"
     optimizer.update_in_one_pass(ShardUpdate(optimizer, clip_grad=optimizer.config.clip_grad).step)
     return f"shards are updated in one pass each, in place of {name}"
-
-
-def say_update(lines: list[str], device: torch.device) -> None:
-    """Say it once, whatever the number of optimizers."""
-    for line in dict.fromkeys(lines):
-        say_by_kind(line, device)
 
 
 def _not_fused(inner: type, *, streams: bool) -> FlagError:

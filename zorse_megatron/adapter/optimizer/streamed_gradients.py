@@ -105,6 +105,6 @@ def gradients_in_host(chunk: Any) -> GradientsInHost:
 
 def count_zeros(chained: Any) -> float:
     """In place of `ChainedOptimizer.count_zeros`, on a rank whose gradients are streamed."""
-    total = sum(each.factors.count_zeros() for each in chained.chained_optimizers)
+    total = chained.chained_optimizers[0].factors.count_zeros()
     dist.all_reduce(total, group=chained.get_grad_stats_parallel_group())
     return total.item()

@@ -61,16 +61,12 @@ def check_megatron(version: str | None) -> None:
     ):
         return
     found = "no megatron-core" if version is None else f"megatron-core {version}"
-    raise SeamError(
+    raise SeamError.of(
         "This Megatron cannot run a plan",
-        [
-            Problem(
-                where="the Python environment",
-                found=found,
-                expected=f"megatron-core {MEGATRON_VERSIONS}",
-                remedy='Run: pip install "megatron-core[training]>=0.19,<0.20"',
-            )
-        ],
+        where="the Python environment",
+        found=found,
+        expected=f"megatron-core {MEGATRON_VERSIONS}",
+        remedy='Run: pip install "megatron-core[training]>=0.19,<0.20"',
     )
 
 

@@ -129,13 +129,13 @@ def _checks_of(
             for path, plan in plans
             for check in _of_plan(path, plan, files, flags, given, margin)
         ]
-    problem = Problem(
+    error = FlagError.of(
+        "the training command cannot be checked",
         where="--",
         found="training flags without a plan",
         expected="a plan to compare them with",
         remedy="Name the plan's file before --.",
     )
-    error = FlagError("the training command cannot be checked", [problem])
     return [Checked(what="training command", error=error)]
 
 

@@ -190,12 +190,10 @@ def _says_what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Iterator[None
 
 
 def _what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Problem:
-    from zorse_megatron.planner.shortage import fits_problem, not_looked_for, what_fits
+    from zorse_megatron.planner.shortage import fits_problem, fitting, not_looked_for, what_fits
 
     ranks, most = costs.inputs.world_size, _SAY_WHAT_FITS_UP_TO_RANKS
     if strategy == "stock" and ranks <= most:
-        from zorse_megatron.planner.shortage import fitting
-
         fits = fitting(costs.inputs) is not None
         return Problem(
             where="what would fit",

@@ -97,7 +97,8 @@ class EmulatedHostLink(HostLink):
                 for buffer in _sharded_buffers(chunk, of_gradients=of_gradients):
                     if buffer.memory is not None and buffer.memory.storage._cdata == storage:
                         owned = self.sizes.owned_parameters(chunk)
-                        count = owned * buffer.num_owned // max(1, _num_owned(chunk))
+                        elements = sum(each.num_owned for each in _sharded_buffers(chunk))
+                        count = owned * buffer.num_owned // max(1, elements)
                         memory = self.sizes.memory
                         return (
                             memory.gradient_bytes(count)
@@ -175,10 +176,6 @@ def _sharded_buffers(chunk: "ChunkView", *, of_gradients: bool = False) -> Seque
     if shards is None:
         return ()
     return tuple(shards.gradients if of_gradients else shards.parameters)
-
-
-def _num_owned(chunk: "ChunkView") -> int:
-    return sum(buffer.num_owned for buffer in _sharded_buffers(chunk))
 
 
 def _scaled(counts: Sequence[int], total: int) -> list[int]:

@@ -29,7 +29,6 @@ class MemoryCap:
 
     def __init__(
         self,
-        memory: MemoryCost,
         sizes: "ModelSizes",
         *,
         capacity_bytes: int,
@@ -38,7 +37,7 @@ class MemoryCap:
     ) -> None:
         """`capacity_bytes`: what it may hold; `kind`: of GPU."""
         self.kind = kind
-        self.memory = memory
+        self.memory = sizes.memory
         self.sizes = sizes
         self.capacity_bytes = capacity_bytes
         self.rank = rank

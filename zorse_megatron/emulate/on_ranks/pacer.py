@@ -118,11 +118,6 @@ class Pacer:
             chunk.output_layer.register_forward_pre_hook(self._entering("head"))
             chunk.output_layer.register_forward_hook(self._head)
 
-    @property
-    def steps_by_chunk(self) -> bool:
-        """Whether an update is made chunk by chunk, as under a plan."""
-        return any(isinstance(c.wrapped, UnevenDistributedDataParallel) for c in self.chunks)
-
     def _watch_layer_of_tp_group(self, layer: Any, how: RecomputeMode) -> None:
         layer.register_forward_pre_hook(self._entering("layer"))
         attention, mlp, half = layer.self_attention, layer.mlp, partial(self._half, layer, how)
@@ -238,9 +233,7 @@ class Pacer:
         if how == "selective":
             backward_s += compute.recompute_s(self.kind, size, how)
         # Of a layer that is recomputed, one of its two outputs gets a gradient.
-        on_backward(
-            hidden, lambda: self._backward(backward_s, partial(self._drop, layer, size, how))
-        )
+        on_backward(hidden, self._pass(backward_s), partial(self._drop, layer, size, how))
 
     def _apart_s(self, compute: ComputeCost, size: int) -> float:
         """What a layer's backward leaves to its weight gradients."""
@@ -308,7 +301,7 @@ class Pacer:
         backward_s = self._halves(layer, size).attention.backward_s
         if how == "selective":
             backward_s += self._costs[layer].compute.recompute_s(self.kind, size, how)
-        on_backward(output, lambda: self._take("B", backward_s))
+        on_backward(output, self._pass(backward_s))
 
     def _layer_of_tp_group(self, how: RecomputeMode, layer: Any, _inputs: Any, output: Any) -> None:
         """The layer's memory, and when the backward of its MLP begins."""
@@ -317,15 +310,11 @@ class Pacer:
         if torch._C._current_graph_task_id() == -1 and layer.training:
             memory = self._costs[layer].memory
             self.host.forward_bytes += self.cap.keep_layer(memory, size, how)
-        backward_s, enter = self._halves(layer, size).mlp.backward_s, self._entering("layer")
+        backward_s = self._halves(layer, size).mlp.backward_s
         if self.sizes.sharing is not None:  # it takes its time within
             backward_s = 0.0
-
-        def begin() -> None:
-            enter()
-            self._backward(backward_s, partial(self._drop, layer, size, how))
-
-        on_backward(hidden, begin)
+        drop = partial(self._drop, layer, size, how)
+        on_backward(hidden, self._entering("layer"), self._pass(backward_s), drop)
 
     def _copy(self, layer: Any, _inputs: Any, output: Any) -> None:
         """The halves of a chunk's input, which are copies of it."""
@@ -334,26 +323,18 @@ class Pacer:
         if layer.training:
             self.host.forward_bytes += copied
             self.cap.keep(copied)
-        on_backward(hidden, lambda: self.cap.drop(copied))
+        on_backward(hidden, partial(self.cap.drop, copied))
 
-    def _backward(self, seconds_s: float, let_go: Callable[[], None]) -> None:
-        self._take("B", seconds_s)
-        let_go()
+    def _pass(self, backward_s: float) -> Callable[[], None]:
+        """What lets a backward take its time."""
+        return partial(self._take, "B", backward_s)
 
     def _embed(self, size: int) -> None:
         self._take("F", self.compute.embedding(self.kind, size).forward_s)
 
     def _embedding(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
-        times, enter = (
-            self.compute.embedding(self.kind, self.sizes.micro_batch_size(output)),
-            self._entering("embedding"),
-        )
-
-        def begin() -> None:
-            enter()
-            self._take("B", times.backward_s)
-
-        on_backward(output, begin)
+        times = self.compute.embedding(self.kind, self.sizes.micro_batch_size(output))
+        on_backward(output, self._entering("embedding"), self._pass(times.backward_s))
 
     def _head(self, _module: Any, _inputs: Any, output: Any) -> None:
         logits = _first(output)
@@ -361,14 +342,10 @@ class Pacer:
         times = self.compute.head(self.kind, size)
         self._take("F", times.forward_s)
         if logits.requires_grad:
-            kept, enter = self.cap.memory.head_bytes(size), self._entering("head")
+            kept = self.cap.memory.head_bytes(size)
             self.cap.keep(kept)
-
-            def begin() -> None:
-                enter()
-                self._backward(times.backward_s, partial(self.cap.drop, kept))
-
-            on_backward(logits, begin)
+            drop, enter = partial(self.cap.drop, kept), self._entering("head")
+            on_backward(logits, enter, self._pass(times.backward_s), drop)
 
     def _step(self, optimizer: Any, *_: Any) -> None:
         """The whole step passes with the first of a rank's optimizers, by chunk or by piece."""
@@ -383,7 +360,7 @@ class Pacer:
                 self._begin_pass()
             owned = list(map(self.sizes.owned_parameters, self.chunks))
             whole_s = self.compute.step_s(self.kind, sum(owned))
-            if self.steps_by_chunk:
+            if isinstance(self.chunks[0].wrapped, UnevenDistributedDataParallel):  # by chunk
                 whole_s *= owned[self._num_stepped] / max(1, sum(owned))
                 self._num_stepped = (self._num_stepped + 1) % len(self.chunks)
             self._take("STEP", whole_s)
@@ -403,12 +380,8 @@ class Pacer:
             self._begin_pass()
         self._num_stepped = (self._num_stepped + count) % total
         self.cap.check()
-        whole_s = self.compute.step_s(self.kind, self.owned_parameters())
-        self._take("STEP", whole_s * count / total)
-
-    def owned_parameters(self) -> int:
-        """Real parameters that this rank's optimizer steps."""
-        return sum(map(self.sizes.owned_parameters, self.chunks))
+        owned = sum(map(self.sizes.owned_parameters, self.chunks))
+        self._take("STEP", self.compute.step_s(self.kind, owned) * count / total)
 
 
 def _has_experts(layer: Any) -> bool:
@@ -420,11 +393,16 @@ def _shorter(times: PassTimes, share: float) -> PassTimes:
     return PassTimes(forward_s=times.forward_s, backward_s=share * times.backward_s)
 
 
-def on_backward(output: Any, then: Callable[[], None]) -> None:
-    """Call `then` when the backward of what made `output` begins, if there will be one."""
+def on_backward(output: Any, *then: Callable[[], None]) -> None:
+    """Call all of `then` when the backward of what made `output` begins, if there will be one."""
     tensor = _first(output)
+
+    def begin(_gradient: torch.Tensor) -> None:
+        for each in then:
+            each()
+
     if tensor.requires_grad:
-        tensor.register_hook(lambda _gradient: then())
+        tensor.register_hook(begin)
 
 
 def _last_half(output: Any) -> torch.Tensor:

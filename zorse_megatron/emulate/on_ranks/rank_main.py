@@ -31,11 +31,9 @@ def emulate(job: EmulatedJob, rank: int) -> RankSetup:
 
     clock = RankClock(call(job.address, rank))
     atexit.register(clock.finish)
-    memory, capacity_bytes = job.costs[rank].memory, job.capacities_bytes[rank]
-    sizes = ModelSizes(job, rank)
+    sizes, capacity_bytes = ModelSizes(job, rank), job.capacities_bytes[rank]
     register(clock, sizes)
-    kind = job.kinds[rank]
-    cap = MemoryCap(memory, sizes, capacity_bytes=capacity_bytes, rank=rank, kind=kind)
+    cap = MemoryCap(sizes, capacity_bytes=capacity_bytes, rank=rank, kind=job.kinds[rank])
     pacer = Pacer(clock, job, rank, sizes=sizes, cap=cap)
     REGISTRY.apply(emulation_hooks(watch=pacer.watch, around_step=pacer.around_step))
     return RankSetup(

@@ -162,7 +162,7 @@ def answers(
     for part, first_size in request.first_sizes.items():
         yield from _grown(passes, part, first_size, request)
     # What many backwards have added up may overflow in fp16, and then no step would be made.
-    passes.clear_gradients()
+    passes.wrapped.zero_grad_buffer()
     parts: tuple[Part, ...] = ("embedding", "layer", "head")
     yield MeasuredStep(
         num_parameters=sum(map(passes.num_parameters, parts)),
