@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.megatron.checkpoint_jobs import read_checkpoint
 from tests.megatron.comparison import flags_for
@@ -20,6 +21,10 @@ from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.test_checkpoints import RUNS, Saved, assert_same_rest, start
 from tests.megatron.test_experts import BIASED, MODEL
 from tests.megatron.test_optimizer_checkpoint import assert_equal
+from zorse_megatron.cli.main import app
+from zorse_megatron.errors import RankFailure
+from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.plan_file import save_plan
 
 STEPS = 3
 """Of which an odd number leaves biases other than they began."""
@@ -110,3 +115,33 @@ def test_resumes(corpus: Path) -> None:
     saved = Saved(corpus)
     directory, uninterrupted = saved.by("stock EP=2", *MODEL, *BIASED)
     assert_same_rest(saved.resume("shared by ranks", directory, *MODEL, *BIASED), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--num-experts", "8"), "8 experts of width 48 in layers 0, 1, 2, 3"),
+        (("--moe-ffn-hidden-size", "64"), "4 experts of width 64 in layers 0, 1, 2, 3"),
+        (("--moe-layer-freq", "2"), "4 experts of width 48 in layers 0, 2"),
+    ],
+)
+def test_other_experts_are_refused_by_name(
+    more: tuple[str, ...], expected: str, corpus: Path, tmp_path: Path
+) -> None:
+    """By `zorse check`, before there are any GPUs, and by the run before it loads anything."""
+    saved = Saved(corpus)
+    directory, _ = saved.by("stock", *MODEL, *BIASED)
+    found = "found 4 experts of width 48 in layers 0, 1, 2, 3; expected "
+    with pytest.raises(RankFailure) as failure:
+        saved.resume("1|2", directory, *MODEL, *BIASED, *more)
+    assert f"{found}{expected}" in str(failure.value)
+    assert "Traceback" not in str(failure.value)
+    plan = RUNS["1|2"]
+    assert isinstance(plan, Plan)
+    save_plan(plan, tmp_path / "plan.json")
+    flags = [*saved.flags(*MODEL, *BIASED), "--load", str(directory)]
+    check = ["check", str(tmp_path / "plan.json"), "--", *flags]
+    assert CliRunner().invoke(app, check).exit_code == 0
+    checked = CliRunner().invoke(app, [*check, *more])
+    assert checked.exit_code == 1
+    assert f"{found}{expected}" in " ".join(checked.output.split())

@@ -18,7 +18,7 @@ from zorse_megatron.adapter.checkpoint.before_load import (
     check_before_load,
     load_hooks,
     load_of,
-    refuse_untied,
+    refuse_other_model,
     same_on_all,
 )
 from zorse_megatron.adapter.checkpoint.saved_optimizer import PARALLEL_HOOKS
@@ -131,7 +131,7 @@ def _source_of_weights(run: PlanRun, args: Any) -> _WeightsSource:
     chosen = None if load is None else check_before_load(load)
     if chosen is not None:
         on_rank_0(partial(refuse_adapters, chosen.folder))
-        on_rank_0(partial(refuse_untied, chosen.folder, args))
+        on_rank_0(partial(refuse_other_model, chosen.folder, args))
     return _WeightsSource(
         are_replaced=run.moved is not None or brings_all_weights(chosen, args),
         adapters=None,

@@ -321,7 +321,9 @@ def _cells(group: Group, replicas: list[Replica]) -> list[str]:
     work = f"{one.num_microbatches} x {number_of(one.micro_batch_size, 'sample')}{each}{halves}"
     shared, how = one.expert_parallel, "per replica"
     if shared is not None:
-        how = f"share experts{', overlapped' if shared.overlap else ''}"
+        experts, samples = ("|".join(map(str, each)) for each in (shared.experts, shared.samples))
+        overlapped = ", overlapped" if shared.overlap else ""
+        how = f"share experts {experts}, samples {samples}{overlapped}"
     together = f" ({len(one.ranks)} {how})" if len(one.ranks) > 1 else ""
     share = one.shard_weight / sum(other.shard_weight for other in group.replicas)
     return [ranks + together, work, f"{100 * share:.1f} %{each}"]

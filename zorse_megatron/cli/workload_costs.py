@@ -10,7 +10,7 @@ from zorse_megatron.cli.console import refuse
 from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
 from zorse_megatron.cli.workload import Workload, at_seq_length, with_lora, workload_of
 from zorse_megatron.costs.measured_curves import unlikely_times
-from zorse_megatron.errors import FlagError, ModelError, Problem
+from zorse_megatron.errors import CheckpointError, FlagError, ModelError, Problem
 from zorse_megatron.flags.command import last_values
 from zorse_megatron.gpus.gpu import DTYPE_OF, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
@@ -18,6 +18,7 @@ from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import ModelShape, fingerprint_of
 from zorse_megatron.inputs.model_rules import tp_problems
 from zorse_megatron.inputs.profile import Profile, joined, load_profile
+from zorse_megatron.live.checkpoint_choice import Chooser, Load, SavedExperts, other_experts
 from zorse_megatron.plan.plan import ModelFingerprint, Plan
 
 if TYPE_CHECKING:
@@ -260,9 +261,34 @@ def workload_in_flags(
     """
     options |= {"model": None, "plan": plan, "kinds": kinds, "is_whole": True}
     workload, has_vocabulary = _with_a_vocabulary(flags, plan, options)
-    if problems := list(workload_problems(plan, workload, str(path))):
+    problems = list(workload_problems(plan, workload, str(path)))
+    if problems := problems or list(checkpoint_problems(flags, workload.model)):
         raise FlagError(f"the training command does not fit {path}", problems)
     return workload, has_vocabulary
+
+
+def checkpoint_problems(flags: Sequence[str], model: ModelShape) -> Iterator[Problem]:
+    """Yield how the experts of a model differ from those of the checkpoint that flags load.
+
+    Nothing where this machine does not see it, or it is not whole: the job says so.
+    """
+    given = last_values(flags, ("--load", "--pretrained-checkpoint", "--ckpt-step"))
+    root, pretrained = map(given.get, ("--load", "--pretrained-checkpoint"))
+    load = Load(
+        root=None if root is None else Path(root),
+        step=int(given.get("--ckpt-step") or 0) or None,
+        pretrained=None if pretrained is None else Path(pretrained),
+    )
+    try:
+        look = Chooser(load).choose()
+    except (CheckpointError, OSError):
+        return
+    expected = None
+    if (of := model.experts) is not None:
+        kinds = model.moe_layer_freq or (1,) * model.num_layers
+        expected = SavedExperts.in_layers(kinds, of.num_experts, of.ffn_hidden_size)
+    if look and (problem := other_experts(look.checkpoint.folder, expected)):
+        yield problem
 
 
 def _with_a_vocabulary(

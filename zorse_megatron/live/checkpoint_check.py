@@ -1,5 +1,6 @@
 """Checks that a checkpoint is complete: by names and sizes, or by checksums."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -8,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.inert_pickle import InertUnpickler
@@ -304,16 +306,33 @@ def least_bytes(folder: Path) -> dict[str, int]:
 
     Raises MetadataError where `.metadata` cannot be read as torch's, OSError.
     """
-    with (folder / METADATA).open("rb") as file:
-        try:
-            entries = InertUnpickler(file).load().storage_data.values()
-            found: dict[str, int] = {}
-            for entry in entries:
-                end = int(entry.offset) + int(entry.length)
-                name = str(entry.relative_path)
-                found[name] = max(found.get(name, 0), end)
-        except _READ_ERRORS as error:
-            raise MetadataError(f"{type(error).__name__}: {error}") from error
+    found: dict[str, int] = {}
+    with _index(folder) as index:
+        for entry in index.storage_data.values():
+            end = int(entry.offset) + int(entry.length)
+            name = str(entry.relative_path)
+            found[name] = max(found.get(name, 0), end)
     if not found:
         raise MetadataError("it lists no tensors")
     return found
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Map the name of each whole tensor to its shape, of one that has layers stacked with these.
+
+    Raises MetadataError where `.metadata` cannot be read as torch's, OSError.
+    """
+    with _index(folder) as index:
+        entries = index.state_dict_metadata.items()
+        sizes = {name: entry.size for name, entry in entries if hasattr(entry, "size")}
+        return {name: tuple(map(int, size.arguments[0])) for name, size in sizes.items()}
+
+
+@contextlib.contextmanager
+def _index(folder: Path) -> Iterator[Any]:
+    """What `.metadata` has; raises MetadataError for what is read of it, too."""
+    with (folder / METADATA).open("rb") as file:
+        try:
+            yield InertUnpickler(file).load()
+        except _READ_ERRORS as error:
+            raise MetadataError(f"{type(error).__name__}: {error}") from error

@@ -6,12 +6,20 @@ older checkpoint is to set the tracker back to it. No checkpoint is deleted or c
 """
 
 import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from zorse_megatron.errors import CheckpointError, Problem
-from zorse_megatron.live.checkpoint_check import Look, State, look_at
+from zorse_megatron.live.checkpoint_check import (
+    Look,
+    MetadataError,
+    State,
+    look_at,
+    tensor_shapes,
+)
 from zorse_megatron.live.checkpoint_files import (
     TRACKER,
     Checkpoint,
@@ -188,6 +196,66 @@ def _with_way_out(
         )
     *others, last = problems
     return (*others, replace(last, remedy=f"{last.remedy} {way_out}"))
+
+
+# What a checkpoint has of experts. Stock compares sizes as it loads, when all GPUs are held, and
+# names one tensor.
+
+_OF_EXPERTS = re.compile(r"decoder\.layers(?:\.(\d+))?\.mlp\.experts\.experts\.linear_fc2\.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedExperts:
+    """The experts of a model."""
+
+    num_experts: int
+    ffn_hidden_size: int
+    """Width of one."""
+    layers: tuple[int, ...]
+    """Those that have them."""
+
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.layers))
+        return f"{self.num_experts} experts of width {self.ffn_hidden_size} in layers {where}"
+
+    @classmethod
+    def in_layers(cls, kinds: Iterable[int], num_experts: int, ffn_hidden_size: int) -> Self:
+        """`kinds`: layer -> whether it has experts."""
+        layers = tuple(layer for layer, has_experts in enumerate(kinds) if has_experts)
+        return cls(num_experts=num_experts, ffn_hidden_size=ffn_hidden_size, layers=layers)
+
+    @classmethod
+    def of(cls, folder: Path) -> Self | None:
+        """Those of an iteration's folder. Raises MetadataError, OSError."""
+        found = {
+            match[1]: shape
+            for name, shape in tensor_shapes(folder).items()
+            if (match := _OF_EXPERTS.fullmatch(name))
+        }
+        if not found:
+            return None
+        *stacked, number, _, width = next(iter(found.values()))
+        layers = range(stacked[0]) if stacked else sorted(map(int, found))
+        return cls(num_experts=number, ffn_hidden_size=width, layers=tuple(layers))
+
+
+def other_experts(folder: Path, expected: SavedExperts | None) -> Problem | None:
+    """What an iteration's folder has of experts, unless a model has the same.
+
+    None also where it is of another kind or cannot be read: loading it says so.
+    """
+    try:
+        found = SavedExperts.of(folder)
+    except (OSError, MetadataError):
+        return None
+    if found == expected:
+        return None
+    return Problem(
+        where=str(folder),
+        found=str(found or "no experts"),
+        expected=f"{expected or 'no experts'}, as the command has",
+        remedy="Give the flags of the model that was saved, or load another checkpoint.",
+    )
 
 
 # What a job has saved, for those who decide how it goes on.

@@ -17,7 +17,7 @@ from zorse_megatron.adapter.checkpoint.before_load import (
     check_before_load,
     load_hooks,
     load_of,
-    refuse_untied,
+    refuse_other_model,
     same_on_all,
 )
 from zorse_megatron.adapter.groups.global_groups import presented
@@ -61,7 +61,7 @@ class AdapterRun:
         if load is not None and load.pretrained is not None:
             self._base = _found(_of_base(load))
             if self._base is not None:
-                on_rank_0(partial(refuse_untied, self._base.checkpoint.folder, args))
+                on_rank_0(partial(refuse_other_model, self._base.checkpoint.folder, args))
         if self._base is None:
             say(f"there is no {_BASE}: the adapters are trained beside random weights")
         args.zorse_lora = described = self._described(args.seed)

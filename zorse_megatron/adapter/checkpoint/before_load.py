@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from zorse_megatron.adapter.patches.rebind import REGISTRY, Replacements
 from zorse_megatron.errors import CheckpointError, FlagError, Problem, ZorseError
+from zorse_megatron.flags.model_in_flags import layers_with_experts
 from zorse_megatron.live.checkpoint_check import (
     Look,
     content_problem,
@@ -28,7 +29,14 @@ from zorse_megatron.live.checkpoint_check import (
     size_problems,
     with_cause,
 )
-from zorse_megatron.live.checkpoint_choice import SKIP, TITLE, Chooser, Load
+from zorse_megatron.live.checkpoint_choice import (
+    SKIP,
+    TITLE,
+    Chooser,
+    Load,
+    SavedExperts,
+    other_experts,
+)
 from zorse_megatron.live.checkpoint_files import Checkpoint, FileRecord, Hashing
 from zorse_megatron.live.watched_rank import is_communication_error
 from zorse_megatron.log import say
@@ -88,23 +96,35 @@ def check_before_load(load: Load) -> Checkpoint | None:
     return None
 
 
-def refuse_untied(folder: Path, args: Namespace) -> None:
-    """Raise CheckpointError for an output layer that a tied model would leave out; on rank 0.
+def refuse_other_model(folder: Path, args: Namespace) -> None:
+    """Raise CheckpointError where stock fails late or not at all; on rank 0."""
+    problems = [_untied(folder, args), other_experts(folder, _experts(args))]
+    if found := [each for each in problems if each is not None]:
+        raise CheckpointError(TITLE, found)
 
-    Stock says nothing: the embedding takes its place.
-    """
+
+def _untied(folder: Path, args: Namespace) -> Problem | None:
+    """An output layer that a tied model would leave out: its embedding takes its place."""
     try:
         has_head = _HEAD in opened(folder).sizes()
     except CheckpointError:  # of another kind, or unreadable: loading it says so
-        return
-    if has_head and not args.untie_embeddings_and_output_weights:
-        raise CheckpointError.of(
-            TITLE,
-            where=str(folder),
-            found=f"{_HEAD}, an output layer of its own",
-            expected="a model whose output layer is its embedding, as the command's",
-            remedy="Add --untie-embeddings-and-output-weights, or load another checkpoint.",
-        )
+        return None
+    if args.untie_embeddings_and_output_weights or not has_head:
+        return None
+    return Problem(
+        where=str(folder),
+        found=f"{_HEAD}, an output layer of its own",
+        expected="a model whose output layer is its embedding, as the command's",
+        remedy="Add --untie-embeddings-and-output-weights, or load another checkpoint.",
+    )
+
+
+def _experts(args: Namespace) -> SavedExperts | None:
+    if args.num_experts is None:
+        return None
+    kinds = layers_with_experts(args.moe_layer_freq, args.num_layers)
+    width = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    return SavedExperts.in_layers(kinds, args.num_experts, width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +250,8 @@ def _is_about_content(error: BaseException) -> bool:
 
 
 def _unreadable(error: BaseException) -> CheckpointError:
+    while isinstance(error, CheckpointException) and error.failures:
+        error, _ = next(iter(error.failures.values()))  # of the first rank that failed
     line = next(iter(str(error).splitlines()), "")
     return CheckpointError.of(
         TITLE,
