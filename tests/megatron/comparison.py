@@ -64,6 +64,11 @@ BIASED = (
     *("--moe-router-load-balancing-type", "none", "--moe-router-score-function", "sigmoid"),
     *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.02"),
 )
+OF_EACH = (
+    *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.5"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+    *("--moe-router-bias-update-rate", "0.02"),
+)
 FOR_SEVERAL = (
     *("--overlap-grad-reduce", "--overlap-param-gather", "--use-distributed-optimizer"),
     *SEQUENCE_PARALLEL,
@@ -121,7 +126,7 @@ MODELS = (
         num_experts=4,
     ),
     Model(
-        flags=(*LLAMA, *EXPERTS, *BIASED, *UNTIED, "--moe-layer-freq", "([0]+[1]*3)"),
+        flags=(*LLAMA, *EXPERTS, *OF_EACH, *UNTIED, "--moe-layer-freq", "([0]+[1]*3)"),
         num_query_groups=2,
         ffn_hidden_size=64,
         num_experts=4,

@@ -17,6 +17,7 @@ from tests.megatron.comparison import (
     MASKED,
     MUON,
     NUM_LAYERS,
+    OF_EACH,
     UNTIED,
     Recorded,
     assert_follows,
@@ -160,18 +161,18 @@ ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
         SHARED_BY_THREE,
         (*MODEL, *BIASED, "--clip-grad", "0.1", "--log-num-zeros-in-grad"),
     ),
-    "shared by ranks, recomputed, weight gradients apart": (
+    "seq_aux_loss and bias, shared by ranks, recomputed, weight gradients apart": (
         with_settings(split(SHARED_BREADTH_FIRST), FULL),
         (
-            *(*MODEL, *BIASED, *UNTIED, "--moe-layer-freq", "([0]+[1]*3)"),
+            *(*MODEL, *OF_EACH, *UNTIED, "--moe-layer-freq", "([0]+[1]*3)"),
             *("--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate"),
         ),
     ),
     "overlapped": (OVERLAPPED, (*MODEL, *BALANCED, "--moe-z-loss-coeff", "0.01")),
-    "overlapped, dense layers, weight gradients apart": (
+    "seq_aux_loss and bias, overlapped, dense layers, weight gradients apart": (
         split(OVERLAPPED_BREADTH_FIRST),
         (
-            *(*MODEL, *BIASED, *UNTIED, "--moe-layer-freq", "([1]+[0]+[1]+[0])"),
+            *(*MODEL, *OF_EACH, *UNTIED, "--moe-layer-freq", "([1]+[0]+[1]+[0])"),
             *("--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate"),
         ),
     ),
@@ -254,10 +255,6 @@ def test_uneven_routing_follows_one_process(corpus: Path) -> None:
     assert_follows(plan_run(SHARED_BY_THREE, flags), alone)
 
 
-OF_EACH = (
-    *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.5"),
-    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
-)
 DOCUMENTS = ("--dataloader-inter-document-masking", *MASKED)
 PACKED_ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "aux_loss of two samples, breadth first, recomputed": (
