@@ -14,10 +14,12 @@ from tests.unit.in_process import run_program
 from zorse_megatron.cli import command_group
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.perturbed import link_names
+from zorse_megatron.cli.workload import named_model
 from zorse_megatron.costs.communication import GraphComm
 from zorse_megatron.costs.topology import topology_of
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.flags.table import machine_rows
+from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.launch import pretrain_command
 from zorse_megatron.launch.pretrain_command import split_command
@@ -346,3 +348,32 @@ def _is_file_of(name, files):
 def _is_module(name):
     path = ROOT.joinpath(*name.split("."))
     return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_the_table_of_the_page_is_calculated_from_models_and_gpus():
+    page = (ROOT / "docs" / "planner.md").read_text()
+    table = page[page.index("| Model, calculated |") :].partition("\n\n")[0]
+    rows = [line.strip(" |").split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) == 4
+    for name, counts, tokens, state, *read in rows:
+        model = named_model(name.lower()).model
+        of = model.experts
+        assert counts == f"{of.num_experts}, {of.per_token}"
+        weights = 3 * of.num_experts * of.ffn_hidden_size * model.hidden_size  # of a layer
+        assert tokens == f"{weights / (of.per_token * model.hidden_size):,.0f}"
+        assert state == f"{18e-9 * model.num_parameters:.0f} GB"
+        of_a_token = 6 * weights * of.per_token / of.num_experts
+        for said, kind in zip(read, (GPU_KINDS["A100-40"], GPU_KINDS["L4"]), strict=True):
+            read_s = 12 * weights / kind.memory_bytes_per_s
+            equal = read_s * 0.6 * kind.peak.bfloat16_flops_per_s / of_a_token
+            assert float(said.replace(",", "")) == float(f"{equal:.2g}")
+
+
+def test_once_to_each_rank_is_fewer_bytes_than_once_to_each_expert():
+    """The 82,000 tokens of the page: as above, by what a token crosses to three other ranks."""
+    model = named_model("qwen3-30b-a3b").model
+    of, ranks = model.experts, 4
+    once = (ranks - 1) * of.share_of_tokens(of.num_experts // ranks)
+    each = of.per_token * (ranks - 1) / ranks
+    at = 3 * of.num_experts * of.ffn_hidden_size / of.per_token
+    assert at * each / once == pytest.approx(82_000, rel=0.01)
