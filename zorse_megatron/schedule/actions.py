@@ -171,17 +171,6 @@ class ActionLists:
         )
 
 
-def parse_action_lists(text: str) -> ActionLists:
-    """Read back what `str(action_lists)` wrote. Raises ValueError with the offending line."""
-    ranks = []
-    for number, line in enumerate(text.splitlines()):
-        head, separator, actions = line.partition(":")
-        if not separator or head.strip() != f"rank {number}":
-            raise ValueError(f"line {number + 1}: found {line[:40]!r}; expected 'rank {number}: …'")
-        ranks.append(tuple(map(parse_action, actions.split())))
-    return ActionLists(ranks=tuple(ranks))
-
-
 # Queries on lists of actions.
 
 
