@@ -14,7 +14,7 @@ from typing import Any
 
 from zorse_megatron.costs.interface import NO_TIME, CommCost, ModelSection, PassTimes, TpCosts
 from zorse_megatron.costs.link_bandwidth import Curves, curve_for
-from zorse_megatron.costs.topology import DirectedLink, MeasuredNode, Routes, Topology
+from zorse_megatron.costs.topology import DirectedLink, MeasuredNode, Routes, Topology, numbered
 from zorse_megatron.inputs.profile import Sharded
 
 # The network view of a collective over a ring of ranks: nodes, not pairs of ranks.
@@ -95,12 +95,8 @@ class RankRings:
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         spec = routes.spec
-        numbers = range(len(spec.nodes))
-        numbers_by_key: dict[object, int] = {}
-        self._look = [
-            numbers_by_key.setdefault(_look(node), len(numbers_by_key)) for node in spec.nodes
-        ]
-        in_order = sorted(numbers, key=lambda node: (*_location(spec, node), node))
+        self._look = numbered(map(_look, spec.nodes))
+        in_order = sorted(range(len(spec.nodes)), key=lambda node: (*_location(spec, node), node))
         self._place = {node: place for place, node in enumerate(in_order)}
         self._local: dict[tuple[int, int], LocalRanks] = {}
         self._crossings: dict[tuple[int, int], _Crossing] = {}
@@ -302,10 +298,7 @@ class GraphComm:
         self.routes = Routes(spec)
         self._rings = RankRings(self.routes)
         self._known: dict[tuple[int, ...], RankRing] = {}
-        numbers_by_key: dict[object, int] = {}
-        self._look = [
-            numbers_by_key.setdefault(node.unnamed, len(numbers_by_key)) for node in spec.nodes
-        ]
+        self._look = numbered(node.unnamed for node in spec.nodes)
         self._transfers: dict[tuple[int, int, bool, int], float] = {}
         self._links: dict[tuple[int, int], tuple[tuple[str, float], ...]] = {}
 

@@ -5,7 +5,7 @@ Whether they fit each other is checked where the cluster file is read (`schema/c
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
@@ -17,6 +17,16 @@ from zorse_megatron.inputs.profile import Profile, UnequalShards
 
 if TYPE_CHECKING:
     import networkx as nx
+
+
+def numbered(looks: Iterable[Hashable]) -> list[int]:
+    """Return a number for each look, equal for equal ones, from 0 on as new ones appear.
+
+    >>> numbered("abca")
+    [0, 1, 2, 0]
+    """
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(look, len(numbers)) for look in looks]
 
 
 @dataclass(frozen=True, kw_only=True)

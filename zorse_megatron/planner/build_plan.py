@@ -219,13 +219,10 @@ def with_regions(plan: Plan, spec: Topology) -> Plan:
     def region_of(replica: Replica) -> str:
         return spec.nodes[spec.node_of(replica.ranks[0])].region
 
-    def placed(group: Group) -> Group:
-        replicas = tuple(replace(each, region=region_of(each)) for each in group.replicas)
-        return replace(group, replicas=replicas)
-
     if all(len({region_of(each) for each in group.replicas}) == 1 for group in plan.groups):
         return plan
-    return replace(plan, groups=tuple(map(placed, plan.groups)))
+    placed = (replace(each, region=region_of(each)) for _, _, each in plan.numbered_replicas())
+    return plan.with_replicas(placed)
 
 
 def sharing_experts(replicas: Sequence[Replica], experts: Sequence[int]) -> Replica:

@@ -99,15 +99,12 @@ _ByReplica = dict[int, tuple[int, int, int]]
 
 def _known(plan: Plan) -> list[_ByReplica]:
     found: list[_ByReplica] = [{} for _ in plan.chunks]
-    for number, group in enumerate(plan.groups):
-        for replica, each in enumerate(group.replicas):
-            rows = zip(plan.chunks_of_group(number), each.compute_s or (), strict=False)
-            for chunk, seconds in rows:
-                # At least 1: what a group does follows what ended before, not what starts then.
-                forward, backward, weights = (
-                    max(1, round(NS_PER_S * each_s)) for each_s in seconds
-                )
-                found[chunk][replica] = forward, backward, weights
+    for number, replica, each in plan.numbered_replicas():
+        rows = zip(plan.chunks_of_group(number), each.compute_s or (), strict=False)
+        for chunk, seconds in rows:
+            # At least 1: what a group does follows what ended before, not what starts then.
+            forward, backward, weights = (max(1, round(NS_PER_S * each_s)) for each_s in seconds)
+            found[chunk][replica] = forward, backward, weights
     return found
 
 

@@ -60,12 +60,11 @@ _RESERVED = 0.5
 
 def _of_own_limits(plan: Plan) -> Policy:
     limits, delayed = {}, {}
-    for number, group in enumerate(plan.groups):
-        for index, replica in enumerate(group.replicas):
-            if replica.max_in_flight is not None:
-                limits[number, index] = replica.max_in_flight
-                most = replica.max_delayed_wgrad or 0
-                delayed[number, index] = most if group.split_backward else None
+    for number, index, replica in plan.numbered_replicas():
+        if replica.max_in_flight is not None:
+            limits[number, index] = replica.max_in_flight
+            most = replica.max_delayed_wgrad or 0
+            delayed[number, index] = most if plan.groups[number].split_backward else None
     return Policy(
         limits=limits,
         most_delayed=delayed,
@@ -153,8 +152,7 @@ def interleaved(plan: Plan) -> Policy:
 def _most_delayed(plan: Plan) -> dict[Worker, int | None]:
     return {
         (number, index): most_delayed(plan, number, index)
-        for number, group in enumerate(plan.groups)
-        for index, replica in enumerate(group.replicas)
+        for number, index, replica in plan.numbered_replicas()
         if replica.num_microbatches
     }
 

@@ -44,6 +44,7 @@ from functools import cached_property
 from itertools import combinations
 
 from zorse_megatron.costs.interface import CommCost
+from zorse_megatron.costs.topology import numbered
 from zorse_megatron.plan.memory_settings import (
     ranks_that_offload_gradients,
     ranks_that_offload_parameters,
@@ -86,10 +87,10 @@ def classify_copies(
     rings tell copies apart.
     """
     network = _CopyNetwork(comm, copies, edges, rings)
-    classes = _numbered(keys)
+    classes = numbered(keys)
     while True:
         colours, loads = network.colours(classes, with_rings=by_rings)
-        finer = _numbered(
+        finer = numbered(
             [
                 (
                     classes[copy],
@@ -164,13 +165,7 @@ class _CopyNetwork:
             for name in ring:
                 loads[name]["ring", number] += 1
         keys = [(self.capacity[name], frozenset(load.items())) for name, load in loads.items()]
-        return dict(zip(loads, _numbered(keys), strict=True)), loads
-
-
-def _numbered(keys: Sequence[Hashable]) -> list[int]:
-    """Number of each look, in the order in which looks appear first."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
+        return dict(zip(loads, numbered(keys), strict=True)), loads
 
 
 @dataclass(frozen=True, kw_only=True)

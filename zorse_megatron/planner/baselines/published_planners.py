@@ -15,7 +15,7 @@ from operator import itemgetter
 import networkx as nx
 import numpy as np
 
-from zorse_megatron.costs.topology import Routes, Topology, attachment
+from zorse_megatron.costs.topology import Routes, Topology, attachment, numbered
 from zorse_megatron.plan.plan import Group, Plan, Recompute, Replica, Schedule
 from zorse_megatron.planner.build_plan import chunks_of, offload_setting
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
@@ -283,11 +283,7 @@ class _Cutter:
     def __init__(self, spec: Topology) -> None:
         self.spec = spec
         self.routes = Routes(spec)
-        numbers: dict[object, int] = {}
-        self._kind_of = [
-            numbers.setdefault((attachment(node), *hardware_key(node)), len(numbers))
-            for node in spec.nodes
-        ]
+        self._kind_of = numbered((attachment(node), *hardware_key(node)) for node in spec.nodes)
 
     def cheapest(self, piece: _Piece) -> _Peel:
         """The cheapest cut; of infinite weight if there is but one GPU."""

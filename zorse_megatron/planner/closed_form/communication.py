@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
+from zorse_megatron.costs.topology import numbered
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import hierarchical_problems
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
@@ -41,11 +42,7 @@ class CommunicationCosts:
         self._paths: dict[tuple[DeviceGroup, DeviceGroup], TransferPath] = {}
         self._gathers: dict[tuple[DeviceGroup, int], float] = {}
         self._like: dict[tuple[object, ...], float] = {}
-        numbers_by_key: dict[object, int] = {}
-        self._look_of_node = [
-            numbers_by_key.setdefault(hardware_key(node), len(numbers_by_key))
-            for node in inputs.spec.nodes
-        ]
+        self._look_of_node = numbered(map(hardware_key, inputs.spec.nodes))
         self._two_levels = TwoLevels(inputs)
         self._nodes: dict[DeviceGroup, tuple[int, ...]] = {}
         world = tuple(range(inputs.world_size))

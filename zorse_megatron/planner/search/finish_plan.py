@@ -115,16 +115,9 @@ def shortened_by(inputs: Inputs) -> int:
 
 def lengthened(plan: Plan, times: int) -> Plan:
     """The plan with so many times the micro-batches."""
-    groups = tuple(
-        replace(
-            group,
-            replicas=tuple(
-                replace(replica, num_microbatches=times * replica.num_microbatches)
-                for replica in group.replicas
-            ),
-        )
-        for group in plan.groups
+    longer = (
+        replace(replica, num_microbatches=times * replica.num_microbatches)
+        for _, _, replica in plan.numbered_replicas()
     )
-    return replace(
-        plan, groups=groups, global_batch_size=times * plan.global_batch_size, predictions=None
-    )
+    batch = times * plan.global_batch_size
+    return replace(plan.with_replicas(longer), global_batch_size=batch, predictions=None)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, permutations, product, zip_longest
 from typing import Literal, TypeVar
 
+from zorse_megatron.costs.topology import numbered
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
@@ -116,14 +117,10 @@ class PlanKeys:
         """`few_gpus`: up to how many GPUs plans keep their names."""
         self.inputs = inputs
         self._keeps_names = inputs.world_size <= few_gpus
-        numbers_by_key: dict[object, int] = {}
-        self._look_of_node = [
-            numbers_by_key.setdefault(
-                (node.region, node.switch, node.host_memory_bytes, hardware_key(node)),
-                len(numbers_by_key),
-            )
+        self._look_of_node = numbered(
+            (node.region, node.switch, node.host_memory_bytes, hardware_key(node))
             for node in inputs.spec.nodes
-        ]
+        )
         self._on_nodes: dict[DeviceGroup, _OnNode] = {}
 
     def of(self, estimate: Estimate) -> object:
