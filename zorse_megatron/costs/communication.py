@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zorse_megatron.costs.interface import NO_TIME, CommCost, ModelSection, PassTimes, TpCosts
+from zorse_megatron.costs.interface import (
+    NO_TIME,
+    CommCost,
+    ModelSection,
+    PassTimes,
+    TpCosts,
+    TpTraits,
+)
 from zorse_megatron.costs.link_bandwidth import Curves, curve_for
 from zorse_megatron.costs.topology import DirectedLink, MeasuredNode, Routes, Topology, numbered
 from zorse_megatron.inputs.profile import Sharded
@@ -506,7 +513,7 @@ class TpCollectives:
     group."""
 
     comm: CommCost
-    tp_costs: TpCosts
+    traits: TpTraits
 
     def of(
         self, section: ModelSection, ranks: Sequence[int], num_bytes: int, num_tokens: int
@@ -516,12 +523,12 @@ class TpCollectives:
         if section == "layer":
             sums = PassTimes(forward_s=2 * sum_s, backward_s=2 * sum_s)
             return sums + self._of_adapters(ranks, num_bytes)
-        half_s = self.gather_s(ranks, num_bytes) if self.tp_costs.sequence_parallel else 0.0
+        half_s = self.gather_s(ranks, num_bytes) if self.traits.sequence_parallel else 0.0
         if section == "embedding":
             # Its output is summed and cut; the gradient is gathered from its parts. Learned
             # positions are added in between, to the whole (`LanguageModelEmbedding.forward`).
             whole_s = self.comm.all_reduce_s(tuple(ranks), num_bytes)
-            forward_s = whole_s if self.tp_costs.learns_positions else sum_s - half_s
+            forward_s = whole_s if self.traits.learns_positions else sum_s - half_s
             return PassTimes(forward_s=forward_s, backward_s=half_s)
         loss_s = _SUMS_OF_LOSS * self.comm.all_reduce_s(tuple(ranks), num_tokens * _FLOAT32_BYTES)
         return PassTimes(forward_s=half_s + loss_s, backward_s=sum_s - half_s)
@@ -533,12 +540,12 @@ class TpCollectives:
     def _of_adapters(self, ranks: Sequence[int], num_bytes: int) -> PassTimes:
         """Of one layer; `num_bytes`: of a whole activation."""
         columns, rows = (
-            [round(num_bytes * each) for each in x] for x in self.tp_costs.adapter_shares
+            [round(num_bytes * each) for each in x] for x in self.traits.adapter_shares
         )
         if not columns and not rows:
             return NO_TIME
         group, comm = tuple(ranks), self.comm
-        if not self.tp_costs.sequence_parallel:
+        if not self.traits.sequence_parallel:
             return PassTimes(
                 forward_s=sum(comm.all_reduce_s(group, each) for each in rows),
                 backward_s=sum(comm.all_reduce_s(group, each) for each in columns),
@@ -555,7 +562,7 @@ class TpCollectives:
         )
 
     def _sum_s(self, ranks: Sequence[int], num_bytes: int) -> float:
-        if not self.tp_costs.sequence_parallel:
+        if not self.traits.sequence_parallel:
             return self.comm.all_reduce_s(tuple(ranks), num_bytes)
         scatter_s = self.comm.reduce_scatter_s(tuple(ranks), _parts(num_bytes, len(ranks)))
         return scatter_s + self.gather_s(ranks, num_bytes)
@@ -574,7 +581,7 @@ def once_s(
     """
 
     def bytes_to(count: int) -> float:
-        held = range(tp_costs.num_experts // degree * count)
+        held = range(tp_costs.traits.num_experts // degree * count)
         return num_bytes * tp_costs.share_of_tokens(held)
 
     assert isinstance(comm, GraphComm), "stock's layouts are costed on a cluster"

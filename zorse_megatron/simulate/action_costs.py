@@ -307,7 +307,7 @@ class ActionCosts(CollectiveCosts):
         self.kinds = tuple(costs.kinds)
         self._inside: TpCollectives | None = None
         if sizes.tp_costs is not None:
-            self._inside = TpCollectives(tp_costs=sizes.tp_costs, comm=loads.comm)
+            self._inside = TpCollectives(traits=sizes.tp_costs.traits, comm=loads.comm)
         self.between_experts = BetweenExperts(sizes, loads)
         self._phases: dict[tuple[object, ...], tuple[PassTimes, ...]] = {}
         self._passes: dict[tuple[object, ...], ExpertPass] = {}
@@ -475,7 +475,7 @@ class ActionCosts(CollectiveCosts):
         ends = [of("embedding")] if chunk == 0 else []
         ends += [of("head")] if sizes.is_last(chunk) else []
         gather_s = 0.0
-        if gathers and sizes.splits_activations and not inside.tp_costs.sequence_parallel:
+        if gathers and sizes.splits_activations and not inside.traits.sequence_parallel:
             gather_s = inside.gather_s(ranks, num_bytes)
         return PassTimes(
             forward_s=gather_s + layers * layer.forward_s + sum(e.forward_s for e in ends),
@@ -558,7 +558,7 @@ class ActionCosts(CollectiveCosts):
             computed_s,
             sizes.once_s(rank, chunk, sizes.boundary_bytes(size, chunk)),
             *self.between_experts.exchanging(rank, chunk),
-            hides=(is_combined and mode != "full") or sizes.tp_costs.has_shared_expert,
+            hides=(is_combined and mode != "full") or sizes.tp_costs.traits.has_shared_expert,
         )
         return PassTimes(forward_s=forward_s, backward_s=backward_s)
 

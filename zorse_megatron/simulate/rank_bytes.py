@@ -201,7 +201,7 @@ class RankSizes:
         Learned positions are added to the whole sequence, so their gradients are whole.
         """
         assert self.tp_costs is not None
-        if not self.tp_costs.sequence_parallel:
+        if not self.tp_costs.traits.sequence_parallel:
             return 0
         whole = sum(unit.count * unit.whole for unit in self._units(chunk))
         if chunk > 0:
@@ -438,7 +438,7 @@ class RankSizes:
     @property
     def splits_activations(self) -> bool:
         """Whether ranks of a TP group send parts of an activation."""
-        in_parts = self.tp_costs is not None and self.tp_costs.sequence_parallel
+        in_parts = self.tp_costs is not None and self.tp_costs.traits.sequence_parallel
         return in_parts or self.framework.split_transfers
 
     def crossing_bytes(self, action: Action) -> int:

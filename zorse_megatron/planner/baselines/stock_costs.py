@@ -325,7 +325,7 @@ class GridCosts:
         is_whole = settings.mode == "full"
         is_combined = (grid.stages == 1 or grid.virtual > 1) and not is_whole
         again = settings.recomputed if is_whole else 0
-        hides = is_combined or self.inputs.tp_costs.has_shared_expert
+        hides = is_combined or self.inputs.tp_costs.traits.has_shared_expert
         return sum(exchanges_s(computed_s, once_s, stage.num_layers, again, hides=hides))
 
     def _once_s(self, grid: Grid, at: int) -> float:

@@ -447,7 +447,7 @@ def allows_tp_degree(inputs: Inputs, degree: int) -> bool:
         return False
     if most is not None and degree > most:
         return False
-    return not (inputs.tp_costs.sequence_parallel and (length is None or length % degree))
+    return not (inputs.tp_costs.traits.sequence_parallel and (length is None or length % degree))
 
 
 def tp_shards_are_even(inputs: Inputs, degree: int) -> bool:

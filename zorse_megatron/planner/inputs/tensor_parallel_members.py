@@ -143,7 +143,7 @@ class Members:
         if found is None:
             return 0.0
         inside = tp_collectives(self.base)
-        if inside.tp_costs.sequence_parallel:
+        if inside.traits.sequence_parallel:
             return 0.0
         return inside.gather_s(found.example, self.base.memory.boundary_bytes(micro_batch_size))
 
@@ -175,7 +175,7 @@ def costs_of_rank(base: "Inputs", part: TpShard) -> TpRankCosts:
 def tp_collectives(base: "Inputs") -> TpCollectives:
     """What TP groups communicate inside computations."""
     assert base.tp_costs is not None, "TP groups are joined only where their costs are known"
-    return TpCollectives(tp_costs=base.tp_costs, comm=base.comm)
+    return TpCollectives(traits=base.tp_costs.traits, comm=base.comm)
 
 
 def rank_shards(with_tp_groups: TpGroup) -> tuple[TpShard, ...]:
