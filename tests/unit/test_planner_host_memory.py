@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.unit.planner_cases import random_case, simulated
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS
-from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
+from zorse_megatron.plan.memory_settings import ranks_that_offload
 from zorse_megatron.plan.plan import ModelFingerprint, Offload
 from zorse_megatron.planner.build_plan import Builder
 from zorse_megatron.planner.closed_form import stage_memory
@@ -171,10 +171,12 @@ def least_room(seed):
 def test_parameters_in_the_host_make_room(seed):
     """At least for 2 of 18 bytes of what 9 of 12 chunks hold, where the GPUs have 7/6 of a room."""
     found, evaluation = least_room(seed)
-    assert ranks_that_offload_parameters(evaluation.plan) == set(range(len(evaluation.peaks_bytes)))
+    assert ranks_that_offload(evaluation.plan, "parameters") == set(
+        range(len(evaluation.peaks_bytes))
+    )
     with patch.object(stage_memory, "_CHUNKS_ON_GPU", 99):
         without, other = least_room(seed)
-    assert not ranks_that_offload_parameters(other.plan)
+    assert not ranks_that_offload(other.plan, "parameters")
     assert without - found >= int(100 * 2 / 18 * 9 / 12 * 6 / 7)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from zorse_megatron.plan.plan import Group, Offload, Plan, Recompute, Replica
 
@@ -61,16 +62,10 @@ def said_settings(plan: Plan) -> Iterator[SaidSettings]:
         )
 
 
-def ranks_that_offload_parameters(plan: Plan) -> frozenset[int]:
-    """Ranks whose shards of parameters wait in host memory."""
+def ranks_that_offload(plan: Plan, what: Literal["parameters", "gradients"]) -> frozenset[int]:
+    """Ranks whose shards of these wait in host memory."""
     rows = settings_by_rank(plan).items()
-    return frozenset(rank for rank, settings in rows if settings.offload.parameters)
-
-
-def ranks_that_offload_gradients(plan: Plan) -> frozenset[int]:
-    """Ranks whose shards of gradients wait in host memory."""
-    rows = settings_by_rank(plan).items()
-    return frozenset(rank for rank, settings in rows if settings.offload.gradients)
+    return frozenset(rank for rank, settings in rows if getattr(settings.offload, what))
 
 
 def recomputes_anything(plan: Plan) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
+from zorse_megatron.plan.memory_settings import ranks_that_offload
 from zorse_megatron.plan.plan import Plan, Replica
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.rank_messages import RankMessage, rank_messages
@@ -170,7 +170,7 @@ class _Sequence:
     def __init__(self, plan: Plan, boundaries: Boundaries) -> None:
         self.boundaries = boundaries
         self.replicas = [group.replicas for group in plan.groups]
-        self.offloads_parameters = ranks_that_offload_parameters(plan)
+        self.offloads_parameters = ranks_that_offload(plan, "parameters")
         self.lists: list[list[Action]] = [[] for _ in range(plan.world_size)]
 
     def compute(self, event: Event) -> None:

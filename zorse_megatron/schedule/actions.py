@@ -107,6 +107,11 @@ class Action(NamedTuple):
     positions: SequenceSlice | None = None
 
     @property
+    def computation(self) -> tuple[bool, int | None, int | None]:
+        """(forward?, chunk, micro-batch) of a forward or backward, and of what a receive is for."""
+        return self.kind in (Kind.FORWARD, Kind.RECV_F), self.chunk, self.micro_batch
+
+    @property
     def other_chunk(self) -> int:
         """The chunk at the other end of a transfer."""
         assert self.chunk is not None and self.kind in TRANSFERS

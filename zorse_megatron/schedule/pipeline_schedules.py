@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
+from zorse_megatron.plan.memory_settings import ranks_that_offload
 from zorse_megatron.plan.plan import Group, Plan
 from zorse_megatron.schedule.action_sequence import (
     Durations,
@@ -278,7 +278,7 @@ class _BreadthFirst:
             for replica in group.replicas
         }
         """(group, replica) -> see `weight_gradients`."""
-        self.offloads_parameters = ranks_that_offload_parameters(plan)
+        self.offloads_parameters = ranks_that_offload(plan, "parameters")
         for number, group in enumerate(self.groups):
             self._prepare(plan, number, group)
         self.events: list[Event] = []

@@ -46,8 +46,7 @@ from itertools import combinations
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.costs.topology import numbered
 from zorse_megatron.plan.memory_settings import (
-    ranks_that_offload_gradients,
-    ranks_that_offload_parameters,
+    ranks_that_offload,
 )
 from zorse_megatron.plan.plan import Group, Plan
 from zorse_megatron.schedule.actions import SENDS, TRANSFERS, Action, ActionLists
@@ -225,7 +224,7 @@ def _may_be_merged(sizes: RankSizes) -> bool:
     halves = any(each.halved for group in plan.groups for each in group.replicas)
     if swaps or halves or sizes.has_wide_replicas or Lanes.of(plan) is not None:
         return False
-    offloads = ranks_that_offload_parameters(plan), ranks_that_offload_gradients(plan)
+    offloads = ranks_that_offload(plan, "parameters"), ranks_that_offload(plan, "gradients")
     return all(_is_even(group, offloads) for group in plan.groups)
 
 

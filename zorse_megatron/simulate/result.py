@@ -172,19 +172,17 @@ def _reason(program: Program, task: int, cause: int) -> Reason:
 # Simulated actions in the shape in which the runtime records them.
 
 
-def spans_of(timeline: Timeline, rank: int, *, step: int = 0) -> tuple[Span, ...]:
+def spans_of(timeline: Timeline, rank: int) -> tuple[Span, ...]:
     """One span per action, in the order of the rank's list.
 
     A span starts when nothing of the rank's own was left to wait for, and `waited_s` is the time
     from there until all that comes from other ranks was there, as in an executed trace.
     """
     track = timeline.program.tracks[rank]
-    return tuple(
-        _span(timeline, track, position, step=step) for position in range(len(track.actions))
-    )
+    return tuple(_span(timeline, track, position) for position in range(len(track.actions)))
 
 
-def _span(timeline: Timeline, track: Track, position: int, *, step: int) -> Span:
+def _span(timeline: Timeline, track: Track, position: int) -> Span:
     action = track.actions[position]
     times = timeline.times
     if action.kind in TRANSFERS:  # only started here, which takes no time
@@ -197,7 +195,7 @@ def _span(timeline: Timeline, track: Track, position: int, *, step: int) -> Span
         gates = track.gates.get(position)
         gate = max(gates, key=times.end_of) if gates else track.first_task(position)
         waited_s = max(0.0, times.start_s[gate] - start_s)
-    return Span(step=step, action=str(action), start_s=start_s, end_s=end_s, waited_s=waited_s)
+    return Span(step=0, action=str(action), start_s=start_s, end_s=end_s, waited_s=waited_s)
 
 
 Found = TypeVar("Found")

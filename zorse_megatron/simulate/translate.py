@@ -277,8 +277,7 @@ class RankTranslator:
         rest = [(part, (arrived,)) for part, arrived in others]
         tasks = self.passes.add(position, [(first, own), *rest])
         if action.kind in COMPUTE:
-            consumer = self.rank, forward, action.chunk, action.micro_batch
-            self.transfers.consumers[consumer] = tasks[0], position
+            self.transfers.consumers[self.rank, *action.computation] = tasks[0], position
         if forward:
             self.copies.send_activations(position, action)
         return tasks[-1]

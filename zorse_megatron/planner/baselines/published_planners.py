@@ -27,6 +27,7 @@ from zorse_megatron.planner.closed_form.device_groups import (
     Stage,
     StagePosition,
     best_split,
+    layers_per_s,
 )
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, best_first
@@ -66,7 +67,10 @@ def _estimated_plans(estimator: Estimator) -> Iterator[tuple[float, Plan]]:
         for size in inputs.space.sizes(_SIZES):
             if inputs.global_batch_size % size:
                 continue
-            layers = _proportional(inputs.num_layers, [_speed(estimator, t, size) for t in order])
+            layers = _proportional(
+                inputs.num_layers,
+                [layers_per_s(inputs, t, (size,) * len(t.gpu_classes)) for t in order],
+            )
             if layers is None:
                 continue
             for ministages in _MINISTAGES:
@@ -81,13 +85,6 @@ def _bandwidth(inputs: Inputs, device_group: DeviceGroup) -> float:
         return math.inf
     size = 10**8
     return sum(size / inputs.comm.transfer_s(*pair, size) for pair in pairs) / len(pairs)
-
-
-def _speed(estimator: Estimator, device_group: DeviceGroup, size: int) -> float:
-    return sum(
-        len(gpu_class.ranks) * size / estimator.inputs.compute.layer(gpu_class.kind, size).both_s
-        for gpu_class in device_group.gpu_classes
-    )
 
 
 def _proportional(num_layers: int, speeds: Sequence[float]) -> list[int] | None:

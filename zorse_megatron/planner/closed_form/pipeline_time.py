@@ -34,6 +34,7 @@ from zorse_megatron.planner.closed_form.device_groups import (
     MicroBatchLevel,
     Stage,
     StagePosition,
+    layers_per_s,
     round_samples_of,
 )
 from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
@@ -85,11 +86,7 @@ class InFlight:
 
     def speed(self, device_group: DeviceGroup, level: MicroBatchLevel) -> float:
         """Layers of one sample per second, forward and backward."""
-        sizes = self.cost_model.sizes(device_group, level)
-        return sum(
-            len(gpu_class.ranks) * size / self.inputs.compute.layer(gpu_class.kind, size).both_s
-            for gpu_class, size in zip(device_group.gpu_classes, sizes, strict=True)
-        )
+        return layers_per_s(self.inputs, device_group, self.cost_model.sizes(device_group, level))
 
     def differs(self, candidate: Candidate) -> bool:
         """Whether the groups have rounds of different sizes."""
