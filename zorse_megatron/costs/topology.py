@@ -316,7 +316,11 @@ def topology_of(cluster: Cluster, profile: Profile | None = None) -> Topology:
     nic_curves = _curves_by_kind(profile, "inter-node")
     return Topology(
         nodes=tuple(
-            _node(node, _curves(node, intra_curves), _curves(node, nic_curves))
+            MeasuredNode(
+                **vars(node),
+                intra_curves=_curves(node, intra_curves),
+                nic_curves=_curves(node, nic_curves),
+            )
             for node in cluster.nodes
         ),
         switches=cluster.switches,
@@ -346,10 +350,6 @@ def _curves(node: Node, by_kind: Mapping[str, Curves]) -> Curves:
     """Those of its GPUs, if they are the same for all of them."""
     first, *others = {by_kind.get(kind, ()) for kind in node.gpu_kinds}
     return () if others else first
-
-
-def _node(node: Node, intra_curves: Curves, nic_curves: Curves) -> MeasuredNode:
-    return MeasuredNode(**vars(node), intra_curves=intra_curves, nic_curves=nic_curves)
 
 
 # Routes between ranks: their links, and the bandwidth of the narrowest one.

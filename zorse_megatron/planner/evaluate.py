@@ -78,10 +78,10 @@ class Preview:
 class Evaluator:
     """Simulates plans and remembers the evaluations."""
 
-    def __init__(self, inputs: Inputs, estimator: Estimator) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.estimator = estimator
-        self.builder = Builder(inputs, estimator.cost_model, estimator.in_flight)
+        self.estimator = Estimator(inputs)
+        self.builder = Builder(self.estimator)
         self.num_simulated = 0
         self.num_computations = 0
         """Forwards and backwards simulated so far: the search's budget is counted in them."""
@@ -114,8 +114,7 @@ class Evaluator:
     def _shortened(self, estimate: Estimate, batch: int) -> Evaluation | None:
         """The same candidate, layers and settings; only the batch is shorter."""
         if batch not in self._with_batch:
-            inputs = replace(self.inputs, global_batch_size=batch)
-            self._with_batch[batch] = Evaluator(inputs, Estimator(inputs))
+            self._with_batch[batch] = Evaluator(replace(self.inputs, global_batch_size=batch))
         shorter = self._with_batch[batch]
         plan = shorter.builder.plan(estimate)
         if plan is None:

@@ -25,7 +25,6 @@ from zorse_megatron.planner.baselines.stock_best import (
     stock_runs,
 )
 from zorse_megatron.planner.baselines.stock_search import StockLayout
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, best_first, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs, refuse_too_large, with_one_more
 from zorse_megatron.planner.outcome import (
@@ -179,7 +178,7 @@ class _SoFar:
 
     def searched(self, inputs: Inputs, stock: Sequence[StockLayout]) -> _Searched:
         """The fastest plan, and that of stock's best layout: they are simulated again."""
-        evaluator = Evaluator(inputs, Estimator(inputs))
+        evaluator = Evaluator(inputs)
         found = [*stock_plans(evaluator, stock[:1]), *([self.best] if self.best else [])]
         return _Searched(evaluator=evaluator, evaluations=best_first(found), before=SearchStats())
 
@@ -191,7 +190,7 @@ def _searched(
     on_progress: Callable[[SearchProgress], None],
 ) -> _Searched:
     if strategy == "zorse":
-        evaluator = Evaluator(inputs, Estimator(inputs))
+        evaluator = Evaluator(inputs)
         found = with_plans_of_shorter(
             _searched_in_all(inputs, on_progress),
             evaluator,
@@ -207,7 +206,7 @@ def _searched(
     if strategy == "cephalo":
         inputs = cephalo_inputs(inputs)
     on_progress(SearchProgress(phase=strategy, done=0, total=1))
-    evaluator = Evaluator(inputs, Estimator(inputs))
+    evaluator = Evaluator(inputs)
     if strategy == "stock":
         evaluations = stock_runs(evaluator, stock)
     else:

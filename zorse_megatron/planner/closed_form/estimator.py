@@ -210,8 +210,8 @@ class Estimator:
         self.device_groups = DeviceGroups(inputs)
         self.cost_model = StageCostModel(inputs)
         self.communication = CommunicationCosts(inputs)
-        self.in_flight = InFlight(inputs, self.cost_model, self.communication)
-        self._times = PipelineTimes(inputs, self.cost_model, self.communication, self.in_flight)
+        self.in_flight = InFlight(self.cost_model, self.communication)
+        self._times = PipelineTimes(self.in_flight)
         self.num_estimated = 0
         self._made: dict[tuple[DeviceGroup, tuple[int, ...], StagePosition, int], _CostTable] = {}
 

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 from zorse_megatron.costs.topology import numbered
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.groupings.pools import hardware_key
 from zorse_megatron.planner.groupings.proposals import GroupingProposal
@@ -237,7 +237,6 @@ class Sources:
     effort: Effort
     estimator: Estimator
     costed_candidates: CostedCandidates
-    device_groups: DeviceGroups
     groupings: Groupings
     report: Callable[[SearchProgress], None]
 
@@ -291,7 +290,7 @@ class Sources:
         return ways + [("breadth_first", n) for n in (2, 4) if "breadth_first" in schedules]
 
     def _quick(self, proposal: GroupingProposal) -> Estimate | None:
-        groups = [self.device_groups.of(group) for group in proposal.grouping]
+        groups = [self.estimator.device_groups.of(group) for group in proposal.grouping]
         found: list[Estimate] = []
         for device_groups in orders(self.inputs, groups)[: self.effort.quick_orders]:
             for levels, way in product((_QUICK_LEVELS, (1,)), self._quick_ways()):
@@ -307,7 +306,9 @@ class Sources:
 
     def in_order(self, proposal: GroupingProposal) -> tuple[DeviceGroup, ...]:
         """A candidate's groups in the first of the orders worth trying."""
-        return orders(self.inputs, [self.device_groups.of(group) for group in proposal.grouping])[0]
+        return orders(
+            self.inputs, [self.estimator.device_groups.of(group) for group in proposal.grouping]
+        )[0]
 
     def levels(self, wanted: tuple[int, ...]) -> list[int]:
         """Micro-batch levels of so many blocks, as far as they are allowed; one where none is."""
@@ -352,7 +353,7 @@ class Sources:
         """Cost groupings in all ways."""
         for number, proposal in enumerate(found):
             self.report(SearchProgress(phase="costing", done=number, total=len(found)))
-            groups = [self.device_groups.of(group) for group in proposal.grouping]
+            groups = [self.estimator.device_groups.of(group) for group in proposal.grouping]
             for device_groups in orders(self.inputs, groups)[: self.effort.orders]:
                 for way in self.ways(len(device_groups)):
                     for level in self.levels(self.effort.levels):
@@ -380,7 +381,6 @@ class Sources:
             if schedule in self.inputs.space.schedules:
                 search = DeviceOrderSearch(
                     self.estimator,
-                    self.device_groups,
                     nested=schedule == "1f1b",
                     most_groups=self.groupings.most,
                 )

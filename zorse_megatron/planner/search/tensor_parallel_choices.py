@@ -273,10 +273,17 @@ def apportioned(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     whole = sum(weights)
     wanted = [max(0.0, total * weight / whole - 1) for weight in weights]
     scale = free / sum(wanted) if sum(wanted) else 0.0
-    exact = [scale * each for each in wanted]
+    return tuple(1 + count for count in rounded([scale * each for each in wanted], free))
+
+
+def rounded(exact: Sequence[float], total: int) -> tuple[int, ...]:
+    """Whole numbers that add up to `total`, up for the largest remainders.
+
+    >>> rounded([2.5, 1.3, 0.2], 4)
+    (3, 1, 0)
+    """
     counts = [int(each) for each in exact]
-    left = free - sum(counts)
     order = sorted(range(len(exact)), key=lambda at: (counts[at] - exact[at], at))
-    for at in order[:left]:
+    for at in order[: total - sum(counts)]:
         counts[at] += 1
-    return tuple(1 + count for count in counts)
+    return tuple(counts)

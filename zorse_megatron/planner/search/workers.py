@@ -21,7 +21,6 @@ from typing import Any, Protocol, TypeVar
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.closed_form.candidate import Estimate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.stage_costs import StageCost
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, Preview, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -60,9 +59,8 @@ class SearchWorker:
     ) -> None:
         self.inputs = inputs
         self.report = on_progress
-        self.estimator = Estimator(inputs)
-        self.evaluator = Evaluator(inputs, self.estimator)
-        self.device_groups = self.estimator.device_groups
+        self.evaluator = Evaluator(inputs)
+        self.estimator = self.evaluator.estimator
         self._fastest: Evaluation | None = None
         self._groupings_before = 0
         self._begin(effort)
@@ -75,8 +73,7 @@ class SearchWorker:
             effort=effort,
             estimator=self.estimator,
             costed_candidates=self.costed_candidates,
-            device_groups=self.device_groups,
-            groupings=Groupings(self.estimator, self.device_groups),
+            groupings=Groupings(self.estimator),
             report=self.report,
         )
         self.local_moves = LocalMoves(effort=effort, estimator=self.estimator, sources=self.sources)
