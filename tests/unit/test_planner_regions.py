@@ -99,7 +99,7 @@ def test_no_activation_crosses_between_regions_with_equal_shares() -> None:
 
 def sent_between_regions(inputs: Inputs, plan: Plan) -> int:
     """Samples of all messages from one region to the other."""
-    region = [inputs.spec.nodes[inputs.spec.node_of(rank)].region for rank in range(4)]
+    region = [inputs.spec.node_with(rank).region for rank in range(4)]
     actions = [
         (rank, action)
         for rank, found in enumerate(lower_plan(plan).ranks)

@@ -424,7 +424,7 @@ class GraphComm:
 
     def host_link_bytes_per_s(self, rank: int) -> float:
         """PCIe of one GPU to host memory."""
-        return self.spec.nodes[self.spec.node_of(rank)].host_link_bytes_per_s
+        return self.spec.node_with(rank).host_link_bytes_per_s
 
     def _ring(self, ranks: tuple[int, ...]) -> RankRing:
         if ranks not in self._known:

@@ -144,6 +144,10 @@ class Topology:
             raise ValueError(f"found rank {rank}; expected one of 0 to {self.num_gpus - 1}")
         return self._node_of[rank]
 
+    def node_with(self, rank: int) -> MeasuredNode:
+        """The node that a rank is on."""
+        return self.nodes[self.node_of(rank)]
+
     def kind_of(self, rank: int) -> str:
         """Kind of a rank's GPU."""
         node = self.node_of(rank)

@@ -235,7 +235,7 @@ def _switch_names(file: ClusterFile) -> Iterator[Problem]:
                 expected="a different name for every switch",
                 remedy="Rename one.",
             )
-        above = switch.uplink.to if switch.uplink else None
+        above = _above(switch)
         if above is not None and above not in names:
             yield Problem(
                 where=f"switches[{index}].uplink.to",

@@ -374,6 +374,15 @@ class Plan:
         """Number of ranks."""
         return sum(len(group.ranks) for group in self.groups)
 
+    def group_name(self, number: int) -> str:
+        """What people read of the group."""
+        return self.groups[number].name or f"group {number}"
+
+    @property
+    def groups_in_order(self) -> tuple[int, ...]:
+        """Numbers of groups, in the order of their first layers."""
+        return tuple(dict.fromkeys(chunk.group for chunk in self.chunks))
+
     def numbered_replicas(self) -> Iterator[tuple[int, int, Replica]]:
         """Yield (number of its group, its own number there, replica), in order."""
         for number, group in enumerate(self.groups):

@@ -216,7 +216,7 @@ def with_regions(plan: Plan, spec: Topology) -> Plan:
     """The plan with each replica's region, if any group has replicas in several."""
 
     def region_of(replica: Replica) -> str:
-        return spec.nodes[spec.node_of(replica.ranks[0])].region
+        return spec.node_with(replica.ranks[0]).region
 
     if all(len({region_of(each) for each in group.replicas}) == 1 for group in plan.groups):
         return plan

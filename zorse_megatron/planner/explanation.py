@@ -202,10 +202,7 @@ def _name(word: str) -> str:
 
 def critical_sentences(plan: Plan, shares: CriticalShares, iteration_s: float) -> Iterator[str]:
     """Yield where an iteration spends its time."""
-    names = {
-        str(number): group.name or f"group {number}" for number, group in enumerate(plan.groups)
-    }
-    by_group_s = {names[number]: took_s for number, took_s in shares.by_group_s.items()}
+    by_group_s = {plan.group_name(int(each)): s for each, s in shares.by_group_s.items()}
     yield f"Critical path: {_listed(shares.by_work_s, iteration_s)}."
     yield f"Critical path by group: {_listed(by_group_s, iteration_s)}."
     if shares.contention_s > 0.001 * iteration_s:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from zorse_megatron.costs.communication import TpCollectives
 from zorse_megatron.costs.expert_passes import ExpertPass
@@ -546,7 +547,9 @@ class ActionCosts(CollectiveCosts):
         # Those that share experts wait for the slowest of them in every layer.
         ranks = self.sizes.shares_experts(rank, chunk)
         kinds = dict.fromkeys(self.kinds[each] for each in ranks)
-        alone = max((self._alone(rank, each, chunk, size) for each in kinds), key=_both_s)
+        alone = max(
+            (self._alone(rank, each, chunk, size) for each in kinds), key=attrgetter("both_s")
+        )
         return alone + self._exchanges(rank, chunk, size, alone.both_s)
 
     def _exchanges(self, rank: int, chunk: int, size: int, computed_s: float) -> PassTimes:
@@ -573,7 +576,3 @@ class ActionCosts(CollectiveCosts):
             forward_s=pass_s(layers, layer.forward_s, 0, ends_s[0]),
             backward_s=pass_s(layers, layer.backward_s, again_s, ends_s[1]),
         )
-
-
-def _both_s(times: PassTimes) -> float:
-    return times.both_s

@@ -83,8 +83,8 @@ def _rank_events(result: SimulationResult, rank: int, shown: set[int]) -> Iterat
 def _names(result: SimulationResult, rank: int, peers: list[int]) -> Iterator[Event]:
     sizes = result.timeline.sizes
     number, _ = sizes.group_and_replica[rank]
-    group = sizes.plan.groups[number].name or f"group {number}"
-    yield _meta(rank, "process_name", name=f"rank {rank} ({group})")
+    name = f"rank {rank} ({sizes.plan.group_name(number)})"
+    yield _meta(rank, "process_name", name=name)
     yield _meta(rank, "process_sort_index", sort_index=rank)
     for thread, name in enumerate([*_THREAD_NAMES, *(f"to rank {peer}" for peer in peers)]):
         yield _meta(rank, "thread_name", thread, name=name)

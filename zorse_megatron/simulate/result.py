@@ -325,7 +325,7 @@ def _activation_bytes(timeline: Timeline, rank: int) -> int:
     now = most = 0
     for number, action in enumerate(actions):
         key = action.chunk, action.micro_batch
-        saved = _saved_bytes(timeline, rank, action.chunk or 0)
+        saved = sum(map(pinned_bytes, timeline.sizes.saved_tensors(rank, action.chunk or 0)))
         after = actions[number + 1] if number + 1 < len(actions) else None
         if action.kind is Kind.BACKWARD:
             now -= saved if key in away else 0
@@ -334,8 +334,3 @@ def _activation_bytes(timeline: Timeline, rank: int) -> int:
             now += saved
             most = max(most, now)
     return most
-
-
-def _saved_bytes(timeline: Timeline, rank: int, chunk: int) -> int:
-    """Bytes of one micro-batch."""
-    return sum(map(pinned_bytes, timeline.sizes.saved_tensors(rank, chunk)))

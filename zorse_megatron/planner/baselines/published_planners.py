@@ -7,9 +7,9 @@ ministages are enumerated. Boundary activations wait in the host where they do n
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, islice
 from operator import itemgetter
 
 import networkx as nx
@@ -44,14 +44,13 @@ _MINISTAGES = (1, 2, 3, 4, 6, 8)
 def zorse_paper_plans(evaluator: Evaluator) -> list[Evaluation]:
     """Evaluations of the best plans that fit, fastest first."""
     found = sorted(_estimated_plans(evaluator.estimator), key=itemgetter(0))
-    evaluations: list[Evaluation] = []
-    for _, plan in found[:_TRIED]:
-        evaluation = evaluator.evaluate_plan(plan)
-        if evaluation is not None and evaluation.fits:
-            evaluations.append(evaluation)
-            if len(evaluations) == _SIMULATED_OF_ZORSE:
-                break
-    return best_first(evaluations)
+    tried = (evaluator.evaluate_plan(plan) for _, plan in found[:_TRIED])
+    return _best_first(tried, _SIMULATED_OF_ZORSE)
+
+
+def _best_first(tried: Iterable[Evaluation | None], most: int) -> list[Evaluation]:
+    """The first so many that fit; later ones are not tried."""
+    return best_first(list(islice((each for each in tried if each and each.fits), most)))
 
 
 def _estimated_plans(estimator: Estimator) -> Iterator[tuple[float, Plan]]:
@@ -369,14 +368,8 @@ def cephalo_plans(evaluator: Evaluator) -> list[Evaluation]:
                 num_chunks=-(-inputs.num_layers // layers),
             )
             found += evaluator.estimator.best(candidate)
-    evaluations: list[Evaluation] = []
-    for estimate in sorted(found, key=lambda each: each.iteration_s):
-        evaluation = _fitted(evaluator, estimate)
-        if evaluation is not None:
-            evaluations.append(evaluation)
-            if len(evaluations) == _SIMULATED_OF_CEPHALO:
-                break
-    return best_first(evaluations)
+    found.sort(key=lambda each: each.iteration_s)
+    return _best_first((_fitted(evaluator, each) for each in found), _SIMULATED_OF_CEPHALO)
 
 
 def cephalo_inputs(inputs: Inputs) -> Inputs:

@@ -122,7 +122,7 @@ class GridCosts:
         spec = inputs.spec
         keys: list[tuple[object, ...]] = []
         for first in range(0, inputs.world_size, tensor):
-            ranks, node = range(first, first + tensor), spec.nodes[spec.node_of(first)]
+            ranks, node = range(first, first + tensor), spec.node_with(first)
             sizes = tuple((inputs.kinds[n], inputs.capacities_bytes[n]) for n in ranks)
             keys.append((tensor, sizes, node.link if tensor > 1 else None))
         self._keys = keys

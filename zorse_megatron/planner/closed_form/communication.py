@@ -177,7 +177,7 @@ class TwoLevels:
         """
         if self.inputs.tp_members is not None or not self.inputs.space.hierarchical:
             return None
-        runs = self._runs(ranks)
+        runs = [list(run) for _, run in groupby(ranks, key=self._region)]
         if len(runs) == 1 or len(runs) > len({self._region(run[0]) for run in runs}):
             return None
         key = ranks, shard_bytes
@@ -188,12 +188,8 @@ class TwoLevels:
             self._times[key] = gather.times(shards)
         return self._times[key]
 
-    def _runs(self, ranks: Sequence[int]) -> list[list[int]]:
-        return [list(run) for _, run in groupby(ranks, key=self._region)]
-
     def _region(self, rank: int) -> str:
-        spec = self.inputs.spec
-        return spec.nodes[spec.node_of(rank)].region
+        return self.inputs.spec.node_with(rank).region
 
 
 def in_two_levels(plan: Plan, numbers: Sequence[int]) -> Plan:

@@ -222,7 +222,7 @@ def with_tp_groups(base: "Inputs", tp_layout: TpLayout) -> "Inputs":
         by_dtype={},
         kinds=kinds,
         capacities_bytes=tuple(_capacity(members, each.ranks) for each in tp_groups),
-        host_bytes=tuple(_host_bytes(members, each.ranks) for each in tp_groups),
+        host_bytes=tuple(base.host_bytes_on(each.ranks) for each in tp_groups),
         cluster=ClusterFingerprint(name=base.cluster.name, gpu_kinds=kinds),
         best_sizes={},
         own_types=None,
@@ -270,12 +270,6 @@ def _capacity(members: Members, ranks: Sequence[int]) -> int:
     if len(ranks) == 1:
         return room[ranks[0]]
     return int(min(room[rank] / members.share(rank) for rank in ranks))
-
-
-def _host_bytes(members: Members, ranks: Sequence[int]) -> int | None:
-    found = [members.base.host_bytes[rank] for rank in ranks]
-    known = [each for each in found if each is not None]
-    return sum(known) if len(known) == len(found) else None
 
 
 def _spec(base: "Inputs", tp_groups: Sequence[TpGroup], kinds: Sequence[str]) -> Topology:

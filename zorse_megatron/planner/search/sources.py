@@ -77,8 +77,7 @@ def _num_nodes(inputs: Inputs, device_group: DeviceGroup) -> int:
 
 
 def _region(inputs: Inputs, device_group: DeviceGroup) -> tuple[str, ...]:
-    spec = inputs.spec
-    return tuple(sorted({spec.nodes[spec.node_of(rank)].region for rank in device_group.ranks}))
+    return tuple(sorted({inputs.spec.node_with(rank).region for rank in device_group.ranks}))
 
 
 def _place(inputs: Inputs, device_group: DeviceGroup) -> tuple[object, ...]:

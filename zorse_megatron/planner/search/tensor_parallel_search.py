@@ -162,14 +162,16 @@ class _TpSearch:
         estimate([(), *hopeful[:_ESTIMATED]])
         # The quick search misses some of what a whole one finds, with TP groups and without.
         limit_s = (values.pop(()) + self._best.iteration_s) / 2
+
+        def good_ones() -> list[TpLayout]:
+            good = [each for each in values if values[each] < limit_s]
+            return sorted(good, key=lambda each: (values[each], hopeful_order(each)))
+
         for _ in range(_ROUNDS if many else 0):
-            ranked = sorted(values, key=lambda each: (values[each], hopeful_order(each)))
-            good = [each for each in ranked if values[each] < limit_s]
+            good = good_ones()
             more = (together(self.inputs, good[0], each) for each in good[1:4]) if good else ()
             estimate([each for each in more if each is not None])
-        ranked = sorted(values, key=lambda each: (values[each], hopeful_order(each)))
-        good = [each for each in ranked if values[each] < limit_s]
-        for tp_layout in good[: _SEARCHED_OF_MANY if many else _SEARCHED]:
+        for tp_layout in good_ones()[: _SEARCHED_OF_MANY if many else _SEARCHED]:
             self.search(tp_layout)
 
     def find(self, tp_layouts: Sequence[TpLayout]) -> None:
