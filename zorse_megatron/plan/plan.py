@@ -389,6 +389,12 @@ class Plan:
             for index, replica in enumerate(group.replicas):
                 yield number, index, replica
 
+    def with_group(self, number: int, **changes: Any) -> "Plan":
+        """It with other values in one group's fields."""
+        groups = [*self.groups]
+        groups[number] = dataclasses.replace(groups[number], **changes)
+        return dataclasses.replace(self, groups=tuple(groups))
+
     def with_replicas(self, replicas: Iterable[Replica]) -> "Plan":
         """It with these in place of its own: as many, in the order of `numbered_replicas`."""
         left = iter(replicas)

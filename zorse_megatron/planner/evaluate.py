@@ -152,6 +152,12 @@ class Evaluator:
             return evaluation
         return self._evaluations[key]
 
+    def faster(self, best: Evaluation, other: Plan) -> Evaluation:
+        """That of the other plan where it fits and is faster; else the best."""
+        found = self.evaluate_plan(other)
+        is_better = found is not None and found.fits and found.iteration_s < best.iteration_s
+        return found if found is not None and is_better else best
+
     def _evaluated(self, plan: Plan, estimate: Estimate | None) -> Evaluation | None:
         if problems_of(plan) or not self._is_in_time(plan):
             return None

@@ -17,7 +17,7 @@ import networkx as nx
 from zorse_megatron.planner.baselines.lower_bounds import link_bound
 from zorse_megatron.planner.evaluate import gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import SearchProgress
+from zorse_megatron.planner.outcome import OnProgress, SearchProgress
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.tensor_parallel_search import QuickEstimate
 from zorse_megatron.planner.search.zorse_search import search
@@ -153,7 +153,7 @@ def _ranks(parts: Iterable[Selection]) -> frozenset[int]:
     return frozenset(rank for part in parts for rank in part)
 
 
-Report = Callable[[SearchProgress], None]
+Report = OnProgress
 PartOf = Callable[[Selection], Inputs]
 """The inputs on some GPUs alone."""
 Search = Callable[[Selection], float]

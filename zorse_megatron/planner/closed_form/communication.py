@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
 from zorse_megatron.costs.topology import numbered
@@ -195,9 +195,7 @@ class TwoLevels:
 def in_two_levels(plan: Plan, numbers: Sequence[int]) -> Plan:
     """The plan, with these groups hierarchical as far as the rules of plans let them."""
     for number in numbers:
-        groups = [*plan.groups]
-        groups[number] = replace(groups[number], hierarchical=True)
-        changed = replace(plan, groups=tuple(groups))
+        changed = plan.with_group(number, hierarchical=True)
         if not any(hierarchical_problems(changed)):
             plan = changed
     return plan

@@ -30,14 +30,10 @@ def with_state_kept(evaluator: Evaluator, found: Evaluation) -> Evaluation:
     whole = evaluator.whole(found.plan) if found.is_extrapolated else found
     if whole is None or not whole.fits:
         return found
-    found = whole
-    sizes = RankSizes(found.plan, evaluator.inputs.members.base)
-    free = [max(0, -overflow) for overflow in found.overflow_bytes]
-    other = evaluator.evaluate_plan(
-        _with_fractions(found.plan, lambda number, each: _fraction(sizes, each, free[number]))
-    )
-    is_faster = other is not None and other.fits and other.iteration_s < found.iteration_s
-    return other if other is not None and is_faster else found
+    sizes = RankSizes(whole.plan, evaluator.inputs.members.base)
+    free = [max(0, -overflow) for overflow in whole.overflow_bytes]
+    kept = _with_fractions(whole.plan, lambda number, each: _fraction(sizes, each, free[number]))
+    return evaluator.faster(whole, kept)
 
 
 def without_fractions(plan: Plan) -> Plan:

@@ -29,7 +29,7 @@ from zorse_megatron.planner.build_plan import sharing_experts, with_regions
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.orders import with_times
-from zorse_megatron.planner.outcome import SearchProgress, structure
+from zorse_megatron.planner.outcome import OnProgress, SearchProgress, structure
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.kept_state import with_state_kept, without_fractions
 from zorse_megatron.planner.search.tensor_parallel_choices import rounded
@@ -59,7 +59,7 @@ def with_shared_experts(
     evaluator: Evaluator,
     best: Evaluation,
     others: Sequence[Evaluation],
-    on_progress: Callable[[SearchProgress], None],
+    on_progress: OnProgress,
 ) -> Evaluation | None:
     """The fastest such plan that fits; None: there is none, or it is not faster.
 
@@ -81,7 +81,7 @@ def with_shared_experts(
 
 
 def with_state_kept_by_ranks_that_share(
-    evaluator: Evaluator, best: Evaluation, on_progress: Callable[[SearchProgress], None]
+    evaluator: Evaluator, best: Evaluation, on_progress: OnProgress
 ) -> Evaluation:
     """The plan, or a faster one near it: what is free has room for state (`kept_state`)."""
     kept = with_state_kept(evaluator, best)
@@ -107,7 +107,7 @@ def _seconds(each: Evaluation) -> float:
 
 
 class _Climb:
-    def __init__(self, evaluator: Evaluator, on_progress: Callable[[SearchProgress], None]) -> None:
+    def __init__(self, evaluator: Evaluator, on_progress: OnProgress) -> None:
         self.evaluator, self.tell = evaluator, on_progress
         self.inputs: Inputs = evaluator.inputs.members.base
         assert self.inputs.model.num_experts is not None, "of a model with experts"

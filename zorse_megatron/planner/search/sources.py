@@ -1,7 +1,7 @@
 """Where a search's candidates come from, which are the same plan, and which are best so far."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, permutations, product, zip_longest
 from typing import Literal, TypeVar
@@ -13,7 +13,7 @@ from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.groupings.pools import hardware_key
 from zorse_megatron.planner.groupings.proposals import GroupingProposal
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import SearchProgress
+from zorse_megatron.planner.outcome import OnProgress, SearchProgress
 from zorse_megatron.planner.search.device_orders import DeviceOrderSearch
 from zorse_megatron.planner.search.effort import EVERY_PARTITION_UP_TO, Effort, Groupings
 
@@ -237,7 +237,7 @@ class Sources:
     estimator: Estimator
     costed_candidates: CostedCandidates
     groupings: Groupings
-    report: Callable[[SearchProgress], None]
+    report: OnProgress
 
     def cost(self, source: CandidateSource) -> None:
         """Cost what comes from a source."""

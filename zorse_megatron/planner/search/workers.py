@@ -24,7 +24,7 @@ from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
 from zorse_megatron.planner.closed_form.stage_costs import StageCost
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, Preview, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import SearchProgress, SearchStats
+from zorse_megatron.planner.outcome import OnProgress, SearchStats
 from zorse_megatron.planner.search.effort import Effort, Groupings
 from zorse_megatron.planner.search.local_moves import LocalMoves
 from zorse_megatron.planner.search.sources import CandidateSource, CostedCandidates, Sources
@@ -54,9 +54,7 @@ class FittingPlan:
 class SearchWorker:
     """Costs and simulates candidates; what has been found once is not computed again."""
 
-    def __init__(
-        self, inputs: Inputs, effort: Effort, on_progress: Callable[[SearchProgress], None]
-    ) -> None:
+    def __init__(self, inputs: Inputs, effort: Effort, on_progress: OnProgress) -> None:
         self.inputs = inputs
         self.report = on_progress
         self.evaluator = Evaluator(inputs)
@@ -240,9 +238,7 @@ class Workers:
 
 
 @contextmanager
-def workers_for(
-    inputs: Inputs, effort: Effort, on_progress: Callable[[SearchProgress], None]
-) -> Iterator[Workers]:
+def workers_for(inputs: Inputs, effort: Effort, on_progress: OnProgress) -> Iterator[Workers]:
     """As many workers as the cluster is worth; their processes end with the context."""
     first = SearchWorker(inputs, effort, on_progress)
     if inputs.world_size <= _ALONE_UP_TO:
