@@ -14,8 +14,7 @@ from zorse_megatron.emulate.tiny_model import TinyTraining
 from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import MODELS
 from zorse_megatron.plan.memory_settings import (
-    ranks_that_offload_gradients,
-    ranks_that_offload_parameters,
+    ranks_that_offload,
 )
 from zorse_megatron.planner.closed_form import stage_settings
 from zorse_megatron.planner.closed_form.stage_memory import host_settings
@@ -44,8 +43,8 @@ def without(name, stage):
 def test_a_model_that_needs_all_in_the_host_takes_what_the_simulator_says():
     inputs = small_gpus()
     outcome = find_plan(on_ranks(inputs, GPUS))
-    assert ranks_that_offload_parameters(outcome.plan) == {0, 1, 2}
-    assert ranks_that_offload_gradients(outcome.plan) == {0, 1, 2}
+    assert ranks_that_offload(outcome.plan, "parameters") == {0, 1, 2}
+    assert ranks_that_offload(outcome.plan, "gradients") == {0, 1, 2}
     for name in ("offload_parameters", "offload_gradients"):
         with (
             patch.object(stage_settings, "host_settings", partial(without, name)),

@@ -30,7 +30,7 @@ from tests.megatron.plans import (
 )
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.fake_tp_costs import SplitCompute
-from zorse_megatron.costs.interface import JobCosts, TpRankCosts, TpShard
+from zorse_megatron.costs.interface import JobCosts, TpRankCosts, TpShard, TpTraits
 from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
 from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.inputs.model import USUAL, Experts, ModelShape
@@ -172,16 +172,14 @@ def unlike(tp_shards: TpShards | None) -> Plan:
 @dataclass(frozen=True, kw_only=True)
 class FakeTpCosts:
     memory: TransformerMemory
-    sequence_parallel: bool
-    learns_positions = False
-    adapter_shares = ((), ())
+    traits: TpTraits
 
     def of_rank(self, part: TpShard, dtype: str | None) -> TpRankCosts:
         memory = replace(
             self.memory,
             model=told_local_sizes(self.memory.model, part),
             tensor_parallel=part.degree,
-            sequence_parallel=self.sequence_parallel,
+            sequence_parallel=self.traits.sequence_parallel,
         )
         return TpRankCosts(compute=SplitCompute(), memory=memory)
 
@@ -219,7 +217,9 @@ def test_peaks_of_a_tp_group_beside_a_rank(
             comm=FakeComm(),
             kinds=["kind"] * 3,
             sequence_length=SEQUENCE,
-            tp_costs=FakeTpCosts(memory=memory, sequence_parallel="--sequence-parallel" in more),
+            tp_costs=FakeTpCosts(
+                memory=memory, traits=TpTraits(sequence_parallel="--sequence-parallel" in more)
+            ),
         ),
     )
     for rank, degree in enumerate((1, 2, 2)):

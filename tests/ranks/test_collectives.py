@@ -13,7 +13,7 @@ from zorse_megatron.runtime.collectives import (
     exchange_intervals,
     reduce_scatter_uneven,
 )
-from zorse_megatron.schedule.shards import overlaps, shard_bounds
+from zorse_megatron.schedule.shards import intersection, shard_bounds
 
 WEIGHTS_3 = [(3, 1, 0), (1, 1, 1), (0, 1, 0), (1, 2, 3), (0, 0, 5)]
 
@@ -101,11 +101,11 @@ def _swap_between_groups(total: int, rounds: int) -> None:
         in_first = rank < 2
         own = (torch.arange(total) + step).float() * (2.0 if in_first else 5.0)
         exchanges, targets = [], []
-        for overlap in overlaps(first, second):
-            pair = (overlap.first_member, overlap.second_member + 2)
-            if rank not in pair:
+        for pair in itertools.product(range(2), range(2, 5)):
+            both = intersection(first[pair[0]], second[pair[1] - 2])
+            if rank not in pair or both is None:
                 continue
-            piece = own[overlap.start : overlap.stop]
+            piece = own[slice(*both)]
             peer = pair[1] if in_first else pair[0]
             exchanges.append(
                 IntervalExchange(peer=peer, send=piece, receive=torch.empty_like(piece))

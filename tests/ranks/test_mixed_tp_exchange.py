@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from tests.equal_parts import equal_part
 from tests.ranks.harness import run_ranks
 from zorse_megatron.runtime import mixed_tp_exchange
 from zorse_megatron.runtime.mixed_tp_exchange import (
@@ -12,7 +13,6 @@ from zorse_megatron.runtime.mixed_tp_exchange import (
 )
 from zorse_megatron.schedule.tensor_parallel_parts import (
     Messages,
-    equal_part,
     gather_messages,
     owned_blocks,
     sum_messages,

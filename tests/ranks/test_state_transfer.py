@@ -6,10 +6,11 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from tests.equal_parts import equal_part
 from tests.ranks.harness import run_ranks
 from zorse_megatron.live.move import Owners, moved_bytes, peak_bytes, plan_transfers
 from zorse_megatron.runtime.state_transfer import HeldBlock, StateTransfer
-from zorse_megatron.schedule.tensor_parallel_parts import TensorBlock, equal_part, owned_blocks
+from zorse_megatron.schedule.tensor_parallel_parts import TensorBlock, owned_blocks
 
 SHAPES = {"matrix": (24, 10), "other": (6, 8, 4), "vector": (100,)}
 DTYPES = (torch.float32, torch.float32, torch.bfloat16)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
-from zorse_megatron.costs.interface import LayerTimes, PassTimes, TpRankCosts
+from zorse_megatron.costs.interface import LayerTimes, PassTimes, TpRankCosts, TpTraits
 
 
 class SplitCompute(FakeCompute):
@@ -44,6 +44,14 @@ class FakeTpCosts:
     measured: bool = False
     attention_shares: dict = field(default_factory=dict)
     """Index in a TP group with uneven TP shards -> which part of a layer's time is attention's."""
+
+    @property
+    def traits(self):
+        return TpTraits(
+            sequence_parallel=self.sequence_parallel,
+            learns_positions=self.learns_positions,
+            adapter_shares=self.adapter_shares,
+        )
 
     def compute(self, degree, index=0):
         costs = SplitCompute(

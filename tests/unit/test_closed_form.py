@@ -437,7 +437,7 @@ def test_a_fast_gpu_keeps_what_the_slow_one_beside_it_recomputes():
     estimator = Estimator(inputs)
     groups = (DeviceGroups(inputs).of((0, 1)),)
     (estimate,) = estimator.best(Candidate(device_groups=groups, levels=((2, 1),)))
-    plan = Builder(inputs, estimator.cost_model, estimator.in_flight).plan(estimate)
+    plan = Builder(estimator).plan(estimate)
     assert plan is not None
     refuse_unsupported(plan)
     found = settings_by_rank(plan)

@@ -133,7 +133,7 @@ def test_ring_against_the_game_with_equal_rates(
 def test_ring_against_the_game(spec: Topology, size: int) -> None:
     """In any cluster: at least the slowest link's share, at most one more pass of every link."""
     comm = GraphComm(spec)
-    ranks = tuple(sorted(range(spec.num_gpus), key=lambda r: spec.nodes[spec.node_of(r)].region))
+    ranks = tuple(sorted(range(spec.num_gpus), key=lambda r: spec.node_with(r).region))
     if len(ranks) < 2 or spec.switches:
         return
     found = comm.all_gather_s(ranks, (size,) * len(ranks))
@@ -141,9 +141,9 @@ def test_ring_against_the_game(spec: Topology, size: int) -> None:
     rates, hops = [], []
     for first, second in pairs:
         same = spec.node_of(first) == spec.node_of(second)
-        node_of = spec.nodes[spec.node_of(first)]
+        node_of = spec.node_with(first)
         # Between nodes all NICs of the ranks there work together, each with its part of a message.
-        nodes = [spec.nodes[spec.node_of(rank)] for rank in (first, second)]
+        nodes = [spec.node_with(rank) for rank in (first, second)]
         wide = [min(n.nics_bytes_per_s, n.num_gpus * n.host_link_bytes_per_s) for n in nodes]
         between = comm.routes.between_nodes(spec.node_of(first), spec.node_of(second))
         rates.append(

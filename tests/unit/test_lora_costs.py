@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in
-from tests.unit.fake_tp_costs import FakeTpCosts, RingComm
+from tests.unit.fake_tp_costs import RingComm
 from tests.unit.made_plans import plan_of, replica
 from zorse_megatron.costs.analytic_compute import AnalyticCompute, shares_of, traffic_of
 from zorse_megatron.costs.communication import TpCollectives
-from zorse_megatron.costs.interface import TpShard
+from zorse_megatron.costs.interface import TpShard, TpTraits
 from zorse_megatron.costs.model_memory import (
     LayerActivations,
     TransformerMemory,
@@ -167,7 +167,7 @@ def test_what_crosses_tp_groups_is_as_wide_as_the_rank(sequence_parallel):
     bare, beside = (
         TpCollectives(
             comm=comm,
-            tp_costs=FakeTpCosts(sequence_parallel=sequence_parallel, adapter_shares=shares),
+            traits=TpTraits(sequence_parallel=sequence_parallel, adapter_shares=shares),
         ).of("layer", ranks, activation, 1)
         for shares in (((), ()), lora_of("q,k,v,o,gate,up,down").crossing_shares(MODEL))
     )

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.action_words import parse_action_lists
 from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
@@ -20,7 +21,6 @@ from zorse_megatron.schedule.actions import (
     ActionLists,
     Kind,
     from_norm,
-    parse_action_lists,
 )
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.samples import rank_micro_batches

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.action_words import parse_action_lists
 from zorse_megatron.runtime import transport
 from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
 from zorse_megatron.runtime.transport import NcclTransport
-from zorse_megatron.schedule.actions import Action, Kind, parse_action_lists
+from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.samples import MicroBatch
 
 LENGTH, WIDTH = 3, 2

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from typer.testing import CliRunner, Result
 
+from tests.equal_parts import equal_part
 from tests.examples import examples
 from tests.strategies import lowerable_plans
 from tests.unit.made_plans import plan_of, replica
@@ -42,7 +43,6 @@ from zorse_megatron.plan.plan import ExpertParallel, Plan
 from zorse_megatron.plan.plan_file import fingerprint, parse_plan, save_plan
 from zorse_megatron.schedule.tensor_parallel_parts import (
     TensorBlock,
-    equal_part,
     interval_blocks,
     owned_blocks,
 )

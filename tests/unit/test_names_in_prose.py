@@ -197,8 +197,8 @@ def test_names_are_there():
 @pytest.mark.parametrize(
     "name",
     [
-        "schedule.shards.overlaps",
-        "shards.overlaps",  # from within schedule
+        "schedule.shards.intersection",
+        "shards.intersection",  # from within schedule
         "lower.lower_plan",
         "Boundaries.after_chunk",
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.step_with_ready_grads",

@@ -17,7 +17,6 @@ from tests.unit.planner_cases import random_case
 from zorse_megatron.plan.memory_settings import offloads_anything, recomputes_anything
 from zorse_megatron.plan.plan import Halved, Replica
 from zorse_megatron.plan.rules import problems_of
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace
@@ -160,7 +159,7 @@ def a_pipeline(seed):
 
 def in_flight(inputs, plan, factor, delayed=0.0):
     orders = uniform(plan, delayed > 0, factor, delayed)
-    return in_order(Evaluator(inputs, Estimator(inputs)), plan, orders, {}, {})
+    return in_order(Evaluator(inputs), plan, orders, {}, {})
 
 
 def test_a_replica_is_busy_for_whole_micro_batches_and_halves():
@@ -200,7 +199,7 @@ def test_every_step_leads_to_a_plan_of_the_same_model_gpus_and_batch(seed):
     space = dataclasses.replace(SPACE, recompute=("none", "full"), offload=True)
     inputs = dataclasses.replace(inputs, space=space)
     orders = uniform(start.plan, False, 1.0, 0.0)
-    moves = PlanMoves(Evaluator(inputs, Estimator(inputs)))
+    moves = PlanMoves(Evaluator(inputs))
     found = [each.plan for each in moves.around(start.plan, orders)]
     here = {group.ranks for group in start.plan.groups}
     assert any({group.ranks for group in plan.groups} != here for plan in found)
@@ -216,7 +215,7 @@ def climb(seed, effort, splits):
     inputs, start = a_pipeline(seed)
     space = dataclasses.replace(SPACE, effort=effort, split_backward=splits)
     more = dataclasses.replace(inputs, space=space)
-    return climbed_from(Evaluator(more, Estimator(more)), [start], 200_000)
+    return climbed_from(Evaluator(more), [start], 200_000)
 
 
 climbed = cache(climb)
@@ -284,7 +283,7 @@ def test_pipelines_far_behind_a_faster_plan_of_another_kind_are_climbed_from():
         plan=dataclasses.replace(start.plan, schedule=in_breadth),
         iteration_s=1.01 * alone.iteration_s,
     )
-    found = climbed_from(Evaluator(inputs, Estimator(inputs)), [faster, start], 200_000)
+    found = climbed_from(Evaluator(inputs), [faster, start], 200_000)
     assert found.iteration_s == alone.iteration_s
 
 
@@ -295,7 +294,7 @@ def test_climbing_ends_near_the_best_placement_of_all(seed):
     inputs, start = a_pipeline(seed)
     if start is None:
         return  # one group is fastest, and its layers have one place
-    evaluator = Evaluator(inputs, Estimator(inputs))
+    evaluator = Evaluator(inputs)
     climbed = climbed_from(evaluator, [start], 400_000)
     assert climbed.fits and climbed.iteration_s <= start.iteration_s
     tried = [
@@ -316,7 +315,7 @@ def test_no_more_is_in_flight_than_the_iteration_needs():
         inputs, start = a_pipeline(seed)
         if start is None:
             continue
-        evaluator = Evaluator(inputs, Estimator(inputs))
+        evaluator = Evaluator(inputs)
         order = uniform(start.plan, False, 3.0, 0.0)
         full = in_order(evaluator, start.plan, order, {}, {}).evaluation
         less = Climb(evaluator, 1, lambda progress: None).with_less_in_flight(full)

@@ -22,7 +22,6 @@ from zorse_megatron.planner import find_plan as find_plan_module
 from zorse_megatron.planner import shortage
 from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.baselines.stock_best import StockSearches
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.gpu_selection import explore
@@ -146,7 +145,7 @@ def test_what_may_be_kept_in_the_host_makes_no_plan_slower(monkeypatch):
         if each.space.offload_activations:
             group = dataclasses.replace(kept.groups[0], offload=Offload(activations=True))
             plan = dataclasses.replace(kept, groups=(group, *kept.groups[1:]))
-        evaluation = Evaluator(each, Estimator(each)).evaluate_plan(kept)
+        evaluation = Evaluator(each).evaluate_plan(kept)
         faster_s = 0.9 if each.space.offload_activations else 1.0
         found = dataclasses.replace(evaluation, plan=plan, iteration_s=faster_s)
         return SearchResult(evaluations=[found], considered=found_nothing().considered)

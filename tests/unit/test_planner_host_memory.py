@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.unit.planner_cases import random_case, simulated
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import MODELS
-from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
+from zorse_megatron.plan.memory_settings import ranks_that_offload
 from zorse_megatron.plan.plan import ModelFingerprint, Offload
 from zorse_megatron.planner.build_plan import Builder
 from zorse_megatron.planner.closed_form import stage_memory
@@ -133,8 +133,8 @@ def test_no_setting_that_fits_takes_less_time(seed, room, num_chunks, host_room)
 
 def evaluated(inputs, num_chunks):
     """The plan in closed form, with as much left free as the simulator then asks for."""
-    estimator = Estimator(inputs)
-    evaluator = Evaluator(inputs, estimator)
+    evaluator = Evaluator(inputs)
+    estimator = evaluator.estimator
     reserve = 0
     for _ in range(8):
         candidate = replace(together(inputs, num_chunks), reserves=(reserve,))
@@ -171,10 +171,12 @@ def least_room(seed):
 def test_parameters_in_the_host_make_room(seed):
     """At least for 2 of 18 bytes of what 9 of 12 chunks hold, where the GPUs have 7/6 of a room."""
     found, evaluation = least_room(seed)
-    assert ranks_that_offload_parameters(evaluation.plan) == set(range(len(evaluation.peaks_bytes)))
+    assert ranks_that_offload(evaluation.plan, "parameters") == set(
+        range(len(evaluation.peaks_bytes))
+    )
     with patch.object(stage_memory, "_CHUNKS_ON_GPU", 99):
         without, other = least_room(seed)
-    assert not ranks_that_offload_parameters(other.plan)
+    assert not ranks_that_offload(other.plan, "parameters")
     assert without - found >= int(100 * 2 / 18 * 9 / 12 * 6 / 7)
 
 
@@ -183,7 +185,7 @@ def test_host_memory_of_the_final_plan_is_checked(seed):
     """With a byte less than what it takes, the simulator's word is that it does not fit."""
     _, evaluation = least_room(seed)
     inputs = least_inputs = short_of_memory(seed, 1.0)
-    needs = host_needs(inputs, Evaluator(inputs, Estimator(inputs)).simulated(evaluation.plan))
+    needs = host_needs(inputs, Evaluator(inputs).simulated(evaluation.plan))
     assert {name for need in needs for name, _ in need.by_category_bytes} >= {
         "parameters",
         "optimizer state",
@@ -196,7 +198,7 @@ def test_host_memory_of_the_final_plan_is_checked(seed):
             parts[rank] = 0
         parts[ranks[0]] = need.num_bytes + spare
         least_inputs = replace(inputs, host_bytes=tuple(parts))
-        again = Evaluator(least_inputs, Estimator(least_inputs)).evaluate_plan(evaluation.plan)
+        again = Evaluator(least_inputs).evaluate_plan(evaluation.plan)
         assert again is not None and again.fits_gpus
         assert again.fits == (spare == 0)
 
@@ -240,7 +242,7 @@ def test_the_closed_form_needs_what_the_simulator_finds(seed):
     mean may take one twice or half as large."""
     _, evaluation = least_room(seed)
     inputs = short_of_memory(seed, 1.0)
-    needs = host_needs(inputs, Evaluator(inputs, Estimator(inputs)).simulated(evaluation.plan))
+    needs = host_needs(inputs, Evaluator(inputs).simulated(evaluation.plan))
     (stage,), (cost,) = evaluation.estimate.stages, evaluation.estimate.costs
     model = Estimator(inputs).cost_model
     counts = model.counts(stage, cost.settings)
@@ -288,7 +290,7 @@ def test_state_in_the_host_fits_in_the_step(seed, schedule, num_chunks, monkeypa
     monkeypatch.setattr(shards, "STATE_PIECE_ELEMENTS", STATE_GRAIN)
     inputs, estimate = least_that_fits(seed, schedule, num_chunks)
     estimator = Estimator(inputs)
-    plan = Builder(inputs, estimator.cost_model, estimator.in_flight).plan(estimate)
+    plan = Builder(estimator).plan(estimate)
     assert plan is not None
     (group,) = plan.groups
     assert group.offload == Offload(optimizer_state=True)

@@ -6,7 +6,6 @@ import pytest
 
 from tests.unit.planner_cases import fits, simulated
 from tests.unit.test_planner_search import lab
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -50,7 +49,7 @@ def test_a_search_that_finds_nothing_has_the_plans_of_a_part(
         )
         return replace(NONE, evaluations=[evaluation])
 
-    evaluator = Evaluator(inputs, Estimator(inputs))
+    evaluator = Evaluator(inputs)
     (found,) = with_plans_of_shorter(NONE, evaluator, search).evaluations
     assert searched == [24]
     whole = simulated(inputs, lengthened(outcome.plan, 3))
@@ -61,5 +60,5 @@ def test_a_search_that_finds_nothing_has_the_plans_of_a_part(
 
 
 def test_a_short_batch_is_searched_once() -> None:
-    evaluator = Evaluator(lab(), Estimator(lab()))
+    evaluator = Evaluator(lab())
     assert with_plans_of_shorter(NONE, evaluator, lambda part: 1 / 0) is NONE  # type: ignore

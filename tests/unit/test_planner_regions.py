@@ -64,7 +64,7 @@ def planned(inputs: Inputs, groups: list[tuple[int, ...]], sizes: tuple[int, ...
         device_groups=tuple(device_groups.of(ranks) for ranks in groups), levels=sizes
     )
     (estimate,) = estimator.best(candidate)
-    plan = Builder(inputs, estimator.cost_model, estimator.in_flight).plan(estimate)
+    plan = Builder(estimator).plan(estimate)
     assert plan is not None
     return plan
 
@@ -99,7 +99,7 @@ def test_no_activation_crosses_between_regions_with_equal_shares() -> None:
 
 def sent_between_regions(inputs: Inputs, plan: Plan) -> int:
     """Samples of all messages from one region to the other."""
-    region = [inputs.spec.nodes[inputs.spec.node_of(rank)].region for rank in range(4)]
+    region = [inputs.spec.node_with(rank).region for rank in range(4)]
     actions = [
         (rank, action)
         for rank, found in enumerate(lower_plan(plan).ranks)
@@ -128,7 +128,7 @@ def test_a_long_batch_is_not_extrapolated_from_what_collectives_hide(
         num_chunks=4,
     )
     (estimate,) = estimator.best(candidate)
-    found = Evaluator(inputs, estimator).evaluate(estimate)
+    found = Evaluator(inputs).evaluate(estimate)
     assert found is not None
     assert found.iteration_s == pytest.approx(simulated(inputs, found.plan).iteration_s, rel=0.02)
 
@@ -152,7 +152,7 @@ def test_the_other_way_is_tried_in_the_simulator(monkeypatch: pytest.MonkeyPatch
     inputs = lab(REGIONS, batch=64)
     plan = planned(inputs, [(0, 1, 2, 3)], (1,))
     ring = replace(plan, groups=(replace(plan.groups[0], hierarchical=None),))
-    evaluator = Evaluator(inputs, Estimator(inputs))
+    evaluator = Evaluator(inputs)
     found, slower = evaluator.evaluate_plan(plan), evaluator.evaluate_plan(ring)
     assert found is not None and slower is not None
     assert with_best_levels(evaluator, slower).plan == plan
@@ -178,7 +178,7 @@ def test_plans_with_rings_are_searched_for_beside_one_in_two_levels(
     inputs = lab(REGIONS, batch=64)
     groups = [(0, 1, 2, 3)] if hierarchical else [(0, 1), (2, 3)]
     plan = planned(inputs, groups, (1,) * len(groups))
-    evaluator = Evaluator(inputs, Estimator(inputs))
+    evaluator = Evaluator(inputs)
     first = evaluator.evaluate_plan(plan)
     assert first is not None
     second = replace(first, iteration_s=first.iteration_s / 2)

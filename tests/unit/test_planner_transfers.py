@@ -9,7 +9,6 @@ from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import problems_of
 from zorse_megatron.planner.closed_form.candidate import Candidate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
@@ -58,7 +57,7 @@ def test_there_is_none_under_breadth_first():
 def test_there_is_none_between_chunks_of_one_group(first):
     """A group with one of the 22 layers is left out of a turn."""
     inputs = lab(REGIONS, batch=8, space=pipelines("interleaved"))
-    evaluator = Evaluator(inputs, Estimator(inputs))
+    evaluator = Evaluator(inputs)
     device_groups = tuple(DeviceGroups(inputs).of((rank,)) for rank in (0, 1))
     candidate = Candidate(
         device_groups=device_groups, levels=(1, 1), schedule="interleaved", num_chunks=2

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 
+from tests.action_words import parse_action_lists
 from tests.strategies import plans, sizes_as_they_run
 from tests.unit.made_plans import even_plan
 from zorse_megatron.errors import PlanError
@@ -26,7 +27,6 @@ from zorse_megatron.schedule.actions import (
     ActionLists,
     Kind,
     parse_action,
-    parse_action_lists,
 )
 from zorse_megatron.schedule.lower import lower_plan, refuse_unsupported
 from zorse_megatron.schedule.samples import micro_batches, pieces, rank_micro_batches

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.conftest import LITTLE_EFFORT as EFFORT
 from tests.unit.test_planner_search import lab
 from zorse_megatron.plan.plan_file import dump_plan
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups, GpuClass
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, GpuClass
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.outcome import SearchStats
 from zorse_megatron.planner.search import workers as module
@@ -244,9 +244,7 @@ def test_of_many_device_orders_the_six_that_are_best_in_coarse_units_are_searche
     values: list[int | None] = random.Random(7).sample(range(100), len(coarse))
     values[2] = None  # nothing fits along it
     value_of = dict(zip(coarse, values, strict=True))
-    search = DeviceOrderSearch(
-        Estimator(inputs), DeviceGroups(inputs), nested=nested, most_groups=8
-    )
+    search = DeviceOrderSearch(Estimator(inputs), nested=nested, most_groups=8)
 
     def look(device_order, _sizes):
         value_s = value_of[device_order]

@@ -28,7 +28,6 @@ from zorse_megatron.plan.plan import (
     Schedule,
 )
 from zorse_megatron.planner import find_plan as find_plan_module
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.search.shared_experts import with_shared_experts
@@ -245,7 +244,7 @@ def test_of_experts_that_one_rank_has_nothing_is_summed():
 
 
 def evaluated(inputs):
-    return Evaluator(inputs, Estimator(inputs))
+    return Evaluator(inputs)
 
 
 def test_the_plan_found_shares_experts_as_no_other_number_of_them_would():

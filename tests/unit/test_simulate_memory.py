@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.action_words import parse_action_lists
 from tests.examples import examples
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.made_plans import even_plan, one_group, with_groups
@@ -15,7 +16,7 @@ from zorse_megatron.costs.interface import DtypeCosts
 from zorse_megatron.inputs.model import JobRecompute
 from zorse_megatron.plan.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
 from zorse_megatron.schedule import shards
-from zorse_megatron.schedule.actions import Kind, from_norm, parse_action_lists
+from zorse_megatron.schedule.actions import Kind, from_norm
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.simulate.assumptions import SimulationError
 from zorse_megatron.simulate.memory_ledger import Category

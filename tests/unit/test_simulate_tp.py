@@ -65,7 +65,7 @@ def test_an_embedding_with_learned_positions_is_summed_whole(learns_positions):
     """
     comm = RingComm(bytes_per_s=100.0)
     tp_costs = FakeTpCosts(boundary=32, sequence_parallel=True, learns_positions=learns_positions)
-    inside = TpCollectives(comm=comm, tp_costs=tp_costs)
+    inside = TpCollectives(comm=comm, traits=tp_costs.traits)
     found = inside.of("embedding", (0, 1, 2, 3), 64, 2)
     scatter_s, gather_s = (
         call((0, 1, 2, 3), (16,) * 4) for call in (comm.reduce_scatter_s, comm.all_gather_s)

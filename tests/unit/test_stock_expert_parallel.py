@@ -33,7 +33,6 @@ from zorse_megatron.planner.baselines.stock_layouts import (
 )
 from zorse_megatron.planner.baselines.stock_plans import grid_of_plan, layout_flags
 from zorse_megatron.planner.baselines.stock_search import StockSearch, framework_of
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
@@ -237,7 +236,7 @@ def test_layouts_are_plans_with_and_without_it():
     (layout, *_) = StockSearch(inputs, spreads_experts=True).run()
     plain = replace(layout, site=replace(layout.site, grid=grid(2, 1, 2)))
     spread = replace(layout, site=replace(layout.site, grid=grid(2, 2, 2)))
-    evaluator = Evaluator(inputs, Estimator(inputs))
+    evaluator = Evaluator(inputs)
     found = stock_plans(evaluator, [spread, plain])
     assert all(each.plan.schedule.parameters == {} and each.iteration_s > 0 for each in found)
     assert [any(replicas_that_share_experts(each.plan)) for each in found] == [True, False]

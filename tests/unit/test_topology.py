@@ -363,7 +363,7 @@ def test_nodes_and_switches() -> None:
     assert spec.switch_named["leaf"].uplink_latency_s == pytest.approx(2e-6)
     assert spec.num_gpus == odd_cluster().world_size
     for rank in range(spec.num_gpus):
-        node = spec.nodes[spec.node_of(rank)]
+        node = spec.node_with(rank)
         assert node.name == odd_cluster().node_of_rank(rank).name
 
 

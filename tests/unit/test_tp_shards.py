@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.action_words import parse_action_lists
 from tests.examples import examples
 from tests.strategies import in_ascending_order, plans, that_share_experts
 from tests.unit.made_plans import plan_of, replica
@@ -37,7 +38,6 @@ from zorse_megatron.schedule.actions import (
     SENDS,
     edges_of,
     parse_action,
-    parse_action_lists,
 )
 from zorse_megatron.schedule.communicators import communicators_of, links_of
 from zorse_megatron.schedule.lower import lower_plan, refuse_unsupported

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.action_words import parse_action_lists
 from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
@@ -22,7 +23,6 @@ from zorse_megatron.schedule.actions import (
     Action,
     ActionLists,
     Kind,
-    parse_action_lists,
 )
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.micro_batch_order import Pipeline

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from tests.action_words import parse_action_lists
 from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeCompute, FakeMemory
@@ -15,7 +16,7 @@ from zorse_megatron.costs.model_memory import TransformerMemory, delayed_element
 from zorse_megatron.gpus.known_gpus import GPU_KINDS
 from zorse_megatron.inputs.model import MODELS, USUAL
 from zorse_megatron.plan.plan import Plan
-from zorse_megatron.schedule.actions import Kind, parse_action_lists
+from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.validate import ScheduleError, check_executable
 from zorse_megatron.simulate.memory_ledger import Category

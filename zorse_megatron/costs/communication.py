@@ -12,9 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zorse_megatron.costs.interface import NO_TIME, CommCost, ModelSection, PassTimes, TpCosts
+from zorse_megatron.costs.interface import (
+    NO_TIME,
+    CommCost,
+    ModelSection,
+    PassTimes,
+    TpCosts,
+    TpTraits,
+)
 from zorse_megatron.costs.link_bandwidth import Curves, curve_for
-from zorse_megatron.costs.topology import DirectedLink, MeasuredNode, Routes, Topology
+from zorse_megatron.costs.topology import DirectedLink, MeasuredNode, Routes, Topology, numbered
 from zorse_megatron.inputs.profile import Sharded
 
 # The network view of a collective over a ring of ranks: nodes, not pairs of ranks.
@@ -95,12 +102,8 @@ class RankRings:
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         spec = routes.spec
-        numbers = range(len(spec.nodes))
-        numbers_by_key: dict[object, int] = {}
-        self._look = [
-            numbers_by_key.setdefault(_look(node), len(numbers_by_key)) for node in spec.nodes
-        ]
-        in_order = sorted(numbers, key=lambda node: (*_location(spec, node), node))
+        self._look = numbered(map(_look, spec.nodes))
+        in_order = sorted(range(len(spec.nodes)), key=lambda node: (*_location(spec, node), node))
         self._place = {node: place for place, node in enumerate(in_order)}
         self._local: dict[tuple[int, int], LocalRanks] = {}
         self._crossings: dict[tuple[int, int], _Crossing] = {}
@@ -302,10 +305,7 @@ class GraphComm:
         self.routes = Routes(spec)
         self._rings = RankRings(self.routes)
         self._known: dict[tuple[int, ...], RankRing] = {}
-        numbers_by_key: dict[object, int] = {}
-        self._look = [
-            numbers_by_key.setdefault(node.unnamed, len(numbers_by_key)) for node in spec.nodes
-        ]
+        self._look = numbered(node.unnamed for node in spec.nodes)
         self._transfers: dict[tuple[int, int, bool, int], float] = {}
         self._links: dict[tuple[int, int], tuple[tuple[str, float], ...]] = {}
 
@@ -424,7 +424,7 @@ class GraphComm:
 
     def host_link_bytes_per_s(self, rank: int) -> float:
         """PCIe of one GPU to host memory."""
-        return self.spec.nodes[self.spec.node_of(rank)].host_link_bytes_per_s
+        return self.spec.node_with(rank).host_link_bytes_per_s
 
     def _ring(self, ranks: tuple[int, ...]) -> RankRing:
         if ranks not in self._known:
@@ -513,7 +513,7 @@ class TpCollectives:
     group."""
 
     comm: CommCost
-    tp_costs: TpCosts
+    traits: TpTraits
 
     def of(
         self, section: ModelSection, ranks: Sequence[int], num_bytes: int, num_tokens: int
@@ -523,12 +523,12 @@ class TpCollectives:
         if section == "layer":
             sums = PassTimes(forward_s=2 * sum_s, backward_s=2 * sum_s)
             return sums + self._of_adapters(ranks, num_bytes)
-        half_s = self.gather_s(ranks, num_bytes) if self.tp_costs.sequence_parallel else 0.0
+        half_s = self.gather_s(ranks, num_bytes) if self.traits.sequence_parallel else 0.0
         if section == "embedding":
             # Its output is summed and cut; the gradient is gathered from its parts. Learned
             # positions are added in between, to the whole (`LanguageModelEmbedding.forward`).
             whole_s = self.comm.all_reduce_s(tuple(ranks), num_bytes)
-            forward_s = whole_s if self.tp_costs.learns_positions else sum_s - half_s
+            forward_s = whole_s if self.traits.learns_positions else sum_s - half_s
             return PassTimes(forward_s=forward_s, backward_s=half_s)
         loss_s = _SUMS_OF_LOSS * self.comm.all_reduce_s(tuple(ranks), num_tokens * _FLOAT32_BYTES)
         return PassTimes(forward_s=half_s + loss_s, backward_s=sum_s - half_s)
@@ -540,12 +540,12 @@ class TpCollectives:
     def _of_adapters(self, ranks: Sequence[int], num_bytes: int) -> PassTimes:
         """Of one layer; `num_bytes`: of a whole activation."""
         columns, rows = (
-            [round(num_bytes * each) for each in x] for x in self.tp_costs.adapter_shares
+            [round(num_bytes * each) for each in x] for x in self.traits.adapter_shares
         )
         if not columns and not rows:
             return NO_TIME
         group, comm = tuple(ranks), self.comm
-        if not self.tp_costs.sequence_parallel:
+        if not self.traits.sequence_parallel:
             return PassTimes(
                 forward_s=sum(comm.all_reduce_s(group, each) for each in rows),
                 backward_s=sum(comm.all_reduce_s(group, each) for each in columns),
@@ -562,7 +562,7 @@ class TpCollectives:
         )
 
     def _sum_s(self, ranks: Sequence[int], num_bytes: int) -> float:
-        if not self.tp_costs.sequence_parallel:
+        if not self.traits.sequence_parallel:
             return self.comm.all_reduce_s(tuple(ranks), num_bytes)
         scatter_s = self.comm.reduce_scatter_s(tuple(ranks), _parts(num_bytes, len(ranks)))
         return scatter_s + self.gather_s(ranks, num_bytes)
@@ -581,7 +581,7 @@ def once_s(
     """
 
     def bytes_to(count: int) -> float:
-        held = range(tp_costs.num_experts // degree * count)
+        held = range(tp_costs.traits.num_experts // degree * count)
         return num_bytes * tp_costs.share_of_tokens(held)
 
     assert isinstance(comm, GraphComm), "stock's layouts are costed on a cluster"

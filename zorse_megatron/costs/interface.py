@@ -178,43 +178,41 @@ class TpShard:
 WHOLE = TpShard()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TpTraits:
+    """What of a model and its command says what ranks exchange inside layers."""
+
+    sequence_parallel: bool = False
+    """Whether ranks of a TP group have a part of the sequence each, between layers."""
+    learns_positions: bool = False
+    """Whether the embedding has a table of positions, which every rank has whole."""
+    adapter_shares: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    """Of what crosses a TP group between A and B, per token as a share of an activation.
+
+    Of each matrix of a layer whose outputs are cut, and of each whose inputs are.
+    """
+    num_experts: int = 0
+    """Of each layer that has some."""
+    experts_per_token: int = 0
+    """Those that a token passes."""
+    has_shared_expert: bool = False
+    """Whether there is something to compute while tokens are on their way to experts."""
+
+
 class TpCosts(Protocol):
     """Costs of tensor-parallel groups; see `costs.communication` for what is
     inside.
     """
 
     @property
-    def sequence_parallel(self) -> bool:
-        """Whether ranks of a TP group have a part of the sequence each, between layers."""
-
-    @property
-    def learns_positions(self) -> bool:
-        """Whether the embedding has a table of positions, which every rank has whole."""
-
-    @property
-    def adapter_shares(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Of what crosses a TP group between A and B, per token as a share of an activation.
-
-        Of each matrix of a layer whose outputs are cut, and of each whose inputs are.
-        """
+    def traits(self) -> TpTraits:
+        """What they exchange follows from it."""
 
     def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
         """Costs of a rank with this part; None: in the type of the job."""
 
     def share_of_tokens(self, experts: range) -> float:
         """Of all tokens those that pass one of these experts of a layer at least."""
-
-    @property
-    def num_experts(self) -> int:
-        """Of each layer."""
-
-    @property
-    def experts_per_token(self) -> int:
-        """Those that a token passes."""
-
-    @property
-    def has_shared_expert(self) -> bool:
-        """Whether there is something to compute while tokens are on their way to experts."""
 
     def cut_parameters(self, section: ModelSection) -> Mapping[UnitKind, int]:
         """Parameters that TP groups cut by these units; of embedding and head their table."""

@@ -23,6 +23,7 @@ from zorse_megatron.costs.interface import (
     TpCosts,
     TpRankCosts,
     TpShard,
+    TpTraits,
 )
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.schedule.tensor_parallel_parts import UnitKind
@@ -184,38 +185,13 @@ class MeanTpCosts:
         return {kind: int(count) for kind, count in found.items()}
 
     @property
-    def sequence_parallel(self) -> bool:
-        """See `TpCosts`, as of the others."""
-        return self._first.sequence_parallel
-
-    @property
-    def learns_positions(self) -> bool:
-        """Whether the embedding has a table of positions."""
-        return self._first.learns_positions
-
-    @property
-    def adapter_shares(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Of what crosses a TP group between A and B."""
-        return self._first.adapter_shares
+    def traits(self) -> TpTraits:
+        """As of the others."""
+        return self._first.traits
 
     def share_of_tokens(self, experts: range) -> float:
         """Of all tokens those that pass one of these experts of a layer at least."""
         return self._first.share_of_tokens(experts)
-
-    @property
-    def num_experts(self) -> int:
-        """Of each layer that has some."""
-        return self._first.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        """Those that a token passes."""
-        return self._first.experts_per_token
-
-    @property
-    def has_shared_expert(self) -> bool:
-        """Whether there is something to compute while tokens are on their way to experts."""
-        return self._first.has_shared_expert
 
     @property
     def _first(self) -> TpCosts:

@@ -192,17 +192,14 @@ def _with_kind(profile: Profile, name: str, base: str, factor: float, source: st
         for each in profile.unequal_shards
         if base in each.gpu_kinds
     ]
-    found = replace(
+    return replace(
         profile,
         times=(*profile.times, *times),
         updates=(*profile.updates, *updates),
         unequal_shards=(*profile.unequal_shards, *unequal),
-    )
-    return replace(
-        found,
-        memory=(*found.memory, *_named(found.memory, base, name)),
-        links=(*found.links, *_named(found.links, base, name)),
-        processes=(*found.processes, *_named(found.processes, base, name)),
+        memory=(*profile.memory, *_named(profile.memory, base, name)),
+        links=(*profile.links, *_named(profile.links, base, name)),
+        processes=(*profile.processes, *_named(profile.processes, base, name)),
     )
 
 

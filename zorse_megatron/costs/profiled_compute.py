@@ -220,9 +220,9 @@ class ProfiledCompute:
         rate = self._step_s_per_parameter[kind]
         return self.analytic.step_s(kind, num_parameters) if rate is None else rate * num_parameters
 
-    def provenance(self, kind: str, part: Part = "layer") -> Provenance:
+    def provenance(self, kind: str) -> Provenance:
         """Say what the times of a kind rest on. Raises LookupError for an unknown kind."""
-        found = self._closest(part, kind)
+        found = self._closest("layer", kind)
         if found is None:
             return self.analytic.provenance(kind)
         series, distance = found

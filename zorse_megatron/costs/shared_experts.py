@@ -174,7 +174,7 @@ class TokenMessages:
         """Those of `size` samples, which have `boundary_bytes` between layers."""
         shared, ranks = replica.expert_parallel, replica.ranks
         assert shared is not None, "of ranks that share experts"
-        routes_bytes = tp_costs.experts_per_token * sequence_length * _ROUTE_BYTES
+        routes_bytes = tp_costs.traits.experts_per_token * sequence_length * _ROUTE_BYTES
         there: dict[tuple[int, int], int] = {}
         told: dict[tuple[int, int], int] = {}
         for (source, samples), (target, held) in itertools.product(

@@ -5,7 +5,7 @@ Whether they fit each other is checked where the cluster file is read (`schema/c
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
@@ -17,6 +17,16 @@ from zorse_megatron.inputs.profile import Profile, UnequalShards
 
 if TYPE_CHECKING:
     import networkx as nx
+
+
+def numbered(looks: Iterable[Hashable]) -> list[int]:
+    """Return a number for each look, equal for equal ones, from 0 on as new ones appear.
+
+    >>> numbered("abca")
+    [0, 1, 2, 0]
+    """
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(look, len(numbers)) for look in looks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +143,10 @@ class Topology:
         if not 0 <= rank < len(self._node_of):
             raise ValueError(f"found rank {rank}; expected one of 0 to {self.num_gpus - 1}")
         return self._node_of[rank]
+
+    def node_with(self, rank: int) -> MeasuredNode:
+        """The node that a rank is on."""
+        return self.nodes[self.node_of(rank)]
 
     def kind_of(self, rank: int) -> str:
         """Kind of a rank's GPU."""
@@ -306,7 +320,11 @@ def topology_of(cluster: Cluster, profile: Profile | None = None) -> Topology:
     nic_curves = _curves_by_kind(profile, "inter-node")
     return Topology(
         nodes=tuple(
-            _node(node, _curves(node, intra_curves), _curves(node, nic_curves))
+            MeasuredNode(
+                **vars(node),
+                intra_curves=_curves(node, intra_curves),
+                nic_curves=_curves(node, nic_curves),
+            )
             for node in cluster.nodes
         ),
         switches=cluster.switches,
@@ -336,10 +354,6 @@ def _curves(node: Node, by_kind: Mapping[str, Curves]) -> Curves:
     """Those of its GPUs, if they are the same for all of them."""
     first, *others = {by_kind.get(kind, ()) for kind in node.gpu_kinds}
     return () if others else first
-
-
-def _node(node: Node, intra_curves: Curves, nic_curves: Curves) -> MeasuredNode:
-    return MeasuredNode(**vars(node), intra_curves=intra_curves, nic_curves=nic_curves)
 
 
 # Routes between ranks: their links, and the bandwidth of the narrowest one.

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -123,6 +124,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if close:
         return f'Did you mean "{by_lower[close[0]]}"?'
     return f"Known are {', '.join(sorted(by_lower.values()))}." if by_lower else "None is defined."
+
+
+def repeated(names: Iterable[str], where: str, noun: str, remedy: str) -> Iterator[Problem]:
+    """Yield a Problem for each name that comes more than once; `noun`: of what it names."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield Problem(
+                where=where,
+                found=f'{count} entries with the name "{name}"',
+                expected=f"a different name for every {noun}",
+                remedy=remedy,
+            )
 
 
 # Characters that no name has: they would steer the terminal, or read as other text than there is.

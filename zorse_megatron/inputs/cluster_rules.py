@@ -1,10 +1,10 @@
 """What values of a cluster file must hold together, those of switches and regions among them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.files.wording import did_you_mean
+from zorse_megatron.files.wording import did_you_mean, repeated
 from zorse_megatron.gpus.known_gpus import (
     GPU_KINDS,
     INSTANCES,
@@ -53,7 +53,7 @@ def _may_be_used(file: ClusterFile, name: str) -> bool:
 
 
 def _gpu_kinds(file: ClusterFile) -> Iterator[Problem]:
-    yield from repeated((entry.name for entry in file.gpu_kinds), "gpu_kinds", "kind")
+    yield from repeated((each.name for each in file.gpu_kinds), "gpu_kinds", "kind", "Rename one.")
     for index, entry in enumerate(file.gpu_kinds):
         where = f"gpu_kinds[{index}]"
         if entry.like is not None and kind_of_device(entry.like) not in _WELL_KNOWN:
@@ -170,7 +170,8 @@ def gpus_in(node: NodesEntry) -> int:
 
 
 def _names(file: ClusterFile) -> Iterator[Problem]:
-    problems = list(repeated((node.name for node in file.nodes if node.name), "nodes", "node"))
+    given, remedy = (node.name for node in file.nodes), "Rename them; count makes equal nodes."
+    problems = list(repeated(filter(None, given), "nodes", "node", remedy))
     yield from problems
     if problems or sum(node.count for node in file.nodes) > MAX_GPUS:
         return
@@ -185,18 +186,6 @@ def _names(file: ClusterFile) -> Iterator[Problem]:
             "give them",
             remedy="Rename the entry that has the number in its name.",
         )
-
-
-def repeated(names: Iterable[str], where: str, noun: str) -> Iterator[Problem]:
-    """Yield a Problem for each name that comes more than once."""
-    for name, count in Counter(names).items():
-        if count > 1:
-            yield Problem(
-                where=where,
-                found=f'{count} entries with the name "{name}"',
-                expected=f"a different name for every {noun}",
-                remedy="Rename them; count makes equal nodes." if noun == "node" else "Rename one.",
-            )
 
 
 # The rules of a cluster file about switches and regions.
@@ -246,7 +235,7 @@ def _switch_names(file: ClusterFile) -> Iterator[Problem]:
                 expected="a different name for every switch",
                 remedy="Rename one.",
             )
-        above = switch.uplink.to if switch.uplink else None
+        above = _above(switch)
         if above is not None and above not in names:
             yield Problem(
                 where=f"switches[{index}].uplink.to",

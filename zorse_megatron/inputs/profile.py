@@ -4,8 +4,7 @@ Times are of one micro-batch through one part of the model. Every entry names it
 prediction can say what it rests on. Reading and writing the file is in `profile.py`.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,7 +16,7 @@ from zorse_megatron.errors import Problem, ProfileError
 from zorse_megatron.files.json_text import layout, read_json
 from zorse_megatron.files.read_write import write_text
 from zorse_megatron.files.strict import FileKind, built, check_version, plain, read_file
-from zorse_megatron.files.wording import did_you_mean
+from zorse_megatron.files.wording import did_you_mean, repeated
 from zorse_megatron.gpus.gpu import Attention, Dtype
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.plan.plan import Count, FiniteFloat, Positive, PositiveFloat, refuse_non_integer
@@ -247,6 +246,10 @@ class Profile:
         return next(model for model in self.models if model.name == name)
 
 
+_SECTIONS = ("times", "updates", "memory", "links", "transfers", "unequal_shards", "processes")
+"""What has entries with sources."""
+
+
 # Profile files: strict loading, canonical saving, joining.
 
 
@@ -303,13 +306,10 @@ def joined(profiles: Sequence[Profile]) -> Profile:
         schema_version=1,
         sources=tuple(sources),
         models=tuple(models),
-        times=tuple(entry for profile in profiles for entry in profile.times),
-        updates=tuple(entry for profile in profiles for entry in profile.updates),
-        memory=tuple(entry for profile in profiles for entry in profile.memory),
-        links=tuple(entry for profile in profiles for entry in profile.links),
-        transfers=tuple(entry for profile in profiles for entry in profile.transfers),
-        unequal_shards=tuple(entry for profile in profiles for entry in profile.unequal_shards),
-        processes=tuple(entry for profile in profiles for entry in profile.processes),
+        **{
+            name: tuple(entry for profile in profiles for entry in getattr(profile, name))
+            for name in _SECTIONS
+        },
     )
     problems = list(problems_of(result))
     if problems:
@@ -319,26 +319,18 @@ def joined(profiles: Sequence[Profile]) -> Profile:
 
 def problems_of(profile: Profile) -> Iterator[Problem]:
     """Yield every breach of the rules that tie values together."""
-    yield from _repeated((source.name for source in profile.sources), "sources", "source")
-    yield from _repeated((model.name for model in profile.models), "models", "model")
+    remedy = "Rename one, and the entries that refer to it."
+    for noun, named in (("source", profile.sources), ("model", profile.models)):
+        yield from repeated((each.name for each in named), f"{noun}s", noun, remedy)
     yield from _references(profile)
     yield from _model_fits(profile)
     for index, times in enumerate(profile.times):
         yield from _columns(times, f"times[{index}]")
     for index, transfers in enumerate(profile.transfers):
-        yield from _message_columns(transfers, f"transfers[{index}]")
+        size, alike = "Sort the columns by size.", "Give both lists the same length."
+        where = f"transfers[{index}]"
+        yield from _lists(transfers, where, "num_bytes", ("time_s",), remedies=(size, alike))
     yield from _one_entry_each(profile)
-
-
-def _repeated(names: Iterable[str], where: str, noun: str) -> Iterator[Problem]:
-    for name, count in Counter(names).items():
-        if count > 1:
-            yield Problem(
-                where=where,
-                found=f'{count} entries with the name "{name}"',
-                expected=f"a different name for every {noun}",
-                remedy="Rename one, and the entries that refer to it.",
-            )
 
 
 def _references(profile: Profile) -> Iterator[Problem]:
@@ -346,8 +338,7 @@ def _references(profile: Profile) -> Iterator[Problem]:
         "source": {source.name for source in profile.sources},
         "model": {model.name for model in profile.models},
     }
-    entries = ("times", "updates", "memory", "links", "transfers", "unequal_shards", "processes")
-    for section in entries:
+    for section in _SECTIONS:
         for index, entry in enumerate(getattr(profile, section)):
             for key, names in known.items():
                 name = getattr(entry, key, None)
@@ -371,24 +362,42 @@ def _model_fits(profile: Profile) -> Iterator[Problem]:
             )
 
 
-def _columns(times: Times, where: str) -> Iterator[Problem]:
-    sizes = times.micro_batch_sizes
-    if any(first >= second for first, second in pairwise(sizes)):
+def _lists(
+    entry: Times | Transfers,
+    where: str,
+    sizes: str,
+    columns: Sequence[str],
+    *,
+    remedies: tuple[str, str],
+) -> Iterator[Problem]:
+    """Sizes ascend, and each column has a time for each. `remedies`: for either."""
+    known: tuple[int, ...] = getattr(entry, sizes)
+    if any(first >= second for first, second in pairwise(known)):
         yield Problem(
-            where=f"{where}.micro_batch_sizes",
-            found=str(list(sizes)),
+            where=f"{where}.{sizes}",
+            found=str(list(known)),
             expected="each size once, ascending",
-            remedy="Sort the columns by micro-batch size; join points of the same size.",
+            remedy=remedies[0],
         )
-    for key in ("forward_s", "backward_s", "weight_gradients_s"):
-        column = getattr(times, key)
-        if column is not None and len(column) != len(sizes):
+    for key in columns:
+        column = getattr(entry, key)
+        if column is not None and len(column) != len(known):
             yield Problem(
                 where=f"{where}.{key}",
                 found=f"{len(column)} times",
-                expected=f"{len(sizes)}, one for each of micro_batch_sizes",
-                remedy="Give these lists the same length.",
+                expected=f"{len(known)}, one for each of {sizes}",
+                remedy=remedies[1],
             )
+
+
+def _columns(times: Times, where: str) -> Iterator[Problem]:
+    sizes = times.micro_batch_sizes
+    remedies = (
+        "Sort the columns by micro-batch size; join points of the same size.",
+        "Give these lists the same length.",
+    )
+    columns = ("forward_s", "backward_s", "weight_gradients_s")
+    yield from _lists(times, where, "micro_batch_sizes", columns, remedies=remedies)
     weights_s = times.weight_gradients_s
     if weights_s is not None and times.part != "layer":
         yield Problem(
@@ -411,24 +420,6 @@ def _columns(times: Times, where: str) -> Iterator[Problem]:
             found="a layer that takes no time",
             expected="times above 0",
             remedy="Measure again with a finer clock; times are in seconds.",
-        )
-
-
-def _message_columns(transfers: Transfers, where: str) -> Iterator[Problem]:
-    sizes = transfers.num_bytes
-    if any(first >= second for first, second in pairwise(sizes)):
-        yield Problem(
-            where=f"{where}.num_bytes",
-            found=str(list(sizes)),
-            expected="each size once, ascending",
-            remedy="Sort the columns by size.",
-        )
-    if len(transfers.time_s) != len(sizes):
-        yield Problem(
-            where=f"{where}.time_s",
-            found=f"{len(transfers.time_s)} times",
-            expected=f"{len(sizes)}, one for each of num_bytes",
-            remedy="Give both lists the same length.",
         )
 
 

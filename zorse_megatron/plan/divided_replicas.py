@@ -59,18 +59,16 @@ def tp_groups_of(plan: Plan) -> Iterator[tuple[str, Replica]]:
 
 def replicas_that_share_experts(plan: Plan) -> Iterator[tuple[str, Replica, ExpertParallel]]:
     """Yield those whose ranks share experts alone, with their place in the plan."""
-    for number, group in enumerate(plan.groups):
-        for index, replica in enumerate(group.replicas):
-            if replica.expert_parallel is not None:
-                yield f"groups[{number}].replicas[{index}]", replica, replica.expert_parallel
+    for number, index, replica in plan.numbered_replicas():
+        if replica.expert_parallel is not None:
+            yield f"groups[{number}].replicas[{index}]", replica, replica.expert_parallel
 
 
 def replicas_of_several_ranks(plan: Plan) -> Iterator[tuple[str, Replica]]:
     """Yield TP groups, and replicas whose ranks share experts, with their place in the plan."""
-    for number, group in enumerate(plan.groups):
-        for index, replica in enumerate(group.replicas):
-            if len(replica.ranks) > 1:
-                yield f"groups[{number}].replicas[{index}].ranks", replica
+    for number, index, replica in plan.numbered_replicas():
+        if len(replica.ranks) > 1:
+            yield f"groups[{number}].replicas[{index}].ranks", replica
 
 
 def divided_problems(plan: Plan, sizes: DividedSizes) -> Iterator[Problem]:
@@ -203,13 +201,12 @@ def tp_shards_problems(plan: Plan) -> Iterator[Problem]:
         "vocabulary_rows": model.vocab_size,
         "experts": model.num_experts,
     }
-    for index, group in enumerate(plan.groups):
-        for number, replica in enumerate(group.replicas):
-            for name, whole in wholes.items() if replica.tp_shards else ():
-                counts = getattr(replica.tp_shards, name)
-                where = f"groups[{index}].replicas[{number}].tp_shards.{name}"
-                if counts is not None:
-                    yield from _counts_problems(where, replica, counts, whole)
+    for number, index, replica in plan.numbered_replicas():
+        for name, whole in wholes.items() if replica.tp_shards else ():
+            counts = getattr(replica.tp_shards, name)
+            where = f"groups[{number}].replicas[{index}].tp_shards.{name}"
+            if counts is not None:
+                yield from _counts_problems(where, replica, counts, whole)
 
 
 def _counts_problems(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from zorse_megatron.plan.plan import Group, Offload, Plan, Recompute, Replica
 
@@ -44,35 +45,27 @@ def settings_of_rank(plan: Plan, rank: int) -> MemorySettings:
 def settings_by_rank(plan: Plan) -> dict[int, MemorySettings]:
     """Rank -> what it does."""
     found: dict[int, MemorySettings] = {}
-    for group in plan.groups:
-        for replica in group.replicas:
-            found.update(dict.fromkeys(replica.ranks, settings_in(group, replica)))
+    for number, _, replica in plan.numbered_replicas():
+        found.update(dict.fromkeys(replica.ranks, settings_in(plan.groups[number], replica)))
     return found
 
 
 def said_settings(plan: Plan) -> Iterator[SaidSettings]:
     """What each replica does, by groups."""
-    for number, group in enumerate(plan.groups):
-        for index, replica in enumerate(group.replicas):
-            place = f"groups[{number}]"
-            own = f"{place}.replicas[{index}]"
-            yield SaidSettings(
-                settings=settings_in(group, replica),
-                recompute_at=f"{own if replica.recompute else place}.recompute",
-                offload_at=f"{own if replica.offload else place}.offload",
-            )
+    for number, index, replica in plan.numbered_replicas():
+        place = f"groups[{number}]"
+        own = f"{place}.replicas[{index}]"
+        yield SaidSettings(
+            settings=settings_in(plan.groups[number], replica),
+            recompute_at=f"{own if replica.recompute else place}.recompute",
+            offload_at=f"{own if replica.offload else place}.offload",
+        )
 
 
-def ranks_that_offload_parameters(plan: Plan) -> frozenset[int]:
-    """Ranks whose shards of parameters wait in host memory."""
+def ranks_that_offload(plan: Plan, what: Literal["parameters", "gradients"]) -> frozenset[int]:
+    """Ranks whose shards of these wait in host memory."""
     rows = settings_by_rank(plan).items()
-    return frozenset(rank for rank, settings in rows if settings.offload.parameters)
-
-
-def ranks_that_offload_gradients(plan: Plan) -> frozenset[int]:
-    """Ranks whose shards of gradients wait in host memory."""
-    rows = settings_by_rank(plan).items()
-    return frozenset(rank for rank, settings in rows if settings.offload.gradients)
+    return frozenset(rank for rank, settings in rows if getattr(settings.offload, what))
 
 
 def recomputes_anything(plan: Plan) -> bool:
@@ -83,15 +76,9 @@ def recomputes_anything(plan: Plan) -> bool:
 
 def without_recompute(plan: Plan) -> Plan:
     """The plan, without a word about recomputation."""
-    groups = tuple(
-        replace(
-            group,
-            recompute=None,
-            replicas=tuple(replace(replica, recompute=None) for replica in group.replicas),
-        )
-        for group in plan.groups
-    )
-    return replace(plan, groups=groups)
+    silent = (replace(each, recompute=None) for _, _, each in plan.numbered_replicas())
+    plan = plan.with_replicas(silent)
+    return replace(plan, groups=tuple(replace(group, recompute=None) for group in plan.groups))
 
 
 def offloads_anything(plan: Plan) -> bool:

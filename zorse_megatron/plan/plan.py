@@ -6,9 +6,9 @@ the file are tuples here. Nothing is converted: `"8"`, `8.0` and `true` are not 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -374,16 +374,45 @@ class Plan:
         """Number of ranks."""
         return sum(len(group.ranks) for group in self.groups)
 
+    def group_name(self, number: int) -> str:
+        """What people read of the group."""
+        return self.groups[number].name or f"group {number}"
+
+    @property
+    def groups_in_order(self) -> tuple[int, ...]:
+        """Numbers of groups, in the order of their first layers."""
+        return tuple(dict.fromkeys(chunk.group for chunk in self.chunks))
+
+    def numbered_replicas(self) -> Iterator[tuple[int, int, Replica]]:
+        """Yield (number of its group, its own number there, replica), in order."""
+        for number, group in enumerate(self.groups):
+            for index, replica in enumerate(group.replicas):
+                yield number, index, replica
+
+    def with_group(self, number: int, **changes: Any) -> "Plan":
+        """It with other values in one group's fields."""
+        groups = [*self.groups]
+        groups[number] = dataclasses.replace(groups[number], **changes)
+        return dataclasses.replace(self, groups=tuple(groups))
+
+    def with_replicas(self, replicas: Iterable[Replica]) -> "Plan":
+        """It with these in place of its own: as many, in the order of `numbered_replicas`."""
+        left = iter(replicas)
+        groups = (
+            dataclasses.replace(group, replicas=tuple(islice(left, len(group.replicas))))
+            for group in self.groups
+        )
+        return dataclasses.replace(self, groups=tuple(groups))
+
     def group_of_rank(self, rank: int) -> int:
         """Return the number of the group that `rank` is in."""
         return self.replica_of_rank(rank)[0]
 
     def replica_of_rank(self, rank: int) -> tuple[int, int]:
         """Return the number of the group that `rank` is in and that of its replica there."""
-        for group_index, group in enumerate(self.groups):
-            for replica_index, replica in enumerate(group.replicas):
-                if rank in replica.ranks:
-                    return group_index, replica_index
+        for number, index, replica in self.numbered_replicas():
+            if rank in replica.ranks:
+                return number, index
         raise ValueError(
             f"rank {rank} is in no group; the plan has ranks 0 to {self.world_size - 1}"
         )

@@ -64,10 +64,9 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
 def _ranks(plan: Plan) -> Iterator[Problem]:
     """Ranks are exactly 0..W-1, each once."""
     listed_at: dict[int, list[str]] = defaultdict(list)
-    for group_index, group in enumerate(plan.groups):
-        for replica_index, replica in enumerate(group.replicas):
-            for rank in replica.ranks:
-                listed_at[rank].append(f"groups[{group_index}].replicas[{replica_index}]")
+    for number, index, replica in plan.numbered_replicas():
+        for rank in replica.ranks:
+            listed_at[rank].append(f"groups[{number}].replicas[{index}]")
     for rank in sorted(listed_at):
         if rank < 0:
             yield Problem(
@@ -216,18 +215,15 @@ def _replica_sum(index: int, replica: Replica) -> str:
 
 def _halves(plan: Plan) -> Iterator[Problem]:
     """Only whole micro-batches of two samples or more can be run in halves, each once."""
-    for number, group in enumerate(plan.groups):
-        for index, replica in enumerate(group.replicas):
-            if replica.halved is None:
-                continue
-            size, count = replica.micro_batch_size, replica.num_microbatches
-            if replica.halved.num_whole > count or size < 2:
-                yield Problem(
-                    where=f"groups[{number}].replicas[{index}].halved",
-                    found=f"{replica.halved.num_whole} in halves, of {count} x {size}",
-                    expected="at most all of them, with 2 samples or more",
-                    remedy="Remove halved, or give smaller numbers.",
-                )
+    for number, index, replica in plan.numbered_replicas():
+        halved, count = replica.halved, replica.num_microbatches
+        if halved is not None and (halved.num_whole > count or replica.micro_batch_size < 2):
+            yield Problem(
+                where=f"groups[{number}].replicas[{index}].halved",
+                found=f"{halved.num_whole} in halves, of {count} x {replica.micro_batch_size}",
+                expected="at most all of them, with 2 samples or more",
+                remedy="Remove halved, or give smaller numbers.",
+            )
 
 
 def _shard_weights(plan: Plan) -> Iterator[Problem]:
@@ -292,8 +288,7 @@ def _orders(plan: Plan) -> Iterator[Problem]:
     """What orders follow is given for all replicas that run micro-batches, or for none."""
     working = [
         (f"groups[{number}].replicas[{index}]", number, replica)
-        for number, group in enumerate(plan.groups)
-        for index, replica in enumerate(group.replicas)
+        for number, index, replica in plan.numbered_replicas()
         if replica.num_microbatches
     ]
     for name in ("compute_s", "max_in_flight"):

@@ -26,10 +26,9 @@ from zorse_megatron.planner.closed_form.device_groups import (
     Stage,
     best_split,
 )
-from zorse_megatron.planner.closed_form.pipeline_time import InFlight
-from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.closed_form.stage_costs import StageCost
 from zorse_megatron.planner.closed_form.stage_memory import water_fill
-from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.orders import with_limits, with_times
 
 _WEIGHT_UNIT_BYTES = 1_000_000  # whole megabytes: short numbers in the file
@@ -39,10 +38,10 @@ _MANY_UNITS = 100  # where shares are smaller, bytes
 class Builder:
     """Makes plans of estimates."""
 
-    def __init__(self, inputs: Inputs, cost_model: StageCostModel, in_flight: InFlight) -> None:
-        self.inputs = inputs
-        self.cost_model = cost_model
-        self.in_flight = in_flight
+    def __init__(self, estimator: Estimator) -> None:
+        self.inputs = estimator.inputs
+        self.cost_model = estimator.cost_model
+        self.communication = estimator.communication
         self._splits: dict[tuple[object, ...], BatchSplit | None] = {}
 
     def plan(self, estimate: Estimate) -> Plan | None:
@@ -71,7 +70,7 @@ class Builder:
             cluster=self.inputs.cluster,
         )
         plan = with_regions(plan, self.inputs.spec)
-        is_hierarchical = self.in_flight.communication.is_hierarchical
+        is_hierarchical = self.communication.is_hierarchical
         stages = enumerate(estimate.stages)
         levels = [number for number, stage in stages if is_hierarchical(stage.device_group)]
         members = self.inputs.members
@@ -217,15 +216,12 @@ def with_regions(plan: Plan, spec: Topology) -> Plan:
     """The plan with each replica's region, if any group has replicas in several."""
 
     def region_of(replica: Replica) -> str:
-        return spec.nodes[spec.node_of(replica.ranks[0])].region
-
-    def placed(group: Group) -> Group:
-        replicas = tuple(replace(each, region=region_of(each)) for each in group.replicas)
-        return replace(group, replicas=replicas)
+        return spec.node_with(replica.ranks[0]).region
 
     if all(len({region_of(each) for each in group.replicas}) == 1 for group in plan.groups):
         return plan
-    return replace(plan, groups=tuple(map(placed, plan.groups)))
+    placed = (replace(each, region=region_of(each)) for _, _, each in plan.numbered_replicas())
+    return plan.with_replicas(placed)
 
 
 def sharing_experts(replicas: Sequence[Replica], experts: Sequence[int]) -> Replica:

@@ -78,10 +78,10 @@ class Preview:
 class Evaluator:
     """Simulates plans and remembers the evaluations."""
 
-    def __init__(self, inputs: Inputs, estimator: Estimator) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.estimator = estimator
-        self.builder = Builder(inputs, estimator.cost_model, estimator.in_flight)
+        self.estimator = Estimator(inputs)
+        self.builder = Builder(self.estimator)
         self.num_simulated = 0
         self.num_computations = 0
         """Forwards and backwards simulated so far: the search's budget is counted in them."""
@@ -114,8 +114,7 @@ class Evaluator:
     def _shortened(self, estimate: Estimate, batch: int) -> Evaluation | None:
         """The same candidate, layers and settings; only the batch is shorter."""
         if batch not in self._with_batch:
-            inputs = replace(self.inputs, global_batch_size=batch)
-            self._with_batch[batch] = Evaluator(inputs, Estimator(inputs))
+            self._with_batch[batch] = Evaluator(replace(self.inputs, global_batch_size=batch))
         shorter = self._with_batch[batch]
         plan = shorter.builder.plan(estimate)
         if plan is None:
@@ -152,6 +151,12 @@ class Evaluator:
             )
             return evaluation
         return self._evaluations[key]
+
+    def faster(self, best: Evaluation, other: Plan) -> Evaluation:
+        """That of the other plan where it fits and is faster; else the best."""
+        found = self.evaluate_plan(other)
+        is_better = found is not None and found.fits and found.iteration_s < best.iteration_s
+        return found if found is not None and is_better else best
 
     def _evaluated(self, plan: Plan, estimate: Estimate | None) -> Evaluation | None:
         if problems_of(plan) or not self._is_in_time(plan):

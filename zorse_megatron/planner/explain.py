@@ -9,7 +9,6 @@ from zorse_megatron.files.wording import memory, percent
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.baselines.lower_bounds import link_bound, lower_bound_s
 from zorse_megatron.planner.baselines.stock_best import StockAtBest
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluator
 from zorse_megatron.planner.explanation import (
     Alternative,
@@ -112,7 +111,7 @@ def _headroom(inputs: Inputs, result: SimulationResult) -> tuple[Headroom, ...]:
 
 
 def _alternatives(inputs: Inputs, plan: Plan, result: SimulationResult) -> Iterator[Alternative]:
-    evaluator = Evaluator(inputs, Estimator(inputs))
+    evaluator = Evaluator(inputs)
     for what, other in changes(inputs, plan, result):
         found = evaluator.evaluate_plan(other)
         if found is None:

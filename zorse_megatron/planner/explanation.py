@@ -9,7 +9,7 @@ from typing import Literal
 from zorse_megatron.costs.stage_formulas import frozen_bytes
 from zorse_megatron.errors import PlanError
 from zorse_megatron.files.wording import as_against, duration, figure, memory, number_of, percent
-from zorse_megatron.plan.plan import Plan, Replica
+from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.baselines.stock_best import StockAtBest
 from zorse_megatron.planner.baselines.stock_plans import grid_of_plan
 from zorse_megatron.planner.find_plan import Replans
@@ -137,10 +137,9 @@ def _slower(rate: float) -> str:
 def _kinds_in_tp_groups(inputs: Inputs, plan: Plan) -> dict[str, set[int]]:
     """Kind -> numbers of ranks of the TP groups that it is in."""
     found: dict[str, set[int]] = {}
-    for group in plan.groups:
-        for replica in group.replicas:
-            for rank in replica.ranks if replica.tp_degree > 1 else ():
-                found.setdefault(inputs.kinds[rank], set()).add(replica.tp_degree)
+    for _, _, replica in plan.numbered_replicas():
+        for rank in replica.ranks if replica.tp_degree > 1 else ():
+            found.setdefault(inputs.kinds[rank], set()).add(replica.tp_degree)
     return found
 
 
@@ -202,10 +201,7 @@ def _name(word: str) -> str:
 
 def critical_sentences(plan: Plan, shares: CriticalShares, iteration_s: float) -> Iterator[str]:
     """Yield where an iteration spends its time."""
-    names = {
-        str(number): group.name or f"group {number}" for number, group in enumerate(plan.groups)
-    }
-    by_group_s = {names[number]: took_s for number, took_s in shares.by_group_s.items()}
+    by_group_s = {plan.group_name(int(each)): s for each, s in shares.by_group_s.items()}
     yield f"Critical path: {_listed(shares.by_work_s, iteration_s)}."
     yield f"Critical path by group: {_listed(by_group_s, iteration_s)}."
     if shares.contention_s > 0.001 * iteration_s:
@@ -333,9 +329,9 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
             "gradients leave sooner, and weight gradients fill idle time. "
             f"{_basis_of_weight_gradients(inputs, plan)}."
         )
-    idle = [replica for each in plan.groups for replica in each.replicas if _only_holds(replica)]
+    idle = [each.ranks[0] for _, _, each in plan.numbered_replicas() if not each.num_microbatches]
     if idle:
-        ranks = ", ".join(str(replica.ranks[0]) for replica in idle[:8])
+        ranks = ", ".join(map(str, idle[:8]))
         yield f"{len(idle)} GPUs only store state (ranks {ranks})."
     for other in found.alternatives:
         yield f"Alternative, {other.what}: {other.why_not}."
@@ -440,10 +436,6 @@ def faster(speedup: float) -> str:
     ('24 % faster', 'no faster')
     """
     return f"{percent(speedup - 1)} faster" if speedup >= _FASTER else "no faster"
-
-
-def _only_holds(replica: Replica) -> bool:
-    return replica.num_microbatches == 0
 
 
 # A plan beside stock Megatron's best layouts: how much longer these take, and what they lack.

@@ -1,7 +1,7 @@
 """The search for the fastest plan, and what other searches find: the entry to this package."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -25,13 +25,13 @@ from zorse_megatron.planner.baselines.stock_best import (
     stock_runs,
 )
 from zorse_megatron.planner.baselines.stock_search import StockLayout
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, best_first, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs, refuse_too_large, with_one_more
 from zorse_megatron.planner.outcome import (
     CUT_SHORT,
     STRATEGIES,
     NoPlanError,
+    OnProgress,
     Outcome,
     Rejected,
     SearchCutShort,
@@ -71,7 +71,7 @@ def find_plan(
     *,
     strategy: Strategy = "zorse",
     stock: Sequence[StockLayout] | None = None,
-    on_progress: Callable[[SearchProgress], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Outcome:
     """Return the best plan that `strategy` finds; the simulator has checked that it fits.
 
@@ -164,7 +164,7 @@ class _Searched:
 class _SoFar:
     """What a search has found, in case it is interrupted."""
 
-    on_progress: Callable[[SearchProgress], None] | None
+    on_progress: OnProgress | None
     best: Evaluation | None = None
 
     def report(self, progress: SearchProgress) -> None:
@@ -179,7 +179,7 @@ class _SoFar:
 
     def searched(self, inputs: Inputs, stock: Sequence[StockLayout]) -> _Searched:
         """The fastest plan, and that of stock's best layout: they are simulated again."""
-        evaluator = Evaluator(inputs, Estimator(inputs))
+        evaluator = Evaluator(inputs)
         found = [*stock_plans(evaluator, stock[:1]), *([self.best] if self.best else [])]
         return _Searched(evaluator=evaluator, evaluations=best_first(found), before=SearchStats())
 
@@ -188,10 +188,10 @@ def _searched(
     inputs: Inputs,
     strategy: Strategy,
     stock: Sequence[StockLayout],
-    on_progress: Callable[[SearchProgress], None],
+    on_progress: OnProgress,
 ) -> _Searched:
     if strategy == "zorse":
-        evaluator = Evaluator(inputs, Estimator(inputs))
+        evaluator = Evaluator(inputs)
         found = with_plans_of_shorter(
             _searched_in_all(inputs, on_progress),
             evaluator,
@@ -207,7 +207,7 @@ def _searched(
     if strategy == "cephalo":
         inputs = cephalo_inputs(inputs)
     on_progress(SearchProgress(phase=strategy, done=0, total=1))
-    evaluator = Evaluator(inputs, Estimator(inputs))
+    evaluator = Evaluator(inputs)
     if strategy == "stock":
         evaluations = stock_runs(evaluator, stock)
     else:
@@ -218,9 +218,7 @@ def _searched(
     return _Searched(evaluator=evaluator, evaluations=evaluations, before=before)
 
 
-def _finished(
-    search: _Searched, strategy: Strategy, on_progress: Callable[[SearchProgress], None]
-) -> Evaluation:
+def _finished(search: _Searched, strategy: Strategy, on_progress: OnProgress) -> Evaluation:
     """The fastest plan with what makes it faster still.
 
     What may keep activations in the host, or have TP groups, is never slower than what may not: of
@@ -259,9 +257,7 @@ def _finished(
     return min(finished, key=lambda each: each.iteration_s)
 
 
-def _sharing_experts(
-    search: _Searched, best: Evaluation, on_progress: Callable[[SearchProgress], None]
-) -> Evaluation:
+def _sharing_experts(search: _Searched, best: Evaluation, on_progress: OnProgress) -> Evaluation:
     """The plan, or a faster one whose ranks share experts."""
     evaluator = search.evaluator
     if evaluator.inputs.model.num_experts is None or best.is_extrapolated:
@@ -285,7 +281,7 @@ def _keeps_in_host(plan: Plan) -> bool:
     return any(each.settings.offload.activations for each in said_settings(plan))
 
 
-def _searched_in_all(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
+def _searched_in_all(inputs: Inputs, on_progress: OnProgress) -> SearchResult:
     """Search; where it simulated sums in two levels, search once more for plans with rings only.
 
     Closed forms of one group over regions are closer than those of pipelines between them, so the
@@ -297,9 +293,7 @@ def _searched_in_all(inputs: Inputs, on_progress: Callable[[SearchProgress], Non
     return found + _searched_in_hosts(_with_rings(inputs), on_progress)
 
 
-def _searched_in_hosts(
-    inputs: Inputs, on_progress: Callable[[SearchProgress], None]
-) -> SearchResult:
+def _searched_in_hosts(inputs: Inputs, on_progress: OnProgress) -> SearchResult:
     """Search without activations in the host, and with them where that is asked for.
 
     In closed form all copies that have time seem to be free, so that one search of both may lose
@@ -420,7 +414,7 @@ def replan(
     inputs: Inputs,
     *,
     found_s: float | None = None,
-    on_progress: Callable[[SearchProgress], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Replans | None:
     """Search with one more GPU of each kind.
 
@@ -435,7 +429,7 @@ def replan(
 
 
 def _one_more(
-    inputs: Inputs, found_s: float, on_progress: Callable[[SearchProgress], None] | None
+    inputs: Inputs, found_s: float, on_progress: OnProgress | None
 ) -> tuple[OneMore, ...]:
     rows = []
     for kind in dict.fromkeys(inputs.kinds):
@@ -451,9 +445,7 @@ def _one_more(
     return tuple(rows)
 
 
-def _titled(
-    title: str, on_progress: Callable[[SearchProgress], None] | None
-) -> Callable[[SearchProgress], None] | None:
+def _titled(title: str, on_progress: OnProgress | None) -> OnProgress | None:
     if on_progress is None:
         return None
     return lambda progress: on_progress(replace(progress, phase=f"{title}: {progress.phase}"))

@@ -17,7 +17,7 @@ import networkx as nx
 from zorse_megatron.planner.baselines.lower_bounds import link_bound
 from zorse_megatron.planner.evaluate import gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import SearchProgress
+from zorse_megatron.planner.outcome import OnProgress, SearchProgress
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.tensor_parallel_search import QuickEstimate
 from zorse_megatron.planner.search.zorse_search import search
@@ -70,9 +70,9 @@ def _far_nodes(inputs: Inputs, nodes: Sequence[Selection]) -> Iterator[frozenset
     by_region: dict[str, list[Selection]] = {}
     by_rate: dict[float, list[Selection]] = {}
     for ranks in nodes:
-        by_region.setdefault(_region(inputs, ranks), []).append(ranks)
-        rate = inputs.spec.nodes[inputs.spec.node_of(ranks[0])].nics_bytes_per_s
-        by_rate.setdefault(rate, []).append(ranks)
+        node = inputs.spec.node_with(ranks[0])
+        by_region.setdefault(node.region, []).append(ranks)
+        by_rate.setdefault(node.nics_bytes_per_s, []).append(ranks)
     for each in by_region.values():
         yield _ranks(each)
         yield _ranks(nodes) - _ranks(each)
@@ -127,7 +127,7 @@ def _parts_of_nodes(
 
 
 def _is_joined(inputs: Inputs, selection: Selection) -> bool:
-    regions = {inputs.spec.nodes[inputs.spec.node_of(rank)].region for rank in selection}
+    regions = {inputs.spec.node_with(rank).region for rank in selection}
     graph = nx.Graph(
         link.regions for link in inputs.spec.region_links if regions.issuperset(link.regions)
     )
@@ -135,15 +135,11 @@ def _is_joined(inputs: Inputs, selection: Selection) -> bool:
     return bool(nx.is_connected(graph))
 
 
-def _region(inputs: Inputs, ranks: Selection) -> str:
-    return inputs.spec.nodes[inputs.spec.node_of(ranks[0])].region
-
-
 def _alike(inputs: Inputs, nodes: Sequence[Selection]) -> list[list[Selection]]:
     """Nodes with the same selected GPUs and the same links, in order."""
     classes: dict[object, list[Selection]] = {}
     for ranks in nodes:
-        node = inputs.spec.nodes[inputs.spec.node_of(ranks[0])]
+        node = inputs.spec.node_with(ranks[0])
         key = (
             tuple(inputs.kinds[rank] for rank in ranks),
             *(node.link, node.nics, node.host_link_bytes_per_s, node.host_memory_bytes),
@@ -157,7 +153,7 @@ def _ranks(parts: Iterable[Selection]) -> frozenset[int]:
     return frozenset(rank for part in parts for rank in part)
 
 
-Report = Callable[[SearchProgress], None]
+Report = OnProgress
 PartOf = Callable[[Selection], Inputs]
 """The inputs on some GPUs alone."""
 Search = Callable[[Selection], float]

@@ -4,6 +4,7 @@ The schedule's order is made of the plan alone (`schedule.micro_batch_order`), s
 makes the same lists; what is written here comes from the costs that the simulator has.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -17,17 +18,11 @@ from zorse_megatron.simulate.iteration import replica_times
 def with_times(inputs: Inputs, plan: Plan) -> Plan:
     """The plan with the seconds of all computations and messages. `inputs`: of its ranks."""
     times = replica_times(plan, inputs)
-    groups = tuple(
-        replace(
-            group,
-            replicas=tuple(
-                replace(replica, compute_s=tuple(map(_short, times[number, index])))
-                for index, replica in enumerate(group.replicas)
-            ),
-        )
-        for number, group in enumerate(plan.groups)
+    timed = (
+        replace(replica, compute_s=tuple(map(_short, times[number, index])))
+        for number, index, replica in plan.numbered_replicas()
     )
-    return replace(plan, groups=groups, chunks=tuple(_with_transfers(inputs, plan)))
+    return replace(plan.with_replicas(timed), chunks=tuple(_with_transfers(inputs, plan)))
 
 
 def _short(seconds: Iterable[float]) -> tuple[float, float, float]:
@@ -139,32 +134,19 @@ def with_in_flight(plan: Plan, limits: Mapping[Worker, InFlight]) -> Plan:
         delayed = limit.delayed if plan.groups[number].split_backward else None
         return replace(replica, max_in_flight=limit.most, max_delayed_wgrad=delayed)
 
-    groups = tuple(
-        replace(
-            group,
-            replicas=tuple(limited(number, at, each) for at, each in enumerate(group.replicas)),
-        )
-        for number, group in enumerate(plan.groups)
-    )
-    return replace(plan, groups=groups)
+    return plan.with_replicas(itertools.starmap(limited, plan.numbered_replicas()))
 
 
 def in_flight_times(plan: Plan, number: int, part: float) -> Plan:
     """The plan with so much of what a group may have in flight, but one micro-batch at least."""
-    replicas = tuple(
-        replica
-        if replica.max_in_flight is None
-        else replace(
-            replica,
-            max_in_flight=max(
-                least_in_flight(plan, number, index), int(part * replica.max_in_flight)
-            ),
-        )
-        for index, replica in enumerate(plan.groups[number].replicas)
-    )
-    groups = list(plan.groups)
-    groups[number] = replace(groups[number], replicas=replicas)
-    return replace(plan, groups=tuple(groups))
+
+    def limited(group: int, index: int, replica: Replica) -> Replica:
+        if group != number or replica.max_in_flight is None:
+            return replica
+        least = least_in_flight(plan, number, index)
+        return replace(replica, max_in_flight=max(least, int(part * replica.max_in_flight)))
+
+    return plan.with_replicas(itertools.starmap(limited, plan.numbered_replicas()))
 
 
 def littles_law(plan: Plan) -> dict[Worker, float]:

@@ -1,7 +1,7 @@
 """The result of a search: the plan, its quality, what was rejected; or why there is none."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +22,9 @@ class SearchProgress(Progress):
 
     best: object = None
     """The `Evaluation` of a plan that fits, where one has just been found."""
+
+
+OnProgress = Callable[[SearchProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,9 +250,8 @@ def _estimate(estimator: Estimator, way: GroupingSchedule) -> Estimate | None:
 
 def _fitted(inputs: Inputs, ways: Sequence[GroupingSchedule]) -> Evaluation | None:
     """The first way that fits in closed form and, perhaps with some memory kept free, for true."""
-    estimator = Estimator(inputs)
-    evaluator = Evaluator(inputs, estimator)
-    tried = 0
+    evaluator = Evaluator(inputs)
+    estimator, tried = evaluator.estimator, 0
     for way in ways:
         estimate = _estimate(estimator, way)
         if estimate is None:
@@ -279,11 +278,10 @@ def _checked(
 ) -> tuple[int, Evaluation] | None:
     """Ask the simulator, and add what it finds missing."""
     for _ in range(_ROUNDS_OF_CHECKS):
-        richer = _more(inputs, kinds, extra)
-        estimator = Estimator(richer)
-        estimate = _estimate(estimator, way)
+        evaluator = Evaluator(_more(inputs, kinds, extra))
+        estimate = _estimate(evaluator.estimator, way)
         if estimate is not None:
-            evaluation = Evaluator(richer, estimator).evaluate(estimate)
+            evaluation = evaluator.evaluate(estimate)
             if evaluation is not None and evaluation.fits:
                 return extra, evaluation
             if evaluation is not None:

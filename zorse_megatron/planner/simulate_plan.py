@@ -88,11 +88,11 @@ def host_needs(inputs: Inputs, result: SimulationResult) -> tuple[NodeHostMemory
                 by_stand_in[stand_in] = host_bytes(result, stand_in)
             total.update(by_stand_in[stand_in])
         if total.total():
-            parts = [inputs.host_bytes[rank] for rank in ranks]
-            known = [part for part in parts if part is not None]
-            has = sum(known) if len(known) == len(parts) else None
+            has_bytes = inputs.host_bytes_on(ranks)
             rows = tuple((name, count) for name, count in total.most_common() if count)
-            found.append(NodeHostMemory(node=spec.name, by_category_bytes=rows, has_bytes=has))
+            found.append(
+                NodeHostMemory(node=spec.name, by_category_bytes=rows, has_bytes=has_bytes)
+            )
     return tuple(found)
 
 

@@ -33,6 +33,14 @@ def new_figure(*, width_inches: float, height_inches: float) -> Figure:
     return figure
 
 
+def new_chart(title: str, *, width_inches: float, height_inches: float) -> tuple[Figure, Axes]:
+    """Return such a figure with one chart, under a title."""
+    figure = new_figure(width_inches=width_inches, height_inches=height_inches)
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=12, loc="left")
+    return figure, axes
+
+
 def save_figure(figure: Figure, path: Path, *, description: str | None = None) -> Path:
     """Write the figure as PNG and return its path; `description` goes into the file as text."""
     picture = io.BytesIO()
@@ -75,9 +83,9 @@ def rows_of(
     `look`: what ranks that may share a row have in common; `weight`: if there are still too many
     rows, each group keeps those of the highest weight.
     """
-    groups = list(dict.fromkeys(chunk.group for chunk in plan.chunks))
-    rows = {number: _rows_of_group(plan, number, look, plan.world_size > most) for number in groups}
-    kept = max(1, most // len(groups))
+    merged = plan.world_size > most
+    rows = {each: _rows_of_group(plan, each, look, merged) for each in plan.groups_in_order}
+    kept = max(1, most // len(rows))
     shown = []
     for of_group in rows.values():
         heaviest = sorted(of_group, key=lambda row: (-weight(row.rank), row.rank))
@@ -133,12 +141,11 @@ def draw_memory(
         weight=lambda rank: peaks[rank] / max(1, capacity_bytes[rank]),
         most=max_rows,
     )
-    figure = new_figure(width_inches=10, height_inches=1.7 + 0.34 * len(rows))
-    axes = figure.subplots()
-    axes.set_title(title, fontsize=12, loc="left")
+    figure, axes = new_chart(title, width_inches=10, height_inches=1.7 + 0.34 * len(rows))
     _draw_bars(axes, rows, result)
     _draw_capacities(axes, rows, result, capacity_bytes)
-    _name_rows(axes, plan, rows)
+    labels = [f"{row.label}, {plan.group_name(row.group)}" for row in rows]
+    name_rows(axes, labels, "memory at the rank's peak (GiB = 2³⁰ bytes)")
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return save_figure(figure, path)
 
@@ -189,14 +196,11 @@ def _draw_capacities(
     axes.set_xlim(0, 1.18 * widest if widest else 1)
 
 
-def _name_rows(axes: Axes, plan: Plan, rows: Sequence[ShownRank]) -> None:
-    labels = []
-    for row in rows:
-        name = plan.groups[row.group].name or f"group {row.group}"
-        labels.append(f"{row.label}, {name}")
-    axes.set_yticks(range(len(rows)), labels, fontsize=9)
-    axes.set_ylim(len(rows) - 0.45, -0.55)  # the first rank on top
-    axes.set_xlabel("memory at the rank's peak (GiB = 2³⁰ bytes)")
+def name_rows(axes: Axes, labels: Sequence[str], x_label: str) -> None:
+    """Label rows of ranks, the first on top, and what goes to the right."""
+    axes.set_yticks(range(len(labels)), labels, fontsize=9)
+    axes.set_ylim(len(labels) - 0.45, -0.55)
+    axes.set_xlabel(x_label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
 
@@ -235,9 +239,7 @@ class Panel:
 
 def draw_bars(path: Path, bars: Sequence[Bar], *, title: str) -> Path:
     """Draw tokens/s of each system, ours in colour."""
-    figure = new_figure(width_inches=9, height_inches=1.4 + 0.5 * len(bars))
-    axes = figure.subplots()
-    axes.set_title(title, fontsize=12, loc="left")
+    figure, axes = new_chart(title, width_inches=9, height_inches=1.4 + 0.5 * len(bars))
     most = max((bar.tokens_per_s or 0.0 for bar in bars), default=0.0) or 1.0
     for row, bar in enumerate(bars):
         colour = _BAR if bar.is_ours else _OTHERS
@@ -287,8 +289,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 
 def _tidy(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=FAINT, labelcolor=TEXT)
 
 

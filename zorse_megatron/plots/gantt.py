@@ -10,7 +10,7 @@ from matplotlib.path import Path as Outline
 
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.spans import spell
-from zorse_megatron.plots.figures import MAX_ROWS, TEXT, new_figure, rows_of, save_figure
+from zorse_megatron.plots.figures import MAX_ROWS, TEXT, name_rows, new_chart, rows_of, save_figure
 from zorse_megatron.schedule.actions import COMPUTE, TRANSFERS, Kind, parse_action
 from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.trace import Span
@@ -72,18 +72,12 @@ def draw_timeline(
     rows = [row.rank for row in shown if row.rank in simulated]
     if len(rows) < plan.world_size:
         title += f" ({len(rows)} of {plan.world_size} ranks)"
-    figure = new_figure(width_inches=12, height_inches=1.9 + 0.62 * len(rows))
-    axes = figure.subplots()
-    axes.set_title(title, fontsize=12, loc="left")
+    figure, axes = new_chart(title, width_inches=12, height_inches=1.9 + 0.62 * len(rows))
     bars = _Bars(axes, [result.spans(rank) for rank in rows])
     _draw_groups(axes, plan, rows)
     axes.set_xlim(0, bars.whole_ms)
-    axes.set_ylim(len(rows) - 0.45, -0.55)  # the first rank on top
-    axes.set_xlabel(
-        "time since the start of the iteration (ms). Numbers: micro-batches. *: with waiting"
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+    what = "time since the start of the iteration (ms). Numbers: micro-batches. *: with waiting"
+    name_rows(axes, [_rank_label(plan, rank) for rank in rows], what)
     figure.legend(
         handles=bars.legend(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
     )
@@ -158,21 +152,19 @@ def _rectangle(row: int, start_ms: float, width_ms: float) -> Outline:
 
 
 def _draw_groups(axes: Axes, plan: Plan, rows: Sequence[int]) -> None:
-    """Name each rank on the left and each group on the right; a line between groups."""
-    axes.set_yticks(range(len(rows)), [_rank_label(plan, rank) for rank in rows], fontsize=9)
+    """Name each group on the right; a line between groups."""
     first = 0
     shown = set(rows)
-    for number in dict.fromkeys(chunk.group for chunk in plan.chunks):
-        group = plan.groups[number]
-        count = len(shown.intersection(group.ranks))
+    for number in plan.groups_in_order:
+        count = len(shown.intersection(plan.groups[number].ranks))
         if not count:
             continue
         middle = first + (count - 1) / 2
-        name = group.name or f"group {number}"
+        layers = _layers([plan.chunks[c].layers for c in plan.chunks_of_group(number)])
         axes.text(
             1.01,
             middle,
-            f"{name}\n{_layers([plan.chunks[c].layers for c in plan.chunks_of_group(number)])}",
+            f"{plan.group_name(number)}\n{layers}",
             transform=axes.get_yaxis_transform(),
             va="center",
             fontsize=10,

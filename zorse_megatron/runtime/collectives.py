@@ -225,8 +225,8 @@ class IntervalExchange:
 def exchange_intervals(exchanges: Sequence[IntervalExchange], group: dist.ProcessGroup) -> None:
     """Swap intervals with ranks of another group and wait until all have arrived.
 
-    Every rank lists its exchanges in one global order (that of `schedule.shards.overlaps`), so
-    that several between the same two ranks meet. All are started as one batch, which NCCL needs:
+    Every rank lists its exchanges in one global order, such as that of elements, so that several
+    between the same two ranks meet. All are started as one batch, which NCCL needs:
     a send and a receive started apart can each wait for the other. `group` holds all ranks that
     take part, and with NCCL has been used before, because ranks without exchanges do not call.
     """

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
+from zorse_megatron.plan.memory_settings import ranks_that_offload
 from zorse_megatron.plan.plan import Plan, Replica
 from zorse_megatron.schedule.actions import Action, Kind
 from zorse_megatron.schedule.rank_messages import RankMessage, rank_messages
@@ -99,15 +99,12 @@ _ByReplica = dict[int, tuple[int, int, int]]
 
 def _known(plan: Plan) -> list[_ByReplica]:
     found: list[_ByReplica] = [{} for _ in plan.chunks]
-    for number, group in enumerate(plan.groups):
-        for replica, each in enumerate(group.replicas):
-            rows = zip(plan.chunks_of_group(number), each.compute_s or (), strict=False)
-            for chunk, seconds in rows:
-                # At least 1: what a group does follows what ended before, not what starts then.
-                forward, backward, weights = (
-                    max(1, round(NS_PER_S * each_s)) for each_s in seconds
-                )
-                found[chunk][replica] = forward, backward, weights
+    for number, replica, each in plan.numbered_replicas():
+        rows = zip(plan.chunks_of_group(number), each.compute_s or (), strict=False)
+        for chunk, seconds in rows:
+            # At least 1: what a group does follows what ended before, not what starts then.
+            forward, backward, weights = (max(1, round(NS_PER_S * each_s)) for each_s in seconds)
+            found[chunk][replica] = forward, backward, weights
     return found
 
 
@@ -173,7 +170,7 @@ class _Sequence:
     def __init__(self, plan: Plan, boundaries: Boundaries) -> None:
         self.boundaries = boundaries
         self.replicas = [group.replicas for group in plan.groups]
-        self.offloads_parameters = ranks_that_offload_parameters(plan)
+        self.offloads_parameters = ranks_that_offload(plan, "parameters")
         self.lists: list[list[Action]] = [[] for _ in range(plan.world_size)]
 
     def compute(self, event: Event) -> None:

@@ -107,6 +107,11 @@ class Action(NamedTuple):
     positions: SequenceSlice | None = None
 
     @property
+    def computation(self) -> tuple[bool, int | None, int | None]:
+        """(forward?, chunk, micro-batch) of a forward or backward, and of what a receive is for."""
+        return self.kind in (Kind.FORWARD, Kind.RECV_F), self.chunk, self.micro_batch
+
+    @property
     def other_chunk(self) -> int:
         """The chunk at the other end of a transfer."""
         assert self.chunk is not None and self.kind in TRANSFERS
@@ -169,17 +174,6 @@ class ActionLists:
         return "\n".join(
             f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.ranks)
         )
-
-
-def parse_action_lists(text: str) -> ActionLists:
-    """Read back what `str(action_lists)` wrote. Raises ValueError with the offending line."""
-    ranks = []
-    for number, line in enumerate(text.splitlines()):
-        head, separator, actions = line.partition(":")
-        if not separator or head.strip() != f"rank {number}":
-            raise ValueError(f"line {number + 1}: found {line[:40]!r}; expected 'rank {number}: …'")
-        ranks.append(tuple(map(parse_action, actions.split())))
-    return ActionLists(ranks=tuple(ranks))
 
 
 # Queries on lists of actions.

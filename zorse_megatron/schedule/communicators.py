@@ -20,7 +20,6 @@ from zorse_megatron.schedule.actions import (
     SENDS,
     Action,
     ActionLists,
-    Kind,
     edges_of,
 )
 from zorse_megatron.schedule.lower import lower_plan
@@ -229,9 +228,7 @@ def message_spans(rank: int, actions: Sequence[Action]) -> Iterator[Span]:
     """Yield when the kernels of a rank's messages may wait, in the order of its list."""
     posted_at, waited_at = receives_posted_at(actions), sends_waited_at(actions)
     consumers = {
-        (action.kind is Kind.FORWARD, action.chunk, action.micro_batch): at
-        for at, action in enumerate(actions)
-        if action.kind in COMPUTE
+        action.computation: at for at, action in enumerate(actions) if action.kind in COMPUTE
     }
     for at, action in enumerate(actions):
         if action.kind in SENDS:
@@ -239,8 +236,7 @@ def message_spans(rank: int, actions: Sequence[Action]) -> Iterator[Span]:
             yield Span(first=at, last=waited_at[at], link=(rank, action.peer))
         elif action.kind in RECEIVES:
             assert action.peer is not None
-            forward = action.kind is Kind.RECV_F
-            consumer = consumers[forward, action.chunk, action.micro_batch]
+            consumer = consumers[action.computation]
             yield Span(first=posted_at[at], last=consumer, link=(action.peer, rank))
 
 

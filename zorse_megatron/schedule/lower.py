@@ -20,7 +20,7 @@ from zorse_megatron.plan.divided_replicas import (
 )
 from zorse_megatron.plan.memory_settings import (
     MemorySettings,
-    ranks_that_offload_gradients,
+    ranks_that_offload,
     said_settings,
 )
 from zorse_megatron.plan.plan import Group, Plan, has_equal_tp_shards
@@ -99,7 +99,7 @@ def _lowered(
             for rank in group.ranks:
                 lists[rank] = [*lists[rank], *update]
         ends = {0, len(plan.chunks) - 1} if tied else set()
-        for rank in ranks_that_offload_gradients(plan):
+        for rank in ranks_that_offload(plan, "gradients"):
             lists[rank] = list(with_gradient_offloads(lists[rank], stay=ends))
     return ActionLists(ranks=tuple(map(tuple, lists))), was_stuck
 
@@ -129,11 +129,11 @@ def refuse_unsupported(plan: Plan, source: str = "The plan") -> None:
         raise PlanError(f"{source} is valid but asks for what is not executed yet", problems)
 
 
-def refuse_unlowered(plan: Plan, source: str = "The plan") -> None:
+def refuse_unlowered(plan: Plan) -> None:
     """Raise PlanError with everything in the plan for which there are no lists of actions."""
     problems = tuple(_not_lowered(plan))
     if problems:
-        raise PlanError(f"{source} is valid but asks for what has no actions", problems)
+        raise PlanError("The plan is valid but asks for what has no actions", problems)
 
 
 def _not_lowered(plan: Plan) -> Iterator[Problem]:

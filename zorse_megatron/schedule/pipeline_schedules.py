@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zorse_megatron.plan.memory_settings import ranks_that_offload_parameters
+from zorse_megatron.plan.memory_settings import ranks_that_offload
 from zorse_megatron.plan.plan import Group, Plan
 from zorse_megatron.schedule.action_sequence import (
     Durations,
@@ -60,12 +60,11 @@ _RESERVED = 0.5
 
 def _of_own_limits(plan: Plan) -> Policy:
     limits, delayed = {}, {}
-    for number, group in enumerate(plan.groups):
-        for index, replica in enumerate(group.replicas):
-            if replica.max_in_flight is not None:
-                limits[number, index] = replica.max_in_flight
-                most = replica.max_delayed_wgrad or 0
-                delayed[number, index] = most if group.split_backward else None
+    for number, index, replica in plan.numbered_replicas():
+        if replica.max_in_flight is not None:
+            limits[number, index] = replica.max_in_flight
+            most = replica.max_delayed_wgrad or 0
+            delayed[number, index] = most if plan.groups[number].split_backward else None
     return Policy(
         limits=limits,
         most_delayed=delayed,
@@ -153,8 +152,7 @@ def interleaved(plan: Plan) -> Policy:
 def _most_delayed(plan: Plan) -> dict[Worker, int | None]:
     return {
         (number, index): most_delayed(plan, number, index)
-        for number, group in enumerate(plan.groups)
-        for index, replica in enumerate(group.replicas)
+        for number, index, replica in plan.numbered_replicas()
         if replica.num_microbatches
     }
 
@@ -280,7 +278,7 @@ class _BreadthFirst:
             for replica in group.replicas
         }
         """(group, replica) -> see `weight_gradients`."""
-        self.offloads_parameters = ranks_that_offload_parameters(plan)
+        self.offloads_parameters = ranks_that_offload(plan, "parameters")
         for number, group in enumerate(self.groups):
             self._prepare(plan, number, group)
         self.events: list[Event] = []

@@ -106,31 +106,6 @@ def intersection(first: Interval, second: Interval) -> Interval | None:
     return (start, stop) if start < stop else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """Elements [start, stop) of one tensor that a member of each of two partitions owns."""
-
-    first_member: int
-    second_member: int
-    start: int
-    stop: int
-
-
-def overlaps(first: Sequence[Interval], second: Sequence[Interval]) -> tuple[Overlap, ...]:
-    """Every overlap between two partitions of one tensor, in the order of their elements.
-
-    `first` and `second` hold one interval per member. Both sides compute the same list, so its
-    order can serve as the common order of messages.
-    """
-    found = [
-        Overlap(first_member=i, second_member=j, start=both[0], stop=both[1])
-        for i, mine in enumerate(first)
-        for j, theirs in enumerate(second)
-        if (both := intersection(mine, theirs)) is not None
-    ]
-    return tuple(sorted(found, key=lambda overlap: overlap.start))
-
-
 # Who sums and sends what where shards of one buffer are owned in several regions.
 #
 # A reduction has two levels. In each region, every element that the region owns is summed over its

@@ -217,20 +217,6 @@ def cut_part(
     )
 
 
-def equal_part(
-    shape: Sequence[int], axis: int | None, *, index: int, degree: int, blocks: int = 1
-) -> TensorPart:
-    """What rank `index` of `degree` ranks holds if each of `blocks` of the axis is cut equally.
-
-    >>> equal_part((8, 3), 0, index=1, degree=2, blocks=2).pieces
-    ((2, 4), (6, 8))
-    """
-    if axis is None:
-        return TensorPart(shape=tuple(shape), axis=None)
-    tp_shards = TpPartition(degree=degree)
-    return cut_part(shape, axis, tp_shards, "mlp_columns", index=index, blocks=blocks)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OwnedBlock:
     """A block of the whole tensor that one rank owns."""

@@ -188,21 +188,15 @@ class _DryRunInOrder(_DryRun):
         return number == len(order) or order[number][0] >= mine.start
 
 
-def _consumer(action: Action) -> _Computation:
-    """What a receive is for, and what a computation consumes."""
-    forward = action.kind in (Kind.FORWARD, Kind.RECV_F)
-    return forward, action.chunk, action.micro_batch
-
-
 def _check_inputs(rank: int, actions: tuple[Action, ...]) -> None:
     """Raise ScheduleError where a rank computes something before what that consumes."""
     receives: dict[_Computation, int] = {}
     places: dict[_Computation, int] = {}
     for at, action in enumerate(actions):
         if action.kind in RECEIVES:
-            receives[_consumer(action)] = at
+            receives[action.computation] = at
         elif action.kind in COMPUTE:
-            places[_consumer(action)] = at
+            places[action.computation] = at
     for (forward, chunk, micro_batch), at in places.items():
         assert chunk is not None
         neighbour = forward, chunk - 1 if forward else chunk + 1, micro_batch

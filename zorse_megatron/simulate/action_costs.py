@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from zorse_megatron.costs.communication import TpCollectives
 from zorse_megatron.costs.expert_passes import ExpertPass
@@ -307,7 +308,7 @@ class ActionCosts(CollectiveCosts):
         self.kinds = tuple(costs.kinds)
         self._inside: TpCollectives | None = None
         if sizes.tp_costs is not None:
-            self._inside = TpCollectives(tp_costs=sizes.tp_costs, comm=loads.comm)
+            self._inside = TpCollectives(traits=sizes.tp_costs.traits, comm=loads.comm)
         self.between_experts = BetweenExperts(sizes, loads)
         self._phases: dict[tuple[object, ...], tuple[PassTimes, ...]] = {}
         self._passes: dict[tuple[object, ...], ExpertPass] = {}
@@ -475,7 +476,7 @@ class ActionCosts(CollectiveCosts):
         ends = [of("embedding")] if chunk == 0 else []
         ends += [of("head")] if sizes.is_last(chunk) else []
         gather_s = 0.0
-        if gathers and sizes.splits_activations and not inside.tp_costs.sequence_parallel:
+        if gathers and sizes.splits_activations and not inside.traits.sequence_parallel:
             gather_s = inside.gather_s(ranks, num_bytes)
         return PassTimes(
             forward_s=gather_s + layers * layer.forward_s + sum(e.forward_s for e in ends),
@@ -546,7 +547,9 @@ class ActionCosts(CollectiveCosts):
         # Those that share experts wait for the slowest of them in every layer.
         ranks = self.sizes.shares_experts(rank, chunk)
         kinds = dict.fromkeys(self.kinds[each] for each in ranks)
-        alone = max((self._alone(rank, each, chunk, size) for each in kinds), key=_both_s)
+        alone = max(
+            (self._alone(rank, each, chunk, size) for each in kinds), key=attrgetter("both_s")
+        )
         return alone + self._exchanges(rank, chunk, size, alone.both_s)
 
     def _exchanges(self, rank: int, chunk: int, size: int, computed_s: float) -> PassTimes:
@@ -558,7 +561,7 @@ class ActionCosts(CollectiveCosts):
             computed_s,
             sizes.once_s(rank, chunk, sizes.boundary_bytes(size, chunk)),
             *self.between_experts.exchanging(rank, chunk),
-            hides=(is_combined and mode != "full") or sizes.tp_costs.has_shared_expert,
+            hides=(is_combined and mode != "full") or sizes.tp_costs.traits.has_shared_expert,
         )
         return PassTimes(forward_s=forward_s, backward_s=backward_s)
 
@@ -573,7 +576,3 @@ class ActionCosts(CollectiveCosts):
             forward_s=pass_s(layers, layer.forward_s, 0, ends_s[0]),
             backward_s=pass_s(layers, layer.backward_s, again_s, ends_s[1]),
         )
-
-
-def _both_s(times: PassTimes) -> float:
-    return times.both_s

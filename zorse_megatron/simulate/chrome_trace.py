@@ -6,12 +6,12 @@ to. Arrows lead from a transfer to the computation that consumes it; a counter s
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from zorse_megatron.files.read_write import write_text
-from zorse_megatron.schedule.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind
+from zorse_megatron.schedule.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind
 from zorse_megatron.simulate.memory_ledger import Category
 from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.simulate.tasks import Track
@@ -61,14 +61,14 @@ def _rank_events(result: SimulationResult, rank: int, shown: set[int]) -> Iterat
             start_s=timeline.times.start_s[task],
             end_s=timeline.times.end_s[task],
         )
-    positions = {action: position for position, action in enumerate(track.actions)}
+    computed = {a.computation: at for at, a in enumerate(track.actions) if a.kind in COMPUTE}
     for position, action in enumerate(track.actions):
         if action.kind in SENDS:
             assert action.peer is not None
             thread = _FIRST_PEER + peers.index(action.peer)
             yield from _transfer(result, track, position, thread, arrow=action.peer in shown)
         elif action.kind in RECEIVES and action.peer in shown:
-            yield _arrow_head(result, track, position, positions)
+            yield _arrow_head(result, track, position, computed[action.computation])
     for step in result.memory_over_time(rank):
         taken = zip(Category, step.by_category_bytes, strict=True)
         yield {
@@ -83,8 +83,8 @@ def _rank_events(result: SimulationResult, rank: int, shown: set[int]) -> Iterat
 def _names(result: SimulationResult, rank: int, peers: list[int]) -> Iterator[Event]:
     sizes = result.timeline.sizes
     number, _ = sizes.group_and_replica[rank]
-    group = sizes.plan.groups[number].name or f"group {number}"
-    yield _meta(rank, "process_name", name=f"rank {rank} ({group})")
+    name = f"rank {rank} ({sizes.plan.group_name(number)})"
+    yield _meta(rank, "process_name", name=name)
     yield _meta(rank, "process_sort_index", sort_index=rank)
     for thread, name in enumerate([*_THREAD_NAMES, *(f"to rank {peer}" for peer in peers)]):
         yield _meta(rank, "thread_name", thread, name=name)
@@ -133,18 +133,9 @@ def _transfer(
         yield {**_arrow(task), "ph": "s", "pid": track.rank, "tid": thread, "ts": event["ts"]}
 
 
-def _arrow_head(
-    result: SimulationResult, track: Track, position: int, positions: Mapping[Action, int]
-) -> Event:
+def _arrow_head(result: SimulationResult, track: Track, position: int, consumer: int) -> Event:
     """The end of a transfer's arrow: the computation that consumes it."""
-    receive = track.actions[position]
-    forward = receive.kind is Kind.RECV_F
-    consumer = Action(
-        kind=Kind.FORWARD if forward else Kind.BACKWARD,
-        chunk=receive.chunk,
-        micro_batch=receive.micro_batch,
-    )
-    start_s = result.timeline.times.start_s[track.first_task(positions[consumer])]
+    start_s = result.timeline.times.start_s[track.first_task(consumer)]
     where = {"pid": track.rank, "tid": _MAIN, "ts": _us(start_s)}
     return {**_arrow(track.tasks[position]), "ph": "f", "bp": "e", **where}
 

@@ -44,9 +44,9 @@ from functools import cached_property
 from itertools import combinations
 
 from zorse_megatron.costs.interface import CommCost
+from zorse_megatron.costs.topology import numbered
 from zorse_megatron.plan.memory_settings import (
-    ranks_that_offload_gradients,
-    ranks_that_offload_parameters,
+    ranks_that_offload,
 )
 from zorse_megatron.plan.plan import Group, Plan
 from zorse_megatron.schedule.actions import SENDS, TRANSFERS, Action, ActionLists
@@ -86,10 +86,10 @@ def classify_copies(
     rings tell copies apart.
     """
     network = _CopyNetwork(comm, copies, edges, rings)
-    classes = _numbered(keys)
+    classes = numbered(keys)
     while True:
         colours, loads = network.colours(classes, with_rings=by_rings)
-        finer = _numbered(
+        finer = numbered(
             [
                 (
                     classes[copy],
@@ -164,13 +164,7 @@ class _CopyNetwork:
             for name in ring:
                 loads[name]["ring", number] += 1
         keys = [(self.capacity[name], frozenset(load.items())) for name, load in loads.items()]
-        return dict(zip(loads, _numbered(keys), strict=True)), loads
-
-
-def _numbered(keys: Sequence[Hashable]) -> list[int]:
-    """Number of each look, in the order in which looks appear first."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
+        return dict(zip(loads, numbered(keys), strict=True)), loads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +224,7 @@ def _may_be_merged(sizes: RankSizes) -> bool:
     halves = any(each.halved for group in plan.groups for each in group.replicas)
     if swaps or halves or sizes.has_wide_replicas or Lanes.of(plan) is not None:
         return False
-    offloads = ranks_that_offload_parameters(plan), ranks_that_offload_gradients(plan)
+    offloads = ranks_that_offload(plan, "parameters"), ranks_that_offload(plan, "gradients")
     return all(_is_even(group, offloads) for group in plan.groups)
 
 

@@ -90,11 +90,10 @@ def replica_times(plan: Plan, costs: JobCosts) -> ReplicaTimes:
     of_actions = ActionCosts(RankSizes(plan, costs), NetworkLoads(costs.comm))
     return {
         (number, index): tuple(
-            _chunk_s(of_actions, replica.ranks, chunk, bool(group.split_backward))
+            _chunk_s(of_actions, replica.ranks, chunk, bool(plan.groups[number].split_backward))
             for chunk in plan.chunks_of_group(number)
         )
-        for number, group in enumerate(plan.groups)
-        for index, replica in enumerate(group.replicas)
+        for number, index, replica in plan.numbered_replicas()
     }
 
 

@@ -26,6 +26,7 @@ from zorse_megatron.costs.stage_formulas import (
     working_bytes,
     working_bytes_of_layers,
 )
+from zorse_megatron.costs.topology import numbered
 from zorse_megatron.gpus.gpu import ComputeDtype
 from zorse_megatron.inputs.model import JobRecompute
 from zorse_megatron.plan.divided_replicas import replicas_of_several_ranks
@@ -96,9 +97,8 @@ class RankSizes:
         self._parts: dict[int, TpShard] = {}
         self.group_and_replica: dict[int, tuple[int, int]] = {}
         """Rank -> number of its group and of its replica there."""
-        for number, group in enumerate(plan.groups):
-            for index, replica in enumerate(group.replicas):
-                self.group_and_replica.update(dict.fromkeys(replica.ranks, (number, index)))
+        for number, index, replica in plan.numbered_replicas():
+            self.group_and_replica.update(dict.fromkeys(replica.ranks, (number, index)))
         self.tied = bool(plan.model.tied_embeddings)
         chunks = range(len(plan.chunks))
         self.parameters = tuple(self._parameters(chunk, WHOLE) for chunk in chunks)
@@ -201,7 +201,7 @@ class RankSizes:
         Learned positions are added to the whole sequence, so their gradients are whole.
         """
         assert self.tp_costs is not None
-        if not self.tp_costs.sequence_parallel:
+        if not self.tp_costs.traits.sequence_parallel:
             return 0
         whole = sum(unit.count * unit.whole for unit in self._units(chunk))
         if chunk > 0:
@@ -311,14 +311,11 @@ class RankSizes:
     def looks(self) -> dict[int, int]:
         """Rank -> a number that is equal for ranks of one kind that have the same part of each
         layer and recompute the same."""
-        numbers: dict[object, int] = {}
-        return {
-            rank: numbers.setdefault(
-                (self.costs.kinds[rank], self.part(rank), self._recompute_setting(rank)),
-                len(numbers),
-            )
+        looks = (
+            (self.costs.kinds[rank], self.part(rank), self._recompute_setting(rank))
             for rank in self.settings
-        }
+        )
+        return dict(zip(self.settings, numbered(looks), strict=True))
 
     @cached_property
     def _chunks_of_group(self) -> tuple[tuple[int, ...], ...]:
@@ -441,7 +438,7 @@ class RankSizes:
     @property
     def splits_activations(self) -> bool:
         """Whether ranks of a TP group send parts of an activation."""
-        in_parts = self.tp_costs is not None and self.tp_costs.sequence_parallel
+        in_parts = self.tp_costs is not None and self.tp_costs.traits.sequence_parallel
         return in_parts or self.framework.split_transfers
 
     def crossing_bytes(self, action: Action) -> int:

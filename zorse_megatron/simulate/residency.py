@@ -46,6 +46,8 @@ class SteppedUnit:
 
     chunk: int
     elements: int
+    state_bytes: int
+    """Of its state, what passes through the GPU."""
     in_bytes: int
     """What comes from the host for it."""
     out_bytes: int
@@ -97,8 +99,6 @@ class Residency:
         self.sizes = sizes
         self.stepped: list[SteppedUnit] = []
         """What the update does in turn."""
-        self._units: list[tuple[int, int]] = []
-        """The chunk of each of them, and its state that passes through."""
         self.step_working_sets: dict[int, tuple[StepWorkingSet, ...]] = {}
         """Position of a STEP -> what passes through the GPU meanwhile when it is most: of one kind,
         and last in all."""
@@ -124,7 +124,7 @@ class Residency:
                 self._follow(position, action)
 
     def _first(self, chunk: int, last: dict[tuple[int | None, bool], Kind]) -> _ChunkResidency:
-        memory, owned = self.sizes.memory_of(chunk), self.sizes.shards[chunk][self.rank]
+        memory, owned = self.sizes.memory_of(chunk), self._owned(chunk)
         # What is owned of parts lies beside what is computed with (`adapter.data_parallel`).
         beside = 0 if self.sizes.mixed_tp[chunk] is None else memory.parameter_bytes(owned)
         return _ChunkResidency(
@@ -137,7 +137,10 @@ class Residency:
     def _state_bytes(self) -> int:
         """Optimizer state on the GPU; what is in the host instead is streamed."""
         if not self._is_state_in_host:
-            return sum(map(self._state_of, self._chunks))
+            return sum(
+                self.sizes.memory_of(chunk).state_bytes(self._owned(chunk))
+                for chunk in self._chunks
+            )
         return sum(
             self.sizes.memory_of(chunk).state_bytes(piece)
             for chunk in self._chunks
@@ -151,10 +154,6 @@ class Residency:
         """Of the chunk's pieces, those that stay on the GPU."""
         fraction = self.sizes.settings[self.rank].offload.optimizer_state_fraction
         return kept_pieces(len(state_pieces(self._owned(chunk))), fraction)
-
-    def _state_of(self, chunk: int) -> int:
-        """A chunk's optimizer state, wherever it is."""
-        return self.sizes.memory_of(chunk).state_bytes(self.sizes.shards[chunk][self.rank])
 
     @property
     def _is_state_in_host(self) -> bool:
@@ -170,9 +169,7 @@ class Residency:
         offload = self.sizes.settings[self.rank].offload
         of_piece = largest_piece if offload.optimizer_state else int
         each = [
-            widened_bytes(
-                self.sizes.memory_of(chunk), of_piece(self.sizes.shards[chunk][self.rank])
-            )
+            widened_bytes(self.sizes.memory_of(chunk), of_piece(self._owned(chunk)))
             for chunk in self._chunks
         ]
         in_parts = offload.optimizer_state or offload.parameters or offload.gradients
@@ -180,8 +177,7 @@ class Residency:
 
     def shard_of_gradients(self, chunk: int) -> int:
         """Bytes of what the rank owns of a chunk's reduced gradients."""
-        owned = self.sizes.shards[chunk][self.rank]
-        return self.sizes.memory_of(chunk).gradient_bytes(owned)
+        return self.sizes.memory_of(chunk).gradient_bytes(self._owned(chunk))
 
     @cached_property
     def for_norm(self) -> tuple[int, int]:
@@ -214,14 +210,12 @@ class Residency:
     def _step(self, position: int, chunk: int, state: _ChunkResidency) -> None:
         if not self.stepped:
             for each in self._chunks:
-                pieces = self._pieces(each)
-                self._units += [(each, state_bytes) for _, state_bytes in pieces]
-                self.stepped += self._stepped(each, pieces)
+                self.stepped += self._stepped(each, self._pieces(each))
         state.is_changed = not state.in_host
         there = [
-            self._working_set(self._units[at : at + 2])
-            for at, (owner, _) in enumerate(self._units)
-            if owner == chunk
+            self._working_set(self.stepped[at : at + 2])
+            for at, unit in enumerate(self.stepped)
+            if unit.chunk == chunk
         ]
         most = dict.fromkeys(max(there, key=attrgetter(name)) for name in _AMOUNTS)
         self.step_working_sets[position] = tuple(sorted(most, key=attrgetter("num_bytes")))
@@ -248,19 +242,20 @@ class Residency:
             SteppedUnit(
                 chunk=chunk,
                 elements=elements,
+                state_bytes=state_bytes,
                 in_bytes=state_bytes + (own_bytes + gradient_bytes if number == 0 else 0),
                 out_bytes=state_bytes + (own_bytes if number == last else 0),
             )
             for number, (elements, state_bytes) in enumerate(pieces)
         ]
 
-    def _working_set(self, units: Sequence[tuple[int, int]]) -> StepWorkingSet:
-        """What these (chunk, bytes of state) have on the GPU together."""
-        chunks = {chunk for chunk, _ in units}
+    def _working_set(self, units: Sequence[SteppedUnit]) -> StepWorkingSet:
+        """What these have on the GPU together."""
+        chunks = {unit.chunk for unit in units}
         states = (self._chunks[chunk] for chunk in chunks)
         return StepWorkingSet(
             parameter_bytes=sum(state.shard_bytes for state in states if state.in_host),
-            state_bytes=sum(state_bytes for _, state_bytes in units),
+            state_bytes=sum(unit.state_bytes for unit in units),
             gradient_bytes=sum(map(self._returning_bytes, chunks)),
         )
 

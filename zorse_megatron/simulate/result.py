@@ -172,19 +172,17 @@ def _reason(program: Program, task: int, cause: int) -> Reason:
 # Simulated actions in the shape in which the runtime records them.
 
 
-def spans_of(timeline: Timeline, rank: int, *, step: int = 0) -> tuple[Span, ...]:
+def spans_of(timeline: Timeline, rank: int) -> tuple[Span, ...]:
     """One span per action, in the order of the rank's list.
 
     A span starts when nothing of the rank's own was left to wait for, and `waited_s` is the time
     from there until all that comes from other ranks was there, as in an executed trace.
     """
     track = timeline.program.tracks[rank]
-    return tuple(
-        _span(timeline, track, position, step=step) for position in range(len(track.actions))
-    )
+    return tuple(_span(timeline, track, position) for position in range(len(track.actions)))
 
 
-def _span(timeline: Timeline, track: Track, position: int, *, step: int) -> Span:
+def _span(timeline: Timeline, track: Track, position: int) -> Span:
     action = track.actions[position]
     times = timeline.times
     if action.kind in TRANSFERS:  # only started here, which takes no time
@@ -197,7 +195,7 @@ def _span(timeline: Timeline, track: Track, position: int, *, step: int) -> Span
         gates = track.gates.get(position)
         gate = max(gates, key=times.end_of) if gates else track.first_task(position)
         waited_s = max(0.0, times.start_s[gate] - start_s)
-    return Span(step=step, action=str(action), start_s=start_s, end_s=end_s, waited_s=waited_s)
+    return Span(step=0, action=str(action), start_s=start_s, end_s=end_s, waited_s=waited_s)
 
 
 Found = TypeVar("Found")
@@ -327,7 +325,7 @@ def _activation_bytes(timeline: Timeline, rank: int) -> int:
     now = most = 0
     for number, action in enumerate(actions):
         key = action.chunk, action.micro_batch
-        saved = _saved_bytes(timeline, rank, action.chunk or 0)
+        saved = sum(map(pinned_bytes, timeline.sizes.saved_tensors(rank, action.chunk or 0)))
         after = actions[number + 1] if number + 1 < len(actions) else None
         if action.kind is Kind.BACKWARD:
             now -= saved if key in away else 0
@@ -336,8 +334,3 @@ def _activation_bytes(timeline: Timeline, rank: int) -> int:
             now += saved
             most = max(most, now)
     return most
-
-
-def _saved_bytes(timeline: Timeline, rank: int, chunk: int) -> int:
-    """Bytes of one micro-batch."""
-    return sum(map(pinned_bytes, timeline.sizes.saved_tensors(rank, chunk)))

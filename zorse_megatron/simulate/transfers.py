@@ -58,7 +58,7 @@ class MatchedTransfers:
         """Note a send or a receive of a list."""
         assert action.samples is not None and action.peer is not None
         kind, sends = action.kind, action.kind in SENDS
-        waiter = None if sends else (rank, kind is Kind.RECV_F, action.chunk, action.micro_batch)
+        waiter = None if sends else (rank, *action.computation)
         post = Post(
             rank=rank,
             position=position,
@@ -203,16 +203,18 @@ def with_receives_posted(actions: Sequence[Action]) -> tuple[Action, ...]:
     # The first backward has a forward of the steady state before it, where there is one.
     warm_up = ready if ready == len(forwards) else ready - 1
     steady = len(forwards) - warm_up
-    consumers = {_computed(actions[at]): n for s in (forwards, backwards) for n, at in enumerate(s)}
-    fed = {_consumer(action) for action in actions if action.kind in RECEIVES}
-    is_first = _computed(actions[forwards[0]]) not in fed
-    is_last = _computed(actions[backwards[0]]) not in fed
+    consumers = {
+        actions[at].computation: n for s in (forwards, backwards) for n, at in enumerate(s)
+    }
+    fed = {action.computation for action in actions if action.kind in RECEIVES}
+    is_first = actions[forwards[0]].computation not in fed
+    is_last = actions[backwards[0]].computation not in fed
 
     def place(position: int) -> tuple[int, int]:
         action = actions[position]
         if action.kind not in RECEIVES:
             return position, _AS_IT_IS
-        number = consumers[_consumer(action)]
+        number = consumers[action.computation]
         if action.kind is Kind.RECV_F and number:
             is_early = number <= warm_up and not is_first
             return forwards[number - 1], _BEFORE if is_early else _BEHIND
@@ -230,13 +232,13 @@ def with_receives_posted(actions: Sequence[Action]) -> tuple[Action, ...]:
 def with_receives_at_last(actions: Sequence[Action]) -> tuple[Action, ...]:
     """The same of 1F1B: each just before what it is for, so behind the sends that precede that."""
     consumers = {
-        _computed(action): at for at, action in enumerate(actions) if action.kind in COMPUTE
+        action.computation: at for at, action in enumerate(actions) if action.kind in COMPUTE
     }
 
     def place(position: int) -> tuple[int, int]:
         action = actions[position]
         if action.kind in RECEIVES:
-            return consumers[_consumer(action)], _BEFORE
+            return consumers[action.computation], _BEFORE
         return position, _AS_IT_IS
 
     return tuple(actions[position] for position in sorted(range(len(actions)), key=place))
@@ -260,12 +262,3 @@ def gradients_waited_at(actions: Sequence[Action]) -> Mapping[int, int]:
 
 def _positions(actions: Sequence[Action], kind: Kind) -> list[int]:
     return [at for at, action in enumerate(actions) if action.kind is kind]
-
-
-def _computed(action: Action) -> tuple[bool, int | None, int | None]:
-    return action.kind is Kind.FORWARD, action.chunk, action.micro_batch
-
-
-def _consumer(action: Action) -> tuple[bool, int | None, int | None]:
-    """What a receive is for."""
-    return action.kind is Kind.RECV_F, action.chunk, action.micro_batch

@@ -277,8 +277,7 @@ class RankTranslator:
         rest = [(part, (arrived,)) for part, arrived in others]
         tasks = self.passes.add(position, [(first, own), *rest])
         if action.kind in COMPUTE:
-            consumer = self.rank, forward, action.chunk, action.micro_batch
-            self.transfers.consumers[consumer] = tasks[0], position
+            self.transfers.consumers[self.rank, *action.computation] = tasks[0], position
         if forward:
             self.copies.send_activations(position, action)
         return tasks[-1]
@@ -459,7 +458,6 @@ class PassTasks:
         """Of a rank that shares experts: others are waited for between the first exchange and the
         last one only, and not where all layers are dense."""
         action, owner = self.track.actions[position], (self.rank, position)
-        before_s, between_s, behind_s = self._around_s(action)
         assert action.chunk is not None
         together = self.costs.expert_pass(
             self.set,
@@ -470,11 +468,13 @@ class PassTasks:
         )
         if together.apart_s is not None:
             return self._apart(position, factor, after, together, together.apart_s)
+        first_s, last_s = self._ends_s(action)
+        before_s, between_s, behind_s, *_ = self._phases_s(action, EVERYTHING)
+        before_s, behind_s = first_s + before_s, behind_s + last_s
         exchanging, _ = self.costs.between_experts.exchanging(self.rank, action.chunk)
         if not exchanging:
-            return [
-                self.streams.run(position, Role.COMPUTE, factor * (before_s + behind_s), *after)
-            ]
+            seconds_s = factor * (before_s + behind_s)
+            return [self.streams.run(position, Role.COMPUTE, seconds_s, *after)]
         tasks: list[int] = []
         if before_s:
             tasks.append(self.streams.run(position, Role.COMPUTE, factor * before_s, *after))
@@ -524,12 +524,6 @@ class PassTasks:
         own = self.streams.on_main(tasks[index])
         self.streams.graph.owner[own] = owner
         return [begun, own, self.streams.run(position, Role.COMPUTE, factor * last_s)]
-
-    def _around_s(self, action: Action) -> tuple[float, float, float]:
-        """What a rank computes before, between and behind exchanges, embedding and head too."""
-        before, between, behind, *_ = self._phases_s(action, EVERYTHING)
-        first, last = self._ends_s(action)
-        return first + before, between, behind + last
 
     def _ends_s(self, action: Action) -> tuple[float, float]:
         """What a rank that shares experts computes before all layers and behind them."""

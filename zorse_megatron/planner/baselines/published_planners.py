@@ -7,15 +7,15 @@ ministages are enumerated. Boundary activations wait in the host where they do n
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, islice
 from operator import itemgetter
 
 import networkx as nx
 import numpy as np
 
-from zorse_megatron.costs.topology import Routes, Topology, attachment
+from zorse_megatron.costs.topology import Routes, Topology, attachment, numbered
 from zorse_megatron.plan.plan import Group, Plan, Recompute, Replica, Schedule
 from zorse_megatron.planner.build_plan import chunks_of, offload_setting
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
@@ -27,6 +27,7 @@ from zorse_megatron.planner.closed_form.device_groups import (
     Stage,
     StagePosition,
     best_split,
+    layers_per_s,
 )
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, best_first
@@ -43,14 +44,13 @@ _MINISTAGES = (1, 2, 3, 4, 6, 8)
 def zorse_paper_plans(evaluator: Evaluator) -> list[Evaluation]:
     """Evaluations of the best plans that fit, fastest first."""
     found = sorted(_estimated_plans(evaluator.estimator), key=itemgetter(0))
-    evaluations: list[Evaluation] = []
-    for _, plan in found[:_TRIED]:
-        evaluation = evaluator.evaluate_plan(plan)
-        if evaluation is not None and evaluation.fits:
-            evaluations.append(evaluation)
-            if len(evaluations) == _SIMULATED_OF_ZORSE:
-                break
-    return best_first(evaluations)
+    tried = (evaluator.evaluate_plan(plan) for _, plan in found[:_TRIED])
+    return _best_first(tried, _SIMULATED_OF_ZORSE)
+
+
+def _best_first(tried: Iterable[Evaluation | None], most: int) -> list[Evaluation]:
+    """The first so many that fit; later ones are not tried."""
+    return best_first(list(islice((each for each in tried if each and each.fits), most)))
 
 
 def _estimated_plans(estimator: Estimator) -> Iterator[tuple[float, Plan]]:
@@ -66,7 +66,10 @@ def _estimated_plans(estimator: Estimator) -> Iterator[tuple[float, Plan]]:
         for size in inputs.space.sizes(_SIZES):
             if inputs.global_batch_size % size:
                 continue
-            layers = _proportional(inputs.num_layers, [_speed(estimator, t, size) for t in order])
+            layers = _proportional(
+                inputs.num_layers,
+                [layers_per_s(inputs, t, (size,) * len(t.gpu_classes)) for t in order],
+            )
             if layers is None:
                 continue
             for ministages in _MINISTAGES:
@@ -81,13 +84,6 @@ def _bandwidth(inputs: Inputs, device_group: DeviceGroup) -> float:
         return math.inf
     size = 10**8
     return sum(size / inputs.comm.transfer_s(*pair, size) for pair in pairs) / len(pairs)
-
-
-def _speed(estimator: Estimator, device_group: DeviceGroup, size: int) -> float:
-    return sum(
-        len(gpu_class.ranks) * size / estimator.inputs.compute.layer(gpu_class.kind, size).both_s
-        for gpu_class in device_group.gpu_classes
-    )
 
 
 def _proportional(num_layers: int, speeds: Sequence[float]) -> list[int] | None:
@@ -283,11 +279,7 @@ class _Cutter:
     def __init__(self, spec: Topology) -> None:
         self.spec = spec
         self.routes = Routes(spec)
-        numbers: dict[object, int] = {}
-        self._kind_of = [
-            numbers.setdefault((attachment(node), *hardware_key(node)), len(numbers))
-            for node in spec.nodes
-        ]
+        self._kind_of = numbered((attachment(node), *hardware_key(node)) for node in spec.nodes)
 
     def cheapest(self, piece: _Piece) -> _Peel:
         """The cheapest cut; of infinite weight if there is but one GPU."""
@@ -376,14 +368,8 @@ def cephalo_plans(evaluator: Evaluator) -> list[Evaluation]:
                 num_chunks=-(-inputs.num_layers // layers),
             )
             found += evaluator.estimator.best(candidate)
-    evaluations: list[Evaluation] = []
-    for estimate in sorted(found, key=lambda each: each.iteration_s):
-        evaluation = _fitted(evaluator, estimate)
-        if evaluation is not None:
-            evaluations.append(evaluation)
-            if len(evaluations) == _SIMULATED_OF_CEPHALO:
-                break
-    return best_first(evaluations)
+    found.sort(key=lambda each: each.iteration_s)
+    return _best_first((_fitted(evaluator, each) for each in found), _SIMULATED_OF_CEPHALO)
 
 
 def cephalo_inputs(inputs: Inputs) -> Inputs:

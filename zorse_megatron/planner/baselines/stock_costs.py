@@ -122,7 +122,7 @@ class GridCosts:
         spec = inputs.spec
         keys: list[tuple[object, ...]] = []
         for first in range(0, inputs.world_size, tensor):
-            ranks, node = range(first, first + tensor), spec.nodes[spec.node_of(first)]
+            ranks, node = range(first, first + tensor), spec.node_with(first)
             sizes = tuple((inputs.kinds[n], inputs.capacities_bytes[n]) for n in ranks)
             keys.append((tensor, sizes, node.link if tensor > 1 else None))
         self._keys = keys
@@ -325,7 +325,7 @@ class GridCosts:
         is_whole = settings.mode == "full"
         is_combined = (grid.stages == 1 or grid.virtual > 1) and not is_whole
         again = settings.recomputed if is_whole else 0
-        hides = is_combined or self.inputs.tp_costs.has_shared_expert
+        hides = is_combined or self.inputs.tp_costs.traits.has_shared_expert
         return sum(exchanges_s(computed_s, once_s, stage.num_layers, again, hides=hides))
 
     def _once_s(self, grid: Grid, at: int) -> float:

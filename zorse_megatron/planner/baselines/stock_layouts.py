@@ -443,7 +443,7 @@ def _sorted(
     sites: dict[str | None, list[tuple[int, ...]]] = {}
     for ranks in nodes:
         inner = tuple(sorted(ranks, key=lambda rank: (way * key(rank), rank)))
-        sites.setdefault(base.spec.nodes[base.spec.node_of(ranks[0])].region, []).append(inner)
+        sites.setdefault(base.spec.node_with(ranks[0]).region, []).append(inner)
     ordered = sorted(sites.values(), key=lambda some: mean(tuple(itertools.chain(*some))))
     return Placement(nodes=tuple(ranks for some in ordered for ranks in sorted(some, key=mean)))
 
@@ -506,7 +506,7 @@ def _of_nodes(base: Inputs) -> Iterator[tuple[int, ...]]:
     sites: dict[object, list[tuple[int, ...]]] = {}
     alike: dict[object, list[tuple[int, ...]]] = {}
     for ranks in nodes:
-        sites.setdefault(base.spec.nodes[base.spec.node_of(ranks[0])].region, []).append(ranks)
+        sites.setdefault(base.spec.node_with(ranks[0]).region, []).append(ranks)
         alike.setdefault(Placement(nodes=(ranks,)).look(base), []).append(ranks)
     yield from (_without(nodes, some) for some in sites.values())
     yield from (tuple(itertools.chain(*some)) for some in sites.values())
@@ -524,7 +524,7 @@ def _by_node(base: Inputs, ranks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _look_of_node(base: Inputs, ranks: tuple[int, ...]) -> tuple[object, ...]:
-    node = base.spec.nodes[base.spec.node_of(ranks[0])]
+    node = base.spec.node_with(ranks[0])
     capacities = tuple(base.capacities_bytes[rank] for rank in ranks)
     return (
         *(node.link, node.nics, node.host_link_bytes_per_s, node.region, node.switch),

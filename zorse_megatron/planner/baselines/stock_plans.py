@@ -30,7 +30,7 @@ def grid_of_plan(
     `nodes`: ranks of each node of the cluster. Raises PlanError with every reason why unmodified
     Megatron cannot run the plan.
     """
-    stages = _stages(plan)
+    stages = plan.groups_in_order
     order = tuple(
         rank
         for group in stages
@@ -54,11 +54,6 @@ def grid_of_plan(
         expert_parallel=int(plan.schedule.parameters.get(STOCK_EXPERT_PARALLEL, "1")),
     )
     return grid, order
-
-
-def _stages(plan: Plan) -> tuple[int, ...]:
-    """Groups in the order of their first layers."""
-    return tuple(dict.fromkeys(chunk.group for chunk in plan.chunks))
 
 
 def _problems(

@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
+from zorse_megatron.costs.topology import numbered
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.plan.rules import hierarchical_problems
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
@@ -41,11 +42,7 @@ class CommunicationCosts:
         self._paths: dict[tuple[DeviceGroup, DeviceGroup], TransferPath] = {}
         self._gathers: dict[tuple[DeviceGroup, int], float] = {}
         self._like: dict[tuple[object, ...], float] = {}
-        numbers_by_key: dict[object, int] = {}
-        self._look_of_node = [
-            numbers_by_key.setdefault(hardware_key(node), len(numbers_by_key))
-            for node in inputs.spec.nodes
-        ]
+        self._look_of_node = numbered(map(hardware_key, inputs.spec.nodes))
         self._two_levels = TwoLevels(inputs)
         self._nodes: dict[DeviceGroup, tuple[int, ...]] = {}
         world = tuple(range(inputs.world_size))
@@ -180,7 +177,7 @@ class TwoLevels:
         """
         if self.inputs.tp_members is not None or not self.inputs.space.hierarchical:
             return None
-        runs = self._runs(ranks)
+        runs = [list(run) for _, run in groupby(ranks, key=self._region)]
         if len(runs) == 1 or len(runs) > len({self._region(run[0]) for run in runs}):
             return None
         key = ranks, shard_bytes
@@ -191,20 +188,14 @@ class TwoLevels:
             self._times[key] = gather.times(shards)
         return self._times[key]
 
-    def _runs(self, ranks: Sequence[int]) -> list[list[int]]:
-        return [list(run) for _, run in groupby(ranks, key=self._region)]
-
     def _region(self, rank: int) -> str:
-        spec = self.inputs.spec
-        return spec.nodes[spec.node_of(rank)].region
+        return self.inputs.spec.node_with(rank).region
 
 
 def in_two_levels(plan: Plan, numbers: Sequence[int]) -> Plan:
     """The plan, with these groups hierarchical as far as the rules of plans let them."""
     for number in numbers:
-        groups = [*plan.groups]
-        groups[number] = replace(groups[number], hierarchical=True)
-        changed = replace(plan, groups=tuple(groups))
+        changed = plan.with_group(number, hierarchical=True)
         if not any(hierarchical_problems(changed)):
             plan = changed
     return plan

@@ -73,6 +73,14 @@ def round_samples_of(device_group: DeviceGroup, sizes: Sequence[int]) -> int:
     )
 
 
+def layers_per_s(inputs: Inputs, device_group: DeviceGroup, sizes: Sequence[int]) -> float:
+    """Layers of one sample per second, forward and backward; `sizes`: of each GPU class."""
+    return sum(
+        len(gpu_class.ranks) * size / inputs.compute.layer(gpu_class.kind, size).both_s
+        for gpu_class, size in zip(device_group.gpu_classes, sizes, strict=True)
+    )
+
+
 class DeviceGroups:
     """Makes device groups of ranks, each once."""
 

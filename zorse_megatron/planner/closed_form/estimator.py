@@ -1,6 +1,7 @@
 """Closed-form estimates of candidates, and the best layers for their groups."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -58,7 +59,7 @@ def best_layer_assignments(
     )
     found: dict[tuple[int, ...], float] = {}
     worst_kept = float("inf")
-    start = _first_feasible(tables, num_layers, ceilings)
+    start = bisect_left(ceilings, True, key=lambda each: _is_reachable(tables, num_layers, each))
     rows = [
         sorted((n, cost.busy_s, cost.fill_drain_s) for n, cost in table.items() if n <= num_layers)
         for table in tables
@@ -80,23 +81,10 @@ def _value(tables: Sequence[Mapping[int, GroupCost]], layers: Sequence[int]) -> 
     return max(cost.busy_s for cost in costs) + sum(cost.fill_drain_s for cost in costs)
 
 
-def _first_feasible(
-    tables: Sequence[Mapping[int, GroupCost]], num_layers: int, ceilings: Sequence[float]
-) -> int:
-    """The first ceiling with any assignment, by bisection on sets of reachable sums."""
-    low, high = 0, len(ceilings)
-    while low < high:
-        middle = (low + high) // 2
-        if _is_reachable(tables, num_layers, ceilings[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 def _is_reachable(
     tables: Sequence[Mapping[int, GroupCost]], num_layers: int, ceiling: float
 ) -> bool:
+    """Whether any assignment is within the ceiling, by the sets of sums that can be reached."""
     mask, sums = (1 << (num_layers + 1)) - 1, 1
     for table in tables:
         shifted = 0
@@ -222,8 +210,8 @@ class Estimator:
         self.device_groups = DeviceGroups(inputs)
         self.cost_model = StageCostModel(inputs)
         self.communication = CommunicationCosts(inputs)
-        self.in_flight = InFlight(inputs, self.cost_model, self.communication)
-        self._times = PipelineTimes(inputs, self.cost_model, self.communication, self.in_flight)
+        self.in_flight = InFlight(self.cost_model, self.communication)
+        self._times = PipelineTimes(self.in_flight)
         self.num_estimated = 0
         self._made: dict[tuple[DeviceGroup, tuple[int, ...], StagePosition, int], _CostTable] = {}
 

@@ -34,10 +34,10 @@ from zorse_megatron.planner.closed_form.device_groups import (
     MicroBatchLevel,
     Stage,
     StagePosition,
+    layers_per_s,
     round_samples_of,
 )
 from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
-from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 # How much is in flight in each group of a candidate, and where that puts the groups.
 
@@ -64,32 +64,23 @@ class SizedGroup:
 class InFlight:
     """Micro-batch sizes, rounds and in-flight limits of candidates."""
 
-    def __init__(
-        self, inputs: Inputs, cost_model: StageCostModel, communication: CommunicationCosts
-    ) -> None:
-        self.inputs = inputs
+    def __init__(self, cost_model: StageCostModel, communication: CommunicationCosts) -> None:
+        self.inputs = cost_model.inputs
         self.cost_model = cost_model
         self.communication = communication
 
     def sized_groups(self, candidate: Candidate) -> list[SizedGroup]:
         """The device groups with their micro-batches."""
-        return [
-            self._sized_group(*row)
-            for row in zip(candidate.device_groups, candidate.levels, strict=True)
-        ]
-
-    def _sized_group(self, device_group: DeviceGroup, level: MicroBatchLevel) -> SizedGroup:
-        sizes = self.cost_model.sizes(device_group, level)
-        samples = round_samples_of(device_group, sizes)
-        return SizedGroup(device_group=device_group, sizes=sizes, round_samples=samples)
+        found = []
+        for group, level in zip(candidate.device_groups, candidate.levels, strict=True):
+            sizes = self.cost_model.sizes(group, level)
+            samples = round_samples_of(group, sizes)
+            found.append(SizedGroup(device_group=group, sizes=sizes, round_samples=samples))
+        return found
 
     def speed(self, device_group: DeviceGroup, level: MicroBatchLevel) -> float:
         """Layers of one sample per second, forward and backward."""
-        sizes = self.cost_model.sizes(device_group, level)
-        return sum(
-            len(gpu_class.ranks) * size / self.inputs.compute.layer(gpu_class.kind, size).both_s
-            for gpu_class, size in zip(device_group.gpu_classes, sizes, strict=True)
-        )
+        return layers_per_s(self.inputs, device_group, self.cost_model.sizes(device_group, level))
 
     def differs(self, candidate: Candidate) -> bool:
         """Whether the groups have rounds of different sizes."""
@@ -218,16 +209,9 @@ class CostedPipeline:
 class PipelineTimes:
     """Iteration times of pipelines on one cluster."""
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        cost_model: StageCostModel,
-        communication: CommunicationCosts,
-        in_flight: InFlight,
-    ) -> None:
-        self.inputs = inputs
-        self.cost_model = cost_model
-        self.communication = communication
+    def __init__(self, in_flight: InFlight) -> None:
+        self.inputs, self.cost_model = in_flight.inputs, in_flight.cost_model
+        self.communication = in_flight.communication
         self.in_flight = in_flight
 
     def estimate(self, pipeline: CostedPipeline) -> Estimate:

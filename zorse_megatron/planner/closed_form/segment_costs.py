@@ -58,7 +58,7 @@ class SegmentTails:
 
     def _per_layer_s(self, communication: CommunicationCosts) -> Floats:
         spec, count = self.inputs.spec, len(self.units)
-        regions = [spec.nodes[spec.node_of(unit[0])].region for unit in self.units]
+        regions = [spec.node_with(unit[0]).region for unit in self.units]
         result = np.full((count + 1, count + 1), np.inf)
         for start in range(count):
             ranks: tuple[int, ...] = ()
@@ -218,7 +218,7 @@ class SegmentCosts:
         number = np.stack(micro_batches_per_replica(batch, counts, sizes, both_s))
         whole = np.ceil(number - 1e-9)
         in_flight = in_flight_micro_batches(self._in_flight_limit(), whole, batch)
-        free = self._capacities() - replica_bytes(
+        free = self._per_class([capacity for _, capacity in self.classes]) - replica_bytes(
             memory.costs.parameter_bytes(parameters)
             + memory.costs.gradient_bytes(parameters)
             + self._frozen_bytes(layers),
@@ -308,9 +308,6 @@ class SegmentCosts:
         ]
         after = np.concatenate([np.cumsum(crossed[::-1])[::-1], [0.0]])
         return np.asarray(2 * after * per_s / self.num_layers)
-
-    def _capacities(self) -> Floats:
-        return self._per_class([capacity for _, capacity in self.classes])
 
     def _parameters(self, layers: Floats) -> Value:
         """[1, segment, layers]."""

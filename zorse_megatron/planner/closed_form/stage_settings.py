@@ -1,8 +1,10 @@
 """Memory settings that are tried for a stage: the same for all its GPUs, or by class."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -130,13 +132,8 @@ class SettingsToTry:
             low = high
         if not self._fits(stage, counts, settings(high)):
             return
-        while low < high:
-            middle = (low + high) // 2
-            if self._fits(stage, counts, settings(middle)):
-                high = middle
-            else:
-                low = middle + 1
-        yield settings(low)
+        fits = partial(self._fits, stage, counts)
+        yield settings(low + bisect_left(range(low, high), True, key=lambda n: fits(settings(n))))
 
     def _fits(self, stage: Stage, counts: Sequence[float], settings: MemorySettings) -> bool:
         alike = stage.alike(settings)

@@ -19,6 +19,7 @@ from zorse_megatron.costs.topology import (
     host,
     inner_graph,
     node_graph,
+    numbered,
 )
 from zorse_megatron.planner.groupings.pools import Grouping, hardware_key, normalised
 
@@ -74,11 +75,8 @@ class _Splitter:
 
     def __init__(self, spec: Topology) -> None:
         self.spec = spec
-        numbers: dict[object, int] = {}
-        self._class_of = {
-            host(index): numbers.setdefault(hardware_key(node), len(numbers))
-            for index, node in enumerate(spec.nodes)
-        }
+        classes = enumerate(numbered(map(hardware_key, spec.nodes)))
+        self._class_of = {host(index): each for index, each in classes}
         self._inside: dict[tuple[int, bool], float] = {}
 
     def whole(self) -> _Component:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import combinations, count, islice, product
 from typing import TypeVar
 
-from zorse_megatron.costs.topology import MeasuredNode, Topology
+from zorse_megatron.costs.topology import MeasuredNode, Topology, numbered
 from zorse_megatron.planner.groupings.graph_cuts import split_groupings
 from zorse_megatron.planner.groupings.pools import (
     Grouping,
@@ -232,8 +232,7 @@ def _all(spec: Topology, grouping: Grouping) -> Iterator[GroupingProposal]:
 
 def _classes(spec: Topology, grouping: Grouping) -> list[int]:
     """Equal numbers for groups that are alike by themselves, to skip most mirror images early."""
-    numbers: dict[object, int] = {}
-    classes = []
+    looks = []
     for group in grouping:
         by_node: dict[int, list[str]] = {}
         for rank in group:
@@ -244,8 +243,8 @@ def _classes(spec: Topology, grouping: Grouping) -> list[int]:
             (spec.nodes[node].region, str(spec.nodes[node].switch), tuple(sorted(kinds)))
             for node, kinds in by_node.items()
         ]
-        classes.append(numbers.setdefault(tuple(sorted(places)), len(numbers)))
-    return classes
+        looks.append(tuple(sorted(places)))
+    return numbered(looks)
 
 
 def _merges(grouping: Grouping, classes: list[int]) -> Iterator[GroupingProposal]:

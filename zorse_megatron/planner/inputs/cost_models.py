@@ -18,6 +18,7 @@ from zorse_megatron.costs.interface import (
     TpComputeCost,
     TpRankCosts,
     TpShard,
+    TpTraits,
 )
 from zorse_megatron.costs.layer_kinds import DenseAmongExperts
 from zorse_megatron.costs.model_memory import (
@@ -113,21 +114,18 @@ class CostModels:
         memory, _ = _memory(self, dtype, in_own_type=True)
         return TpRankCosts(compute=_joined(_computes(self, dtype)), memory=memory)
 
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether ranks of a TP group have a part of the sequence each, between layers."""
-        return self.computing.sequence_parallel
-
-    @property
-    def learns_positions(self) -> bool:
-        """Whether the embedding has a table of positions, which every rank has whole."""
-        return self.model.position_embedding == "learned"
-
-    @property
-    def adapter_shares(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Of what crosses a TP group between A and B, as shares of an activation."""
-        lora = self.computing.lora
-        return ((), ()) if lora is None else lora.crossing_shares(self.model)
+    @cached_property
+    def traits(self) -> TpTraits:
+        """What ranks exchange inside layers follows from it."""
+        lora, experts = self.computing.lora, self.model.experts
+        return TpTraits(
+            sequence_parallel=self.computing.sequence_parallel,
+            learns_positions=self.model.position_embedding == "learned",
+            adapter_shares=((), ()) if lora is None else lora.crossing_shares(self.model),
+            num_experts=experts.num_experts if experts else 0,
+            experts_per_token=experts.per_token if experts else 0,
+            has_shared_expert=bool(experts and experts.shared_ffn_hidden_size),
+        )
 
     def of_rank(self, part: TpShard, dtype: ComputeDtype | None) -> TpRankCosts:
         """Costs of a rank of a TP group, each found once; None: in the type of the job."""
@@ -221,24 +219,9 @@ class CostModels:
         return self.expert_load if self.expert_load and not self.expert_load.is_even else None
 
     @property
-    def num_experts(self) -> int:
-        """Of each layer."""
-        return self._experts.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        """Those that a token passes."""
-        return self._experts.per_token
-
-    @property
     def _experts(self) -> Experts:
         assert self.model.experts is not None, "asked of a model with experts"
         return self.model.experts
-
-    @property
-    def has_shared_expert(self) -> bool:
-        """Whether there is something to compute while tokens are on their way to experts."""
-        return bool(self.model.experts and self.model.experts.shared_ffn_hidden_size)
 
     def cut_parameters(self, section: ModelSection) -> Mapping[UnitKind, int]:
         """Parameters that TP groups cut by these members; of embedding and head their table."""
@@ -253,7 +236,7 @@ class CostModels:
             return {"vocabulary_rows": model.table_parameters()}
         mlp: UnitKind = "mlp_columns" if model.experts is None else "experts"
         divided: dict[UnitKind, int] = {"kv_groups": model.attention_parameters}
-        if self.has_shared_expert:
+        if self.traits.has_shared_expert:
             divided["mlp_columns"] = model.expert_parameters - model.mlp_parameters
         return {**divided, mlp: model.mlp_parameters}
 

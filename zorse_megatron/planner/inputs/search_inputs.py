@@ -221,6 +221,11 @@ class Inputs(JobCosts):
         """Number of GPUs."""
         return len(self.kinds)
 
+    def host_bytes_on(self, ranks: Sequence[int]) -> int | None:
+        """Host memory of the ranks together; None where the cluster does not say that of all."""
+        known = [part for rank in ranks if (part := self.host_bytes[rank]) is not None]
+        return sum(known) if len(known) == len(ranks) else None
+
     @cached_property
     def members(self) -> Members:
         """The members, and the inputs of single GPUs: these, if no GPUs are joined."""
@@ -447,7 +452,7 @@ def allows_tp_degree(inputs: Inputs, degree: int) -> bool:
         return False
     if most is not None and degree > most:
         return False
-    return not (inputs.tp_costs.sequence_parallel and (length is None or length % degree))
+    return not (inputs.tp_costs.traits.sequence_parallel and (length is None or length % degree))
 
 
 def tp_shards_are_even(inputs: Inputs, degree: int) -> bool:
@@ -540,7 +545,6 @@ def with_one_more(inputs: Inputs, kind: str) -> tuple[Inputs, str]:
 def _host_bytes(inputs: Inputs, nodes: Sequence[NodeLike]) -> Iterator[int | None]:
     """What the node has is shared out anew."""
     for each in nodes:
-        before = [inputs.host_bytes[rank] for rank in inputs.spec.ranks_of(each.node)]
-        known = [part for part in before if part is not None]
-        whole = sum(known) // len(each.ranks) if len(known) == len(before) else None
-        yield from [whole] * len(each.ranks)
+        whole = inputs.host_bytes_on(inputs.spec.ranks_of(each.node))
+        part = None if whole is None else whole // len(each.ranks)
+        yield from [part] * len(each.ranks)

@@ -143,7 +143,7 @@ class Members:
         if found is None:
             return 0.0
         inside = tp_collectives(self.base)
-        if inside.tp_costs.sequence_parallel:
+        if inside.traits.sequence_parallel:
             return 0.0
         return inside.gather_s(found.example, self.base.memory.boundary_bytes(micro_batch_size))
 
@@ -175,7 +175,7 @@ def costs_of_rank(base: "Inputs", part: TpShard) -> TpRankCosts:
 def tp_collectives(base: "Inputs") -> TpCollectives:
     """What TP groups communicate inside computations."""
     assert base.tp_costs is not None, "TP groups are joined only where their costs are known"
-    return TpCollectives(tp_costs=base.tp_costs, comm=base.comm)
+    return TpCollectives(traits=base.tp_costs.traits, comm=base.comm)
 
 
 def rank_shards(with_tp_groups: TpGroup) -> tuple[TpShard, ...]:
@@ -222,7 +222,7 @@ def with_tp_groups(base: "Inputs", tp_layout: TpLayout) -> "Inputs":
         by_dtype={},
         kinds=kinds,
         capacities_bytes=tuple(_capacity(members, each.ranks) for each in tp_groups),
-        host_bytes=tuple(_host_bytes(members, each.ranks) for each in tp_groups),
+        host_bytes=tuple(base.host_bytes_on(each.ranks) for each in tp_groups),
         cluster=ClusterFingerprint(name=base.cluster.name, gpu_kinds=kinds),
         best_sizes={},
         own_types=None,
@@ -270,12 +270,6 @@ def _capacity(members: Members, ranks: Sequence[int]) -> int:
     if len(ranks) == 1:
         return room[ranks[0]]
     return int(min(room[rank] / members.share(rank) for rank in ranks))
-
-
-def _host_bytes(members: Members, ranks: Sequence[int]) -> int | None:
-    found = [members.base.host_bytes[rank] for rank in ranks]
-    known = [each for each in found if each is not None]
-    return sum(known) if len(known) == len(found) else None
 
 
 def _spec(base: "Inputs", tp_groups: Sequence[TpGroup], kinds: Sequence[str]) -> Topology:

@@ -17,7 +17,7 @@ Equal inputs find equal plans: computations are limited, not seconds.
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -32,7 +32,7 @@ from zorse_megatron.planner.orders import (
     in_flight_times,
     with_times,
 )
-from zorse_megatron.planner.outcome import SearchProgress
+from zorse_megatron.planner.outcome import OnProgress, SearchProgress
 from zorse_megatron.planner.search.forecast import Forecast
 from zorse_megatron.planner.search.orders_in_memory import Ordered, Rooms, in_order, uniform, within
 from zorse_megatron.planner.search.placements import (
@@ -87,7 +87,7 @@ def climbed_from(
     evaluator: Evaluator,
     found: Sequence[Evaluation],
     most: int,
-    on_progress: Callable[[SearchProgress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> Evaluation:
     """The fastest plan that climbing finds from the first plans of the search.
 
@@ -154,7 +154,7 @@ class Climb:
         self,
         evaluator: Evaluator,
         most: int,
-        on_progress: Callable[[SearchProgress], None],
+        on_progress: OnProgress,
         *,
         splits: bool = False,
         is_short: bool = False,

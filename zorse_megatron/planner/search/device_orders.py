@@ -8,7 +8,6 @@ from itertools import pairwise, permutations
 import numpy as np
 
 from zorse_megatron.planner.closed_form.candidate import Candidate, MemoryClass, best_sizes
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts, SegmentTails
 from zorse_megatron.planner.groupings.pools import Pool, pools_of
@@ -236,13 +235,10 @@ class _Found:
 class DeviceOrderSearch:
     """The best partitions of all device orders: into groups in step (nested), or into any."""
 
-    def __init__(
-        self, estimator: Estimator, device_groups: DeviceGroups, *, nested: bool, most_groups: int
-    ) -> None:
+    def __init__(self, estimator: Estimator, *, nested: bool, most_groups: int) -> None:
         """`nested`: see `SegmentCosts`."""
         self.inputs = estimator.inputs
         self.estimator = estimator
-        self.device_groups = device_groups
         self.nested = nested
         self.most_groups = most_groups
         most = self.inputs.space.max_micro_batch_size or self.inputs.global_batch_size
@@ -331,7 +327,7 @@ class DeviceOrderSearch:
 
     def _candidate(self, partition: Partition) -> Candidate:
         return Candidate(
-            device_groups=tuple(map(self.device_groups.of, partition.groups)),
+            device_groups=tuple(map(self.estimator.device_groups.of, partition.groups)),
             levels=partition.sizes,
             schedule="1f1b" if self.nested else "interleaved",
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from zorse_megatron.planner.closed_form.candidate import balanced_layers
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.groupings.pools import Grouping, normalised, set_partitions
 from zorse_megatron.planner.groupings.proposals import (
@@ -27,10 +27,9 @@ _PER_GROUP = 0.002
 class Groupings:
     """Lists groupings with scores."""
 
-    def __init__(self, estimator: Estimator, device_groups: DeviceGroups) -> None:
+    def __init__(self, estimator: Estimator) -> None:
         self.inputs = estimator.inputs
         self.estimator = estimator
-        self.device_groups = device_groups
         self.symmetry = Symmetry(self.inputs.spec)
         self.seen: set[int] = set()
         kinds = dict.fromkeys(self.inputs.kinds)
@@ -65,7 +64,7 @@ class Groupings:
 
     def score(self, grouping: Grouping) -> float:
         """Time of the slowest group over a perfect balance, and of the slowest last reduction."""
-        members = [self.device_groups.of(group) for group in grouping]
+        members = [self.estimator.device_groups.of(group) for group in grouping]
         speeds = [self._speed(device_group) for device_group in members]
         layers, slowest = balanced_layers(self.inputs.num_layers, speeds)
         batch = self.inputs.global_batch_size

@@ -28,14 +28,11 @@ def with_best_levels(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     for number, group in enumerate(best.plan.groups):
         if len({replica.region for replica in group.replicas}) == 1:
             continue
-        groups = [*best.plan.groups]
-        groups[number] = replace(group, hierarchical=None)
-        other = replace(best.plan, groups=tuple(groups))
+        other = best.plan.with_group(number, hierarchical=None)
         if not group.hierarchical:
             other = in_two_levels(other, [number])
-        evaluation = None if other == best.plan else evaluator.evaluate_plan(other)
-        if evaluation is not None and evaluation.fits and evaluation.iteration_s < best.iteration_s:
-            best = evaluation
+        if other != best.plan:
+            best = evaluator.faster(best, other)
     return best
 
 
@@ -56,12 +53,8 @@ def with_narrow_gradients(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     for number, group in enumerate(best.plan.groups):
         if len(group.replicas) == 1 or not has_equal_tp_shards(group):
             continue
-        groups = [*best.plan.groups]
-        groups[number] = replace(group, grad_reduce_dtype=dtype, hierarchical=None)
-        plan: Plan = replace(best.plan, groups=tuple(groups))
-        evaluation = evaluator.evaluate_plan(plan)
-        if evaluation is not None and evaluation.fits and evaluation.iteration_s < best.iteration_s:
-            best = evaluation
+        other = best.plan.with_group(number, grad_reduce_dtype=dtype, hierarchical=None)
+        best = evaluator.faster(best, other)
     return best
 
 
@@ -115,16 +108,9 @@ def shortened_by(inputs: Inputs) -> int:
 
 def lengthened(plan: Plan, times: int) -> Plan:
     """The plan with so many times the micro-batches."""
-    groups = tuple(
-        replace(
-            group,
-            replicas=tuple(
-                replace(replica, num_microbatches=times * replica.num_microbatches)
-                for replica in group.replicas
-            ),
-        )
-        for group in plan.groups
+    longer = (
+        replace(replica, num_microbatches=times * replica.num_microbatches)
+        for _, _, replica in plan.numbered_replicas()
     )
-    return replace(
-        plan, groups=groups, global_batch_size=times * plan.global_batch_size, predictions=None
-    )
+    batch = times * plan.global_batch_size
+    return replace(plan.with_replicas(longer), global_batch_size=batch, predictions=None)

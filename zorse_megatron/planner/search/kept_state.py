@@ -7,9 +7,10 @@ most is in use has room for a part of it.
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import starmap
 
-from zorse_megatron.plan.memory_settings import settings_in
-from zorse_megatron.plan.plan import Group, Plan, Replica
+from zorse_megatron.plan.memory_settings import said_settings, settings_in
+from zorse_megatron.plan.plan import Plan, Replica
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.schedule.shards import kept_pieces, state_pieces
 from zorse_megatron.simulate.rank_bytes import RankSizes
@@ -23,47 +24,31 @@ def with_state_kept(evaluator: Evaluator, found: Evaluation) -> Evaluation:
 
     Both are simulated whole, however long the batch: what stays must fit all the time.
     """
-    if not any(map(_has_state_in_host, found.plan.groups)):
+    offloads = (each.settings.offload for each in said_settings(found.plan))
+    if not any(o.optimizer_state and o.optimizer_state_fraction is None for o in offloads):
         return found
     whole = evaluator.whole(found.plan) if found.is_extrapolated else found
     if whole is None or not whole.fits:
         return found
-    found = whole
-    sizes = RankSizes(found.plan, evaluator.inputs.members.base)
-    groups = [
-        _kept(sizes, group, max(0, -overflow))
-        for group, overflow in zip(found.plan.groups, found.overflow_bytes, strict=True)
-    ]
-    other = evaluator.evaluate_plan(replace(found.plan, groups=tuple(groups)))
-    is_faster = other is not None and other.fits and other.iteration_s < found.iteration_s
-    return other if other is not None and is_faster else found
+    sizes = RankSizes(whole.plan, evaluator.inputs.members.base)
+    free = [max(0, -overflow) for overflow in whole.overflow_bytes]
+    kept = _with_fractions(whole.plan, lambda number, each: _fraction(sizes, each, free[number]))
+    return evaluator.faster(whole, kept)
 
 
 def without_fractions(plan: Plan) -> Plan:
     """The plan with all of the state in the host that waits there."""
-    groups = (_with_fractions(group, lambda _: None) for group in plan.groups)
-    return replace(plan, groups=tuple(groups))
+    return _with_fractions(plan, lambda _number, _replica: None)
 
 
-def _has_state_in_host(group: Group) -> bool:
-    settings = (settings_in(group, replica) for replica in group.replicas)
-    return any(
-        each.offload.optimizer_state and each.offload.optimizer_state_fraction is None
-        for each in settings
-    )
+def _fraction(sizes: RankSizes, replica: Replica, free_bytes: int) -> float:
+    """The part that waits where each rank keeps as much of its state as it has room for."""
 
+    def has_room(steps: int) -> bool:
+        kept = (_kept_bytes(sizes, rank, steps / _STEPS) for rank in replica.ranks)
+        return max(kept) <= free_bytes
 
-def _kept(sizes: RankSizes, group: Group, free_bytes: int) -> Group:
-    """The group whose ranks keep as much of the state as each has room for."""
-
-    def fraction(replica: Replica) -> float:
-        def has_room(steps: int) -> bool:
-            kept = (_kept_bytes(sizes, rank, steps / _STEPS) for rank in replica.ranks)
-            return max(kept) <= free_bytes
-
-        return bisect_left(range(_STEPS), True, key=has_room) / _STEPS
-
-    return _with_fractions(group, fraction)
+    return bisect_left(range(_STEPS), True, key=has_room) / _STEPS
 
 
 def _kept_bytes(sizes: RankSizes, rank: int, fraction: float) -> int:
@@ -76,14 +61,17 @@ def _kept_bytes(sizes: RankSizes, rank: int, fraction: float) -> int:
     return total
 
 
-def _with_fractions(group: Group, fraction_of: Callable[[Replica], float | None]) -> Group:
-    """Of replicas whose state waits in the host a fraction does; None: all of it."""
+def _with_fractions(plan: Plan, fraction_of: Callable[[int, Replica], float | None]) -> Plan:
+    """Of replicas whose state waits in the host a fraction does; None: all of it.
 
-    def changed(replica: Replica) -> Replica:
-        offload = settings_in(group, replica).offload
+    `fraction_of`: of the number of a group, and one of its replicas.
+    """
+
+    def changed(number: int, _index: int, replica: Replica) -> Replica:
+        offload = settings_in(plan.groups[number], replica).offload
         if not offload.optimizer_state:
             return replica
-        fraction = fraction_of(replica)
+        fraction = fraction_of(number, replica)
         if fraction == offload.optimizer_state_fraction:
             return replica
         waits = fraction is None or fraction > 0
@@ -92,4 +80,4 @@ def _with_fractions(group: Group, fraction_of: Callable[[Replica], float | None]
         )
         return replace(replica, offload=offload)
 
-    return replace(group, replicas=tuple(map(changed, group.replicas)))
+    return plan.with_replicas(starmap(changed, plan.numbered_replicas()))

@@ -33,11 +33,7 @@ def with_placement(plan: Plan, rows: Rows) -> Plan:
         first += layers
     name: ScheduleName = "interleaved" if len(rows) > len(plan.groups) else "1f1b"
     plan = replace(plan, chunks=tuple(chunks), schedule=replace(plan.schedule, name=name))
-    groups = tuple(
-        replace(group, replicas=tuple(replace(each, compute_s=None) for each in group.replicas))
-        for group in plan.groups
-    )
-    return replace(plan, groups=groups)
+    return plan.with_replicas(replace(e, compute_s=None) for _, _, e in plan.numbered_replicas())
 
 
 def v_shaped(rows: Rows) -> Rows:

@@ -29,9 +29,10 @@ from zorse_megatron.planner.build_plan import sharing_experts, with_regions
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.orders import with_times
-from zorse_megatron.planner.outcome import SearchProgress, structure
+from zorse_megatron.planner.outcome import OnProgress, SearchProgress, structure
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.kept_state import with_state_kept, without_fractions
+from zorse_megatron.planner.search.tensor_parallel_choices import rounded
 
 _STARTS, _OF_BEST = 5, 2
 """Plans that are climbed from; first those of the best plan."""
@@ -58,7 +59,7 @@ def with_shared_experts(
     evaluator: Evaluator,
     best: Evaluation,
     others: Sequence[Evaluation],
-    on_progress: Callable[[SearchProgress], None],
+    on_progress: OnProgress,
 ) -> Evaluation | None:
     """The fastest such plan that fits; None: there is none, or it is not faster.
 
@@ -80,7 +81,7 @@ def with_shared_experts(
 
 
 def with_state_kept_by_ranks_that_share(
-    evaluator: Evaluator, best: Evaluation, on_progress: Callable[[SearchProgress], None]
+    evaluator: Evaluator, best: Evaluation, on_progress: OnProgress
 ) -> Evaluation:
     """The plan, or a faster one near it: what is free has room for state (`kept_state`)."""
     kept = with_state_kept(evaluator, best)
@@ -106,7 +107,7 @@ def _seconds(each: Evaluation) -> float:
 
 
 class _Climb:
-    def __init__(self, evaluator: Evaluator, on_progress: Callable[[SearchProgress], None]) -> None:
+    def __init__(self, evaluator: Evaluator, on_progress: OnProgress) -> None:
         self.evaluator, self.tell = evaluator, on_progress
         self.inputs: Inputs = evaluator.inputs.members.base
         assert self.inputs.model.num_experts is not None, "of a model with experts"
@@ -335,7 +336,8 @@ class _Climb:
             first = plan.groups[numbers[0]]
             for at, replica in enumerate(first.replicas):
                 for change in self._changes(replica):
-                    yield from self._changed(plan, numbers, at, change)
+                    groups = [_changed(plan.groups[number], at, change) for number in numbers]
+                    yield from self._each_with(plan, numbers, groups)
             if any(each.expert_parallel for each in first.replicas):
                 for settings in self._settings_near(first):
                     changed = [_with_settings(plan.groups[at], **settings) for at in numbers]
@@ -349,22 +351,6 @@ class _Climb:
             for overlap, step in ((True, 0), (True, -1), (False, 0)):
                 others = [self._with_overlap(plan.groups[at], overlap, step) for at in numbers]
                 yield from self._each_with(plan, numbers, others)
-
-    def _changed(
-        self, plan: Plan, numbers: Sequence[int], at: int, change: Change
-    ) -> Iterator[Plan]:
-        """A change of the same replica of several groups."""
-        groups: list[Group | None] = []
-        for number in numbers:
-            replicas = [*plan.groups[number].replicas]
-            other = None
-            if at < len(replicas) and replicas[at].expert_parallel is not None:
-                other = change(replicas[at])
-            if other is not None:
-                replicas[at] = other
-            same = replace(plan.groups[number], replicas=tuple(replicas))
-            groups.append(None if other is None else same)
-        yield from self._each_with(plan, numbers, groups)
 
     @staticmethod
     def _each_with(
@@ -488,14 +474,18 @@ class _Climb:
         return replace(group, replicas=tuple(parts))
 
 
+def _changed(group: Group, at: int, change: Change) -> Group | None:
+    """The group with a change of one of its replicas that share experts."""
+    replica = group.replicas[at]
+    other = None if replica.expert_parallel is None else change(replica)
+    if other is None:
+        return None
+    return replace(group, replicas=(*group.replicas[:at], other, *group.replicas[at + 1 :]))
+
+
 def _deal(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to weights: largest remainders first."""
-    exact = [total * each / sum(weights) for each in weights]
-    found = [int(each) for each in exact]
-    order = sorted(range(len(exact)), key=lambda at: (found[at] - exact[at], at))
-    for at in order[: total - sum(found)]:
-        found[at] += 1
-    return tuple(found)
+    """Whole numbers in proportion to weights."""
+    return rounded([total * each / sum(weights) for each in weights], total)
 
 
 def _sum(limits: Sequence[int | None]) -> int | None:

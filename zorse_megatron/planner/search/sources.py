@@ -1,18 +1,19 @@
 """Where a search's candidates come from, which are the same plan, and which are best so far."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, permutations, product, zip_longest
 from typing import Literal, TypeVar
 
+from zorse_megatron.costs.topology import numbered
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.groupings.pools import hardware_key
 from zorse_megatron.planner.groupings.proposals import GroupingProposal
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import SearchProgress
+from zorse_megatron.planner.outcome import OnProgress, SearchProgress
 from zorse_megatron.planner.search.device_orders import DeviceOrderSearch
 from zorse_megatron.planner.search.effort import EVERY_PARTITION_UP_TO, Effort, Groupings
 
@@ -76,8 +77,7 @@ def _num_nodes(inputs: Inputs, device_group: DeviceGroup) -> int:
 
 
 def _region(inputs: Inputs, device_group: DeviceGroup) -> tuple[str, ...]:
-    spec = inputs.spec
-    return tuple(sorted({spec.nodes[spec.node_of(rank)].region for rank in device_group.ranks}))
+    return tuple(sorted({inputs.spec.node_with(rank).region for rank in device_group.ranks}))
 
 
 def _place(inputs: Inputs, device_group: DeviceGroup) -> tuple[object, ...]:
@@ -116,14 +116,10 @@ class PlanKeys:
         """`few_gpus`: up to how many GPUs plans keep their names."""
         self.inputs = inputs
         self._keeps_names = inputs.world_size <= few_gpus
-        numbers_by_key: dict[object, int] = {}
-        self._look_of_node = [
-            numbers_by_key.setdefault(
-                (node.region, node.switch, node.host_memory_bytes, hardware_key(node)),
-                len(numbers_by_key),
-            )
+        self._look_of_node = numbered(
+            (node.region, node.switch, node.host_memory_bytes, hardware_key(node))
             for node in inputs.spec.nodes
-        ]
+        )
         self._on_nodes: dict[DeviceGroup, _OnNode] = {}
 
     def of(self, estimate: Estimate) -> object:
@@ -240,9 +236,8 @@ class Sources:
     effort: Effort
     estimator: Estimator
     costed_candidates: CostedCandidates
-    device_groups: DeviceGroups
     groupings: Groupings
-    report: Callable[[SearchProgress], None]
+    report: OnProgress
 
     def cost(self, source: CandidateSource) -> None:
         """Cost what comes from a source."""
@@ -294,7 +289,7 @@ class Sources:
         return ways + [("breadth_first", n) for n in (2, 4) if "breadth_first" in schedules]
 
     def _quick(self, proposal: GroupingProposal) -> Estimate | None:
-        groups = [self.device_groups.of(group) for group in proposal.grouping]
+        groups = [self.estimator.device_groups.of(group) for group in proposal.grouping]
         found: list[Estimate] = []
         for device_groups in orders(self.inputs, groups)[: self.effort.quick_orders]:
             for levels, way in product((_QUICK_LEVELS, (1,)), self._quick_ways()):
@@ -310,7 +305,9 @@ class Sources:
 
     def in_order(self, proposal: GroupingProposal) -> tuple[DeviceGroup, ...]:
         """A candidate's groups in the first of the orders worth trying."""
-        return orders(self.inputs, [self.device_groups.of(group) for group in proposal.grouping])[0]
+        return orders(
+            self.inputs, [self.estimator.device_groups.of(group) for group in proposal.grouping]
+        )[0]
 
     def levels(self, wanted: tuple[int, ...]) -> list[int]:
         """Micro-batch levels of so many blocks, as far as they are allowed; one where none is."""
@@ -355,7 +352,7 @@ class Sources:
         """Cost groupings in all ways."""
         for number, proposal in enumerate(found):
             self.report(SearchProgress(phase="costing", done=number, total=len(found)))
-            groups = [self.device_groups.of(group) for group in proposal.grouping]
+            groups = [self.estimator.device_groups.of(group) for group in proposal.grouping]
             for device_groups in orders(self.inputs, groups)[: self.effort.orders]:
                 for way in self.ways(len(device_groups)):
                     for level in self.levels(self.effort.levels):
@@ -383,7 +380,6 @@ class Sources:
             if schedule in self.inputs.space.schedules:
                 search = DeviceOrderSearch(
                     self.estimator,
-                    self.device_groups,
                     nested=schedule == "1f1b",
                     most_groups=self.groupings.most,
                 )

@@ -36,12 +36,8 @@ def requested(inputs: Inputs) -> list[TpLayout]:
     degree = inputs.space.requested_tensor_parallel
     if degree == 1 or not allows_tp_degree(inputs, degree):
         return []
-    tp_groups = []
-    for home in _homes(inputs):
-        tp_groups += [
-            tuple(home[at : at + degree]) for at in range(0, len(home) - degree + 1, degree)
-        ]
-    return list(_with_parts(inputs, tuple(tp_groups))) if tp_groups else []
+    tp_groups = tuple(each for home in _homes(inputs) for each in _runs(home, degree))
+    return list(_with_parts(inputs, tp_groups)) if tp_groups else []
 
 
 def together(inputs: Inputs, first: TpLayout, second: TpLayout) -> TpLayout | None:
@@ -118,15 +114,20 @@ def _by_kind_of_node(inputs: Inputs) -> Iterator[TpGroups]:
         kinds = dict.fromkeys(spec.nodes[nodes[0]].gpu_kinds)
         for kind, degree in itertools.product(kinds, _DEGREES):
             if allows_tp_degree(inputs, degree):
-                tp_groups = [each for node in nodes for each in _runs(inputs, node, kind, degree)]
+                of_kind = (_of_kind(inputs, node, kind) for node in nodes)
+                tp_groups = [each for ranks in of_kind for each in _runs(ranks, degree)]
                 counts = dict.fromkeys(max(1, round(len(tp_groups) * part)) for part in _PORTIONS)
                 yield from (tuple(tp_groups[:count]) for count in counts if tp_groups)
         if len(kinds) > 1:
             yield from _mixed(inputs, nodes, tuple(kinds))
 
 
-def _runs(inputs: Inputs, node: int, kind: str, degree: int) -> Iterator[tuple[int, ...]]:
-    ranks = [rank for rank in inputs.spec.ranks_of(node) if inputs.kinds[rank] == kind]
+def _of_kind(inputs: Inputs, node: int, kind: str) -> list[int]:
+    return [rank for rank in inputs.spec.ranks_of(node) if inputs.kinds[rank] == kind]
+
+
+def _runs(ranks: Sequence[int], degree: int) -> Iterator[tuple[int, ...]]:
+    """Neighbours, as many together; those left over are in none."""
     for at in range(0, len(ranks) - degree + 1, degree):
         yield tuple(ranks[at : at + degree])
 
@@ -136,8 +137,7 @@ def _mixed(inputs: Inputs, nodes: Sequence[int], kinds: tuple[str, ...]) -> Iter
     for pair in itertools.combinations(kinds, 2):
         tp_groups = []
         for node in nodes:
-            ranks = inputs.spec.ranks_of(node)
-            sides = ([rank for rank in ranks if inputs.kinds[rank] == kind] for kind in pair)
+            sides = (_of_kind(inputs, node, kind) for kind in pair)
             tp_groups += [tuple(sorted(each)) for each in zip(*sides, strict=False)]
         if allows_tp_degree(inputs, 2) and tp_groups:
             yield tuple(tp_groups)
@@ -273,10 +273,17 @@ def apportioned(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     whole = sum(weights)
     wanted = [max(0.0, total * weight / whole - 1) for weight in weights]
     scale = free / sum(wanted) if sum(wanted) else 0.0
-    exact = [scale * each for each in wanted]
+    return tuple(1 + count for count in rounded([scale * each for each in wanted], free))
+
+
+def rounded(exact: Sequence[float], total: int) -> tuple[int, ...]:
+    """Whole numbers that add up to `total`, up for the largest remainders.
+
+    >>> rounded([2.5, 1.3, 0.2], 4)
+    (3, 1, 0)
+    """
     counts = [int(each) for each in exact]
-    left = free - sum(counts)
     order = sorted(range(len(exact)), key=lambda at: (counts[at] - exact[at], at))
-    for at in order[:left]:
+    for at in order[: total - sum(counts)]:
         counts[at] += 1
-    return tuple(1 + count for count in counts)
+    return tuple(counts)

@@ -8,7 +8,7 @@ estimated in closed form, and the best of them get a whole search.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,7 +18,7 @@ from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts, Segme
 from zorse_megatron.planner.evaluate import Evaluation, best_first
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.inputs.tensor_parallel_members import TpLayout, with_tp_groups
-from zorse_megatron.planner.outcome import SearchProgress, SearchStats
+from zorse_megatron.planner.outcome import OnProgress, SearchProgress, SearchStats
 from zorse_megatron.planner.search.device_orders import (
     FINE,
     DeviceOrder,
@@ -44,7 +44,7 @@ _ROUNDS = 2  # of joining more GPUs to the best so far
 _SEARCHED_WHERE_NOTHING_FITS = 4
 
 
-def search_with_tp(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
+def search_with_tp(inputs: Inputs, on_progress: OnProgress) -> SearchResult:
     """Search for the fastest plan, with TP groups where they pay or where nothing fits without."""
     effort = Effort.of(inputs)
     with workers_for(inputs, effort, on_progress) as workers:
@@ -71,7 +71,7 @@ class _TpSearch:
     alone: SearchResult
     workers: Workers
     """Of the search without TP groups."""
-    report: Callable[[SearchProgress], None]
+    report: OnProgress
     found: list[Evaluation] = field(default_factory=list)
     considered: SearchStats = field(default_factory=SearchStats)
     seen: set[TpLayout] = field(default_factory=set)
@@ -162,14 +162,16 @@ class _TpSearch:
         estimate([(), *hopeful[:_ESTIMATED]])
         # The quick search misses some of what a whole one finds, with TP groups and without.
         limit_s = (values.pop(()) + self._best.iteration_s) / 2
+
+        def good_ones() -> list[TpLayout]:
+            good = [each for each in values if values[each] < limit_s]
+            return sorted(good, key=lambda each: (values[each], hopeful_order(each)))
+
         for _ in range(_ROUNDS if many else 0):
-            ranked = sorted(values, key=lambda each: (values[each], hopeful_order(each)))
-            good = [each for each in ranked if values[each] < limit_s]
+            good = good_ones()
             more = (together(self.inputs, good[0], each) for each in good[1:4]) if good else ()
             estimate([each for each in more if each is not None])
-        ranked = sorted(values, key=lambda each: (values[each], hopeful_order(each)))
-        good = [each for each in ranked if values[each] < limit_s]
-        for tp_layout in good[: _SEARCHED_OF_MANY if many else _SEARCHED]:
+        for tp_layout in good_ones()[: _SEARCHED_OF_MANY if many else _SEARCHED]:
             self.search(tp_layout)
 
     def find(self, tp_layouts: Sequence[TpLayout]) -> None:

@@ -21,11 +21,10 @@ from typing import Any, Protocol, TypeVar
 from zorse_megatron.plan.plan import Plan
 from zorse_megatron.planner.closed_form.candidate import Estimate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
-from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.stage_costs import StageCost
 from zorse_megatron.planner.evaluate import Evaluation, Evaluator, Preview, gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import SearchProgress, SearchStats
+from zorse_megatron.planner.outcome import OnProgress, SearchStats
 from zorse_megatron.planner.search.effort import Effort, Groupings
 from zorse_megatron.planner.search.local_moves import LocalMoves
 from zorse_megatron.planner.search.sources import CandidateSource, CostedCandidates, Sources
@@ -55,14 +54,11 @@ class FittingPlan:
 class SearchWorker:
     """Costs and simulates candidates; what has been found once is not computed again."""
 
-    def __init__(
-        self, inputs: Inputs, effort: Effort, on_progress: Callable[[SearchProgress], None]
-    ) -> None:
+    def __init__(self, inputs: Inputs, effort: Effort, on_progress: OnProgress) -> None:
         self.inputs = inputs
         self.report = on_progress
-        self.estimator = Estimator(inputs)
-        self.evaluator = Evaluator(inputs, self.estimator)
-        self.device_groups = self.estimator.device_groups
+        self.evaluator = Evaluator(inputs)
+        self.estimator = self.evaluator.estimator
         self._fastest: Evaluation | None = None
         self._groupings_before = 0
         self._begin(effort)
@@ -75,8 +71,7 @@ class SearchWorker:
             effort=effort,
             estimator=self.estimator,
             costed_candidates=self.costed_candidates,
-            device_groups=self.device_groups,
-            groupings=Groupings(self.estimator, self.device_groups),
+            groupings=Groupings(self.estimator),
             report=self.report,
         )
         self.local_moves = LocalMoves(effort=effort, estimator=self.estimator, sources=self.sources)
@@ -243,9 +238,7 @@ class Workers:
 
 
 @contextmanager
-def workers_for(
-    inputs: Inputs, effort: Effort, on_progress: Callable[[SearchProgress], None]
-) -> Iterator[Workers]:
+def workers_for(inputs: Inputs, effort: Effort, on_progress: OnProgress) -> Iterator[Workers]:
     """As many workers as the cluster is worth; their processes end with the context."""
     first = SearchWorker(inputs, effort, on_progress)
     if inputs.world_size <= _ALONE_UP_TO:

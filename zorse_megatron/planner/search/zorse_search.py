@@ -1,14 +1,14 @@
 """The search for the best plan: closed form first, then the simulator decides, within a budget."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from zorse_megatron.planner.closed_form.candidate import Estimate
 from zorse_megatron.planner.evaluate import Evaluation, best_first
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import SearchProgress, SearchStats
+from zorse_megatron.planner.outcome import OnProgress, SearchProgress, SearchStats
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.sources import (
     CandidateSource,
@@ -43,7 +43,7 @@ class SearchResult:
 
 def search(
     inputs: Inputs,
-    on_progress: Callable[[SearchProgress], None],
+    on_progress: OnProgress,
     effort: Effort | None = None,
 ) -> SearchResult:
     """Search for the fastest plan. Raises RuntimeError if the second process fails."""
@@ -55,7 +55,7 @@ def search(
 def search_with(
     workers: Workers,
     effort: Effort,
-    on_progress: Callable[[SearchProgress], None],
+    on_progress: OnProgress,
     *,
     hopeless_s: float = math.inf,
     least_s: float = math.inf,
@@ -81,7 +81,7 @@ class ZorseSearch:
         self,
         workers: Workers,
         effort: Effort,
-        on_progress: Callable[[SearchProgress], None],
+        on_progress: OnProgress,
         *,
         hopeless_s: float = math.inf,
     ) -> None:
