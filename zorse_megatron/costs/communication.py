@@ -40,6 +40,8 @@ class Rate:
 
     def at(self, message_bytes: float) -> float:
         """The lowest of all for messages of this size. O(distinct curves)."""
+        if not self.curves:  # as in most clusters; asked for some 100,000 times in a search
+            return self.constant_bytes_per_s
         rates = (
             curve_for(curves, sharing).bytes_per_s(message_bytes) for curves, sharing in self.curves
         )
