@@ -21,8 +21,7 @@ from scripts.launch_order.hardware_queues import find_hang
 from scripts.launch_order.launches import Launch, launches_of
 from scripts.receives_ahead import EXAMPLES, inputs_of
 from tests.strategies import lowerable_plans, plans, trained_plans
-from zorse_megatron.plan.memory_settings import settings_in
-from zorse_megatron.plan.plan import Group, ModelFingerprint, Plan, Replica
+from zorse_megatron.plan.plan import Group, ModelFingerprint, Plan, Recompute, Replica
 from zorse_megatron.plan.rules import hierarchical_problems
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError
@@ -147,20 +146,18 @@ def _drawn(strategy: st.SearchStrategy[Plan], count: int) -> list[Plan]:
 def overlapped(plan: Plan) -> Plan:
     """The plan with twice the samples, whose halves are interleaved where ranks share experts."""
     groups = tuple(
-        replace(group, replicas=tuple(_overlapped(group, each) for each in group.replicas))
-        for group in plan.groups
+        replace(group, replicas=tuple(map(_overlapped, group.replicas))) for group in plan.groups
     )
     return replace(plan, global_batch_size=2 * plan.global_batch_size, groups=groups)
 
 
-def _overlapped(group: Group, replica: Replica) -> Replica:
+def _overlapped(replica: Replica) -> Replica:
     twice = replace(replica, micro_batch_size=2 * replica.micro_batch_size)
     if (shared := replica.expert_parallel) is None:
         return twice
-    recompute = settings_in(group, replica).recompute
     samples = tuple(2 * count for count in shared.samples)
-    may_overlap = recompute is None or recompute.mode != "full"
-    return replace(twice, expert_parallel=replace(shared, samples=samples, overlap=may_overlap))
+    in_halves = replace(shared, samples=samples, overlap=True)
+    return replace(twice, expert_parallel=in_halves, recompute=Recompute(mode="none"))
 
 
 def in_two_levels(group: Group) -> Group:
