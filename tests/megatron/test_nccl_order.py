@@ -101,7 +101,7 @@ def test_nccl_branches_train_the_same_and_their_launches_fit(
         steps[entry] = json.loads((record / f"steps-rank{plan.world_size - 1}.json").read_text())
     assert steps["nccl_over_gloo_entry"] == steps["recording_entry"]
     launched = [
-        json.loads((tmp_path / "nccl_over_gloo_entry" / f"launches-rank{rank}.json").read_text())
+        told_apart(tmp_path / "nccl_over_gloo_entry" / f"launches-rank{rank}.json")
         for rank in range(plan.world_size)
     ]
     assert_both_ends_fit(launched)
@@ -111,7 +111,7 @@ def test_nccl_branches_train_the_same_and_their_launches_fit(
     for rank in range(plan.world_size):
         group = plan.groups[plan.group_of_rank(rank)]
         swaps_with = tied if rank in tied else set()
-        found = [place_of(launch, group, swaps_with) for launch in told_apart(launched[rank])]
+        found = [place_of(launch, group, swaps_with) for launch in launched[rank]]
         expected = [modelled_place(each, rank) for each in modelled[rank] if each.operation]
         if group.hierarchical:
             assert_stages_fit(launched[rank], modelled[rank], group)
@@ -172,11 +172,12 @@ def tied_ranks(modelled: list[list[Any]]) -> set[int]:
     return {each.rank for of_rank in modelled for each in of_rank if each.kind.endswith("TIE")}
 
 
-def told_apart(launched: list[Launch]) -> list[Launch]:
+def told_apart(path: Path) -> list[Launch]:
     """A rank's launches, each with whether it is between ranks that share experts.
 
     They have a communicator of their own, also where they are all of their group.
     """
+    launched: list[Launch] = json.loads(path.read_text())
     tell = {each["group"] for each in launched if KIND_OF.get(each["dtype"]) == CHOICES}
     return [{**each, "of_experts": each["group"] in tell} for each in launched]
 
