@@ -21,6 +21,7 @@ from scripts.launch_order.hardware_queues import find_hang
 from scripts.launch_order.launches import Launch, launches_of
 from scripts.receives_ahead import EXAMPLES, inputs_of
 from tests.strategies import lowerable_plans, plans, trained_plans
+from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
 from zorse_megatron.plan.plan import Group, ModelFingerprint, Plan, Recompute, Replica
 from zorse_megatron.plan.rules import hierarchical_problems
 from zorse_megatron.planner.find_plan import find_plan
@@ -43,7 +44,7 @@ _MODEL = ModelFingerprint(
 )
 """Of plans with tensor-parallel groups and regions."""
 _EXPERTS = replace(_MODEL, num_experts=4, moe_layer_freq=(0, 1, 1, 0, 1, 1))
-"""Of plans whose ranks also share experts."""
+"""Of plans whose ranks share experts."""
 
 
 def launched_when_opened(actions: Sequence[Action]) -> tuple[Action, ...]:
@@ -99,8 +100,8 @@ class Launched:
 def random_plans(count: int, max_world: int) -> list[Plan]:
     """As many plans of every schedule, the same in every run.
 
-    A quarter may have TP groups; another one has experts, which ranks may share, in every other of
-    these plans overlapped.
+    A quarter may have TP groups; in another one ranks share experts, in every other of these plans
+    overlapped.
     """
     of_ranks = st.one_of(
         plans(max_world, 5),
@@ -108,11 +109,18 @@ def random_plans(count: int, max_world: int) -> list[Plan]:
         lowerable_plans(max_world, 4, schedule_names=("interleaved",)),
     )
     of_tp_groups, with_experts = (
-        _drawn(trained_plans(model, 8, max_world=max_world, max_ranks_per_replica=3), count // 4)
+        trained_plans(model, 8, max_world=max_world, max_ranks_per_replica=3)
         for model in (_MODEL, _EXPERTS)
     )
-    with_experts[::2] = map(overlapped, with_experts[::2])
-    drawn = [*_drawn(of_ranks, count - 2 * (count // 4)), *of_tp_groups, *with_experts]
+    sharing = _drawn(
+        with_experts.filter(lambda plan: any(replicas_that_share_experts(plan))), count // 4
+    )
+    sharing[::2] = map(overlapped, sharing[::2])
+    drawn = [
+        *_drawn(of_ranks, count - 2 * (count // 4)),
+        *_drawn(of_tp_groups, count // 4),
+        *sharing,
+    ]
     found = []
     for number, plan in enumerate(drawn):
         # Every other one has a tied embedding, where first and last chunk are two.

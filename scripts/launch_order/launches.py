@@ -84,7 +84,7 @@ def _forward_steps(layers: Sequence[int], with_experts: Sequence[int], halves: i
         for leaves in leaving:
             returns = replace(leaves, sent=(ROWS,))
             returning.append(returns)
-            # Without Triton the host waits for what experts compute of.
+            # Products in torch take counts from the host.
             arrived = _Step(kind="end", passage=leaves, holds_host=True)
             found += [arrived, _Step(kind="begin", passage=returns)]
     return found + [_Step(kind="end", passage=each) for each in returning]
@@ -241,10 +241,8 @@ class _Launches:
     def _steps(self, action: Action) -> Iterator[_Step]:
         """Those of a forward; of a backward, which computes some layers again."""
         assert self.replica.expert_parallel is not None and action.chunk is not None
-        halves, with_experts = (
-            self.replica.expert_parallel.parts,
-            self.plan.model.layers_with_experts,
-        )
+        halves = self.replica.expert_parallel.parts
+        with_experts = self.plan.model.layers_with_experts
         layers = range(*self.plan.chunks[action.chunk].layers)
         if action.kind is Kind.FORWARD:
             yield from _forward_steps(layers, with_experts, halves)

@@ -10,6 +10,7 @@ from scripts.launch_order.happens_before import most_waiting_exactly
 from scripts.launch_order.hardware_queues import find_hang, most_seen
 from scripts.launch_order.launches import CHOICES, MAIN, ROWS, Launch, launches_of
 from tests.unit.made_plans import even_plan
+from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
 from zorse_megatron.plan.plan import has_equal_tp_shards
 from zorse_megatron.schedule import communicators
 from zorse_megatron.schedule.communicators import Communicator
@@ -21,7 +22,7 @@ LINKS = [Communicator(use="link", ranks=edge) for edge in ((0, 1), (1, 0))]
 
 @pytest.fixture(scope="module")
 def plans():
-    return random_plans(60, 7)
+    return random_plans(48, 7)
 
 
 def kernel(rank: int, link: Communicator, *after: Launch, number: int = 0) -> Launch:
@@ -124,7 +125,7 @@ def test_plans_hold_all_that_launches(plans):
 
 
 def shared_experts(plan):
-    return [r.expert_parallel for g in plan.groups for r in g.replicas if r.expert_parallel]
+    return [shared for _, _, shared in replicas_that_share_experts(plan)]
 
 
 def of_a_rank_that_shares_experts(launches):
