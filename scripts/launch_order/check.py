@@ -21,7 +21,8 @@ from scripts.launch_order.hardware_queues import find_hang
 from scripts.launch_order.launches import Launch, launches_of
 from scripts.receives_ahead import EXAMPLES, inputs_of
 from tests.strategies import lowerable_plans, plans, trained_plans
-from zorse_megatron.plan.plan import Group, ModelFingerprint, Plan
+from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
+from zorse_megatron.plan.plan import Group, ModelFingerprint, Plan, Recompute, Replica
 from zorse_megatron.plan.rules import hierarchical_problems
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.outcome import STRATEGIES, NoPlanError
@@ -42,6 +43,8 @@ _MODEL = ModelFingerprint(
     num_layers=6, hidden_size=96, ffn_hidden_size=384, num_attention_heads=12, vocab_size=768
 )
 """Of plans with tensor-parallel groups and regions."""
+_EXPERTS = replace(_MODEL, num_experts=4, moe_layer_freq=(0, 1, 1, 0, 1, 1))
+"""Of plans whose ranks share experts."""
 
 
 def launched_when_opened(actions: Sequence[Action]) -> tuple[Action, ...]:
@@ -95,14 +98,29 @@ class Launched:
 
 
 def random_plans(count: int, max_world: int) -> list[Plan]:
-    """As many plans of every schedule, the same in every run; a quarter may have TP groups."""
+    """As many plans of every schedule, the same in every run.
+
+    A quarter may have TP groups; in another one ranks share experts, in every other of these plans
+    overlapped.
+    """
     of_ranks = st.one_of(
         plans(max_world, 5),
         lowerable_plans(max_world, 5, schedule_names=("breadth_first",)),
         lowerable_plans(max_world, 4, schedule_names=("interleaved",)),
     )
-    of_tp_groups = trained_plans(_MODEL, 8, max_world=max_world, max_ranks_per_replica=3)
-    drawn = _drawn(of_ranks, count - count // 4) + _drawn(of_tp_groups, count // 4)
+    of_tp_groups, with_experts = (
+        trained_plans(model, 8, max_world=max_world, max_ranks_per_replica=3)
+        for model in (_MODEL, _EXPERTS)
+    )
+    sharing = _drawn(
+        with_experts.filter(lambda plan: any(replicas_that_share_experts(plan))), count // 4
+    )
+    sharing[::2] = map(overlapped, sharing[::2])
+    drawn = [
+        *_drawn(of_ranks, count - 2 * (count // 4)),
+        *_drawn(of_tp_groups, count // 4),
+        *sharing,
+    ]
     found = []
     for number, plan in enumerate(drawn):
         # Every other one has a tied embedding, where first and last chunk are two.
@@ -131,6 +149,23 @@ def _drawn(strategy: st.SearchStrategy[Plan], count: int) -> list[Plan]:
 
     draw()
     return found
+
+
+def overlapped(plan: Plan) -> Plan:
+    """The plan with twice the samples, whose halves are interleaved where ranks share experts."""
+    groups = tuple(
+        replace(group, replicas=tuple(map(_overlapped, group.replicas))) for group in plan.groups
+    )
+    return replace(plan, global_batch_size=2 * plan.global_batch_size, groups=groups)
+
+
+def _overlapped(replica: Replica) -> Replica:
+    twice = replace(replica, micro_batch_size=2 * replica.micro_batch_size)
+    if (shared := replica.expert_parallel) is None:
+        return twice
+    samples = tuple(2 * count for count in shared.samples)
+    in_halves = replace(shared, samples=samples, overlap=True)
+    return replace(twice, expert_parallel=in_halves, recompute=Recompute(mode="none"))
 
 
 def in_two_levels(group: Group) -> Group:

@@ -44,11 +44,15 @@ def _waits(
     """Each event, and those that it waits for. The end of what is no kernel is its start."""
     members: dict[Operation, set[Launch | Operation]] = defaultdict(set)
     last: dict[tuple[int, object], Launch] = {}
+    holds: dict[int, Launch] = {}
+    """Rank -> what its host has waited for last."""
     for item in chain.from_iterable(launches):
-        before = [*item.after]
+        before = [*item.after, *([holds[item.rank]] if item.rank in holds else [])]
         if (item.rank, item.stream) in last:
             before.append(last[item.rank, item.stream])
         last[item.rank, item.stream] = item
+        if item.holds_host:
+            holds[item.rank] = item
         yield item, {each if each.operation is None else each.operation for each in before}
         if item.operation is not None:
             members[item.operation].add(item)

@@ -3,14 +3,17 @@
 The rules are those of `runtime.executor`, `runtime.transport` and `adapter.model.chunk_runner`; a
 test compares them with the calls of torch.distributed that a training run makes. A communicator
 runs its kernels on a stream of its own. A receive is launched at its place in the list, on the side
-stream, which waits for the main stream to come to where its buffer was opened.
+stream, which waits for the main stream to come to where its buffer was opened. The host waits for
+numbers of tokens in each layer whose experts ranks share, and for the loss of each micro-batch.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from zorse_megatron.plan.plan import Plan
+from zorse_megatron.plan.memory_settings import settings_in
+from zorse_megatron.plan.plan import Plan, has_equal_tp_shards
 from zorse_megatron.schedule.actions import ON_LAYERS, RECEIVES, SENDS, Action, ActionLists, Kind
 from zorse_megatron.schedule.communicators import Communicator, communicators_of
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
@@ -41,6 +44,59 @@ class Launch:
     """Whether the host launches nothing more until it is done."""
 
 
+# What ranks that share experts alone send each other, by `adapter.model.expert_exchange`.
+
+CHOICES, ROWS, WEIGHTS = "choices", "rows", "weights"
+"""Which experts tokens go to, the tokens or what experts return of them, and experts' weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Passage:
+    """Tokens on their way to experts or back; of a micro-batch, or of half of it."""
+
+    layer: int
+    half: int
+    sent: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A passage begins, or ends where it is waited for; before, ranks tell each other choices."""
+
+    kind: Literal["tell", "begin", "end"]
+    passage: _Passage
+    holds_host: bool = False
+
+
+def _forward_steps(layers: Sequence[int], with_experts: Sequence[int], halves: int) -> list[_Step]:
+    """In the order of `adapter.model.overlapped_layer`, which one half alone has too."""
+    found: list[_Step] = []
+    returning: list[_Passage] = []
+    for layer in layers:
+        leaving = []
+        for half in range(halves):
+            found += [_Step(kind="end", passage=each) for each in returning if each.half == half]
+            if with_experts[layer]:
+                leaves = _Passage(layer=layer, half=half, sent=(ROWS, WEIGHTS))
+                leaving.append(leaves)
+                found += [_Step(kind="tell", passage=leaves), _Step(kind="begin", passage=leaves)]
+        returning = []
+        for leaves in leaving:
+            returns = replace(leaves, sent=(ROWS,))
+            returning.append(returns)
+            # Products in torch take counts from the host.
+            arrived = _Step(kind="end", passage=leaves, holds_host=True)
+            found += [arrived, _Step(kind="begin", passage=returns)]
+    return found + [_Step(kind="end", passage=each) for each in returning]
+
+
+def _backwards(steps: Iterable[_Step]) -> Iterator[_Step]:
+    """Gradients go the other way; choices have none."""
+    for step in reversed(list(steps)):
+        if step.kind != "tell":
+            yield _Step(kind="end" if step.kind == "begin" else "begin", passage=step.passage)
+
+
 def launches_of(plan: Plan, lists: ActionLists) -> list[list[Launch]]:
     """For each rank what its list launches, in order."""
     communicators = communicators_of(plan, [lists])
@@ -65,7 +121,11 @@ class _Launches:
         mine = [c for c in self.communicators if self.rank in c.ranks]
         self.of_use = {(c.use, c.ranks if c.use == "link" else None): c for c in mine}
         self.group = self.plan.group_of_rank(self.rank)
+        _, replica = self.plan.replica_of_rank(self.rank)
+        self.replica = self.plan.groups[self.group].replicas[replica]
         self.is_resident = parameters_setting(self.plan) == RESIDENT
+        self.is_packed = not has_equal_tp_shards(self.plan.groups[self.group])
+        """Whether parts of tensors are exchanged, for which the main stream waits at once."""
         self.numbers: Counter[Communicator] = Counter()
         self.tail: Launch | None = None
         """The last launch on the main stream."""
@@ -150,11 +210,55 @@ class _Launches:
         self._on_main(str(action), *inputs, *self.gathers.pop(action.chunk, []))
         for part in range(_TP_SUMS):
             self._sum_over_tp_group(f"{action}, part {part}")
+        if self.replica.expert_parallel is not None:
+            self._exchange_tokens(action)
+        if forward and action.chunk == len(self.plan.chunks) - 1:
+            self._on_main(f"loss of {action}", holds_host=True)
 
     def _sum_over_tp_group(self, word: str) -> None:
         """A sum that the main stream waits for; nothing where the rank has no such group."""
-        if (group := self.of_use.get(("tp_group", None))) is not None:
+        if self.replica.tp_degree > 1:
+            group = self.of_use["tp_group", None]
             self._on_main(f"{word} waits", self._start(group, "sum", word, self.tail))
+
+    def _exchange_tokens(self, action: Action) -> None:
+        between = self.of_use["tp_group", None]
+        under_way: dict[_Passage, list[Launch | None]] = {}
+        for number, step in enumerate(self._steps(action)):
+            passage = step.passage
+            word = f"{action}, {number}: layer {passage.layer}, half {passage.half}"
+            if step.kind == "begin":
+                kinds = [f"{word}, {sent}" for sent in passage.sent]
+                under_way[passage] = [self._start(between, k, k, self.tail) for k in kinds]
+            elif step.kind == "end":
+                arrived = under_way.pop(passage)
+                self._on_main(f"{word} waits", *arrived, holds_host=step.holds_host)
+            else:
+                kind = f"{word}, {CHOICES}"
+                told = self._start(between, kind, kind, self.tail)
+                self._on_main(f"{word} waits", told, holds_host=True)
+
+    def _steps(self, action: Action) -> Iterator[_Step]:
+        """Those of a forward; of a backward, which computes some layers again."""
+        assert self.replica.expert_parallel is not None and action.chunk is not None
+        halves = self.replica.expert_parallel.parts
+        with_experts = self.plan.model.layers_with_experts
+        layers = range(*self.plan.chunks[action.chunk].layers)
+        if action.kind is Kind.FORWARD:
+            yield from _forward_steps(layers, with_experts, halves)
+        elif action.kind is Kind.BACKWARD:
+            again = layers[: self._num_recomputed(len(layers))]
+            rest = _forward_steps(layers[len(again) :], with_experts, halves)
+            yield from _backwards(rest)
+            for layer in reversed(again):
+                steps = _forward_steps([layer], with_experts, halves)
+                yield from (*steps, *_backwards(steps))
+
+    def _num_recomputed(self, layers: int) -> int:
+        recompute = settings_in(self.plan.groups[self.group], self.replica).recompute
+        if recompute is None or recompute.mode != "full":
+            return 0
+        return min(layers, recompute.num_layers or layers)
 
     def _reduce(self, chunk: int | None) -> list[Launch]:
         word, group = f"{chunk}REDUCE_GRAD", self.of_use.get(("group", None))
@@ -166,7 +270,10 @@ class _Launches:
             reduced = [sent, self._start(inside, word, word, self.tail)]
         else:
             reduced = [self._start(group, word, word, self.tail)]
-        return [each for each in reduced if each is not None]
+        started = [each for each in reduced if each is not None]
+        if self.is_packed:
+            self._on_main(f"{word} waits", *started)
+        return started
 
     def _on_state(self, action: Action) -> None:
         {
@@ -205,7 +312,10 @@ class _Launches:
             gathered = [arrived, own, spread]
         else:
             gathered = [self._start(self.of_use.get(("group", None)), word, word, self.tail)]
-        if started := [each for each in gathered if each is not None]:
+        started = [each for each in gathered if each is not None]
+        if self.is_packed:
+            self._on_main(f"{word} waits", *started)
+        elif started:
             self.gathers[action.chunk] = started
 
     def _release(self, action: Action) -> None:

@@ -2,8 +2,8 @@
 
 `$ZORSE_TEST_RECORD/launches-rank<R>.json`: each call of torch.distributed as the process group gets
 it, stock's own too, in order: `group` (its name, the same on all of its ranks), `ranks`, `kind`,
-`numel` of each tensor, and of messages `peer` (a global rank). Uneven lists are as many reductions
-or broadcasts, as in NCCL's process group.
+`numel` of each tensor, of messages `peer` (a global rank), and of exchanges `dtype`. Uneven lists
+are as many reductions or broadcasts, as in NCCL's process group.
 """
 
 import json
@@ -71,7 +71,14 @@ class NcclOverGloo(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
 
-    def note(self, kind: str, tensors: Sequence[torch.Tensor], peer: int | None = None) -> None:
+    def note(
+        self,
+        kind: str,
+        tensors: Sequence[torch.Tensor],
+        peer: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.log.append(
             {
                 "group": self.label,
@@ -79,6 +86,7 @@ class NcclOverGloo(dist.ProcessGroup):
                 "kind": kind,
                 "numel": [tensor.numel() for tensor in tensors],
                 "peer": None if peer is None else self.ranks[peer],
+                "dtype": None if dtype is None else str(dtype),
             }
         )
 
@@ -91,6 +99,10 @@ class NcclOverGloo(dist.ProcessGroup):
         self.note("receive", tensors, source)
         assert tag == 0, "NCCL knows no tags"
         return self.payload.recv(tensors, source, tag)
+
+    def alltoall_base(self, received: Any, *args: Any) -> Any:
+        self.note("alltoall_base", [], dtype=received.dtype)  # sizes differ from rank to rank
+        return self.payload.alltoall_base(received, *args)
 
     def reduce_scatter(self, outputs: Any, lists: Any, options: Any = None) -> Any:
         (output,), (parts,) = outputs, lists
@@ -151,7 +163,7 @@ def _noted(kind: str) -> Callable[..., Any]:
     return call
 
 
-for _kind in ("allreduce", "broadcast", "reduce", "barrier", "alltoall_base", "gather", "scatter"):
+for _kind in ("allreduce", "broadcast", "reduce", "barrier", "gather", "scatter"):
     setattr(NcclOverGloo, _kind, _noted(_kind))
 for _new, _old in (
     ("reduce_scatter_single", "_reduce_scatter_base"),

@@ -1,15 +1,20 @@
 """What ranks on GPUs launch cannot hang; and the checker finds what can."""
 
+from dataclasses import replace
+
 import pytest
 
 from scripts.launch_order import check
 from scripts.launch_order.check import LIMITS, WAYS, Launched, random_plans
 from scripts.launch_order.happens_before import most_waiting_exactly
 from scripts.launch_order.hardware_queues import find_hang, most_seen
-from scripts.launch_order.launches import MAIN, Launch
+from scripts.launch_order.launches import CHOICES, MAIN, ROWS, Launch, launches_of
 from tests.unit.made_plans import even_plan
+from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
+from zorse_megatron.plan.plan import has_equal_tp_shards
 from zorse_megatron.schedule import communicators
 from zorse_megatron.schedule.communicators import Communicator
+from zorse_megatron.schedule.lower import lower_plan
 
 AS_LAUNCHED, WHEN_OPENED = WAYS
 LINKS = [Communicator(use="link", ranks=edge) for edge in ((0, 1), (1, 0))]
@@ -17,7 +22,7 @@ LINKS = [Communicator(use="link", ranks=edge) for edge in ((0, 1), (1, 0))]
 
 @pytest.fixture(scope="module")
 def plans():
-    return random_plans(30, 7)
+    return random_plans(48, 7)
 
 
 def kernel(rank: int, link: Communicator, *after: Launch, number: int = 0) -> Launch:
@@ -63,6 +68,23 @@ def test_the_first_of_a_hardware_queue_holds_back_the_others():
     assert stuck is not None and "rank 0: next receive (1, 0)" in stuck
 
 
+def test_a_host_that_waits_launches_nothing_more():
+    """What another rank needs before it comes to where both meet."""
+    both = Communicator(use="tp_group", ranks=(0, 1))
+    meets = [kernel(rank, both) for rank in (0, 1)]
+    for each in meets:
+        each.kind = "choices"
+    told = Launch(rank=0, stream=MAIN, word="told", after=(meets[0],))
+    receive = kernel(1, LINKS[0])
+    meets[1].after = (receive,)
+    ranks = [[meets[0], told, kernel(0, LINKS[0])], [receive, meets[1]]]
+    assert find_hang(ranks) is None
+    assert most_waiting_exactly(ranks) == [2, 1]
+    told.holds_host = True
+    stuck = find_hang(ranks)
+    assert stuck is not None and "rank 0: next told" in stuck
+
+
 def test_different_operations_are_not_one():
     group = Communicator(use="group", ranks=(0, 1))
     ends = [
@@ -87,14 +109,70 @@ def test_plans_hold_all_that_launches(plans):
     """None of it is drawn by chance alone."""
     drawn = {
         "tensor-parallel": [
-            any(len(r.ranks) > 1 for g in p.groups for r in g.replicas) for p in plans
+            any(r.tp_degree > 1 for g in p.groups for r in g.replicas) for p in plans
         ],
         "in two levels": [any(group.hierarchical for group in p.groups) for p in plans],
         "16-bit gradients": [any(group.grad_reduce_dtype for group in p.groups) for p in plans],
+        "sharing experts": [bool(shared_experts(p)) for p in plans],
+        "overlapped": [any(each.overlap for each in shared_experts(p)) for p in plans],
+        "with parts of layers": [
+            any(not has_equal_tp_shards(group) for group in p.groups) for p in plans
+        ],
         "tied": [bool(p.model.tied_embeddings) for p in plans],
         "loss told": [p.world_size - 1 not in p.groups[p.chunks[-1].group].ranks for p in plans],
     }
     assert min(map(sum, drawn.values())) > 2, {what: sum(each) for what, each in drawn.items()}
+
+
+def shared_experts(plan):
+    return [shared for _, _, shared in replicas_that_share_experts(plan)]
+
+
+def of_a_rank_that_shares_experts(launches):
+    """A rank's launches between it and those with which it shares experts, in order."""
+    of_ranks = (
+        [each for each in items if each.kind.endswith((CHOICES, ROWS))] for items in launches
+    )
+    return next(filter(None, of_ranks), [])
+
+
+def test_ranks_that_launch_in_unlike_order_are_found(plans):
+    """One of those that share experts sends rows before it tells whose they are."""
+    num_planted = 0
+    for plan in plans:
+        launches = Launched.of(plan, AS_LAUNCHED).launches
+        if exchanged := of_a_rank_that_shares_experts(launches):
+            num_planted += 1
+            told, sent = exchanged[:2]
+            told.kind, sent.kind = sent.kind, told.kind
+            assert "found" in str(find_hang(launches))
+    assert num_planted
+
+
+def test_ranks_of_which_one_alone_runs_no_halves_are_found(plans):
+    num_planted = 0
+    for plan in plans:
+        lists = lower_plan(plan)
+        launches, whole = launches_of(plan, lists), launches_of(in_whole_micro_batches(plan), lists)
+        ranks = (r for r in range(len(launches)) if len(launches[r]) != len(whole[r]))
+        if (rank := next(ranks, None)) is not None:
+            num_planted += 1
+            launches[rank] = whole[rank]
+            assert "found" in str(find_hang(launches))
+    assert num_planted
+
+
+def in_whole_micro_batches(plan):
+    groups = []
+    for group in plan.groups:
+        replicas = [
+            replace(each, expert_parallel=replace(each.expert_parallel, overlap=False))
+            if each.expert_parallel
+            else each
+            for each in group.replicas
+        ]
+        groups.append(replace(group, replicas=tuple(replicas)))
+    return replace(plan, groups=tuple(groups))
 
 
 @pytest.mark.parametrize("limits", [limits for limits in LIMITS if limits[1] == "fit"])

@@ -44,7 +44,8 @@ class Communicator:
 
     link: from the first of two ranks to the second. group: what ranks of a plan's group reduce and
     gather. region, across: the same in a hierarchical group, within a region and between regions.
-    set: what a tensor-parallel group does within its layers. world: what all ranks sum.
+    tp_group: what ranks of a replica do within its layers, a tensor-parallel group or such as share
+    experts. world: what all ranks sum.
     """
 
     use: Literal["link", "group", "region", "across", "tp_group", "world"]
