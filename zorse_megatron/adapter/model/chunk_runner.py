@@ -182,6 +182,8 @@ class MegatronChunkRunner:
             self.num_tokens += num_tokens.to(self.num_tokens.device)
         if not inputs.forward_only:
             self.saved[chunk, micro_batch.index] = (activation, output)
+            if self.kept is not None and activation is not None:
+                self.kept.hold(activation)  # also where layers have copies of its halves
         if is_last:
             return None
         # The alias keeps the data until it has been used; stock's deallocation then only leaves
