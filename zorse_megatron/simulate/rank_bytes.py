@@ -513,14 +513,14 @@ class RankSizes:
     def _micro_batch_bytes(self, rank: int, chunk: int, size: int, kind: str) -> MicroBatchBytes:
         memory, runs = self.memory_at(rank, chunk), self.runs(chunk, self.part(rank))
         (mode, recomputed), at_once = self.recompute(rank, chunk), self._layers_at_once(rank, chunk)
-        splits = self.group_of(chunk).split_backward
+        splits, parts = self.group_of(chunk).split_backward, self.parts(rank)
         layers = [
             (
                 each.activation_bytes(size, "none", kind),
                 each.activation_bytes(size, mode, kind),
                 each.delayed_bytes(size) if splits else 0,
                 # Beside what it leaves for weight gradients.
-                each.arriving_bytes(size) if splits and each.delayed_bytes(size) else 0,
+                each.arriving_bytes(size) // parts if splits and each.delayed_bytes(size) else 0,
             )
             for each, _ in runs
         ]
@@ -545,8 +545,9 @@ class RankSizes:
         )
 
     def _copied_bytes(self, rank: int, chunk: int, size: int) -> int:
-        """The halves of a chunk's input, which are copies of it."""
-        return self.memory_at(rank, chunk).boundary_bytes(size) if self.parts(rank) > 1 else 0
+        """The halves of what a chunk is sent, which are copies of it."""
+        is_copied = chunk > 0 and self.parts(rank) > 1
+        return self.memory_at(rank, chunk).boundary_bytes(size) if is_copied else 0
 
     def saved_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
         """The bytes of each tensor that layers keep of a micro-batch."""

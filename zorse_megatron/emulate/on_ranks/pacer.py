@@ -105,7 +105,7 @@ class Pacer:
                 self._watch_shared_experts(layer, how)
             else:
                 layer.register_forward_hook(partial(self._layer, how))
-        if self.sizes.sharing is not None and self.sizes.sharing.parts > 1:
+        if self._parts > 1 and chunk.embedding is None:
             chunk.layers[0].register_forward_hook(self._copy)
         for layer, weight in zip(chunk.layers, chunk.delayed_weights, strict=False):
             self._splits = True
@@ -242,6 +242,11 @@ class Pacer:
             hidden, lambda: self._backward(backward_s, partial(self._drop, layer, size, how))
         )
 
+    @property
+    def _parts(self) -> int:
+        """In how many the rank's micro-batches run."""
+        return 1 if self.sizes.sharing is None else self.sizes.sharing.parts
+
     def _apart_s(self, compute: ComputeCost, size: int) -> float:
         """What a layer's backward leaves to its weight gradients."""
         return compute.weight_gradients_s(self.kind, size) if self._splits else 0.0
@@ -252,7 +257,7 @@ class Pacer:
         if not self._splits:
             self.cap.drop_layer(memory, size, how)
             return
-        arriving = memory.arriving_bytes(size)
+        arriving = memory.arriving_bytes(size) // self._parts
         self.cap.keep(arriving)
         self.cap.drop_layer(memory, size, how)
         if layer in self._left:
@@ -328,7 +333,7 @@ class Pacer:
         on_backward(hidden, begin)
 
     def _copy(self, layer: Any, _inputs: Any, output: Any) -> None:
-        """The halves of a chunk's input, which are copies of it."""
+        """The halves of what a chunk is sent, which are copies of it."""
         hidden = _last_half(output)
         copied = self.cap.memory.boundary_bytes(self.sizes.micro_batch_size(hidden))
         if layer.training:
