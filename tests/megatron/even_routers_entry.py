@@ -1,4 +1,4 @@
-"""The built-in entry, with routing that is even: tokens get experts in turn, not those they ask for."""
+"""The built-in entry, with routing that is even: tokens get experts in turn."""
 
 from typing import Any
 
