@@ -538,16 +538,11 @@ class RankSizes:
             saved, working = working_bytes_of_layers(each_layer, recomputed, at_once=at_once)
         return MicroBatchBytes(
             held=memory.boundary_bytes(size),
-            saved=saved + self._copied_bytes(rank, chunk, size),
+            saved=saved,
             head=memory.head_bytes(size) if self.is_last(chunk) else 0,
             working=working,
             delayed=delayed,
         )
-
-    def _copied_bytes(self, rank: int, chunk: int, size: int) -> int:
-        """The halves of what a chunk is sent, which are copies of it."""
-        is_copied = chunk > 0 and self.parts(rank) > 1
-        return self.memory_at(rank, chunk).boundary_bytes(size) if is_copied else 0
 
     def saved_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
         """The bytes of each tensor that layers keep of a micro-batch."""
@@ -564,8 +559,7 @@ class RankSizes:
             if inputs:
                 found += inputs * memory.saved_tensor_bytes(size, mode, kind)
             at = stop
-        copied = self._copied_bytes(rank, chunk, size)
-        return (*found, copied) if copied else found
+        return found
 
     def _costs_of_parts(self) -> TpCosts | None:
         """Those of tensor-parallel groups, or of ranks that share experts."""

@@ -105,8 +105,6 @@ class Pacer:
                 self._watch_shared_experts(layer, how)
             else:
                 layer.register_forward_hook(partial(self._layer, how))
-        if self._parts > 1 and chunk.embedding is None:
-            chunk.layers[0].register_forward_hook(self._copy)
         for layer, weight in zip(chunk.layers, chunk.delayed_weights, strict=False):
             self._splits = True
             if self.sizes.sharing is None or not _has_experts(layer):
@@ -331,15 +329,6 @@ class Pacer:
             self._backward(backward_s, partial(self._drop, layer, size, how))
 
         on_backward(hidden, begin)
-
-    def _copy(self, layer: Any, _inputs: Any, output: Any) -> None:
-        """The halves of what a chunk is sent, which are copies of it."""
-        hidden = _last_half(output)
-        copied = self.cap.memory.boundary_bytes(self.sizes.micro_batch_size(hidden))
-        if layer.training:
-            self.host.forward_bytes += copied
-            self.cap.keep(copied)
-        on_backward(hidden, lambda: self.cap.drop(copied))
 
     def _backward(self, seconds_s: float, let_go: Callable[[], None]) -> None:
         self._take("B", seconds_s)
