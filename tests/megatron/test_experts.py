@@ -119,7 +119,7 @@ OVERLAPPED = plan_of(
 )
 OVERLAPPED_BREADTH_FIRST = chunked_plan(
     [(overlapped((0, 1, 4), (1, 3, 0), (2, 2, 0), 1), replica(2, 1, 4)), (replica(3, 4, 2),)],
-    [(0, 1), (1, 2), (0, 1)],
+    [(0, 1), (0, 1), (1, 1), (0, 1)],  # of neighbours, one has what the other returns
 )
 ROWS: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "bias": (LAYOUTS["2|3, idle at the end"], (*MODEL, *BIASED)),

@@ -18,12 +18,17 @@ from tests.megatron.comparison import UNTIED, flags_for
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.plans import (
     BOTH_ENDS,
+    FULL,
     LAYERED,
     LAYOUTS,
     NEIGHBOURS,
     TWO_BY_TWO,
+    chunked_plan,
+    expert_replica,
     hierarchical,
     in_the_host,
+    plan_of,
+    replica,
     split,
     tp_replica,
     with_settings,
@@ -32,11 +37,21 @@ from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.fake_tp_costs import SplitCompute
 from zorse_megatron.costs.interface import JobCosts, TpRankCosts, TpShard, TpTraits
 from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
+from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.lora import parse_lora
 from zorse_megatron.inputs.model import USUAL, Experts, ModelShape
-from zorse_megatron.plan.plan import Chunk, Group, Plan, Recompute, Schedule, TpShards
+from zorse_megatron.plan.plan import (
+    Chunk,
+    Group,
+    Plan,
+    Recompute,
+    Replica,
+    Schedule,
+    TpShards,
+)
 from zorse_megatron.plan.plan_file import save_plan
 from zorse_megatron.planner.inputs.cost_models import told_local_sizes
+from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.memory_ledger import Category, changes_of
@@ -95,14 +110,16 @@ BESIDE_EXPERTS = replace(
 WITH_EXPERTS = ("full recomputation, weight gradients apart", "in the host")
 
 
-def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
+def run(
+    plan: Plan, corpus: Path, work: Path, *more: str, entry: str = "zorse_megatron.pretrain"
+) -> RunResult:
     save_plan(plan, work / "plan.json")
     flags = [*flags_for(corpus, *UNTIED, steps=2)]
     for name, value in (("--hidden-size", HIDDEN), ("--seq-length", SEQUENCE)):
         flags[flags.index(name) + 1] = str(value)
     flags[flags.index("--max-position-embeddings") + 1] = str(SEQUENCE)
     flags += ["--zorse-plan", str(work / "plan.json"), *more]
-    return run_ranks(flags, plan.world_size, timeout_s=120)
+    return run_ranks(flags, plan.world_size, entry=entry, timeout_s=120)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +250,103 @@ def test_peaks_of_a_tp_group_beside_a_rank(
         assert peaks["activations"] == pytest.approx(activations, rel=0.05), rank
 
 
+# Ranks that share experts: each with samples and experts of its own, or with none of either.
+SHARED = plan_of(
+    ((expert_replica((0, 1), (1, 3), (2, 1), 2), replica(2, 1, 2, 0.5)), 2),
+    ((expert_replica((3, 4, 5), (2, 0, 2), (2, 2, 0), 2, 1.0, 3.0, 0.0),), 2),
+)
+IN_HALVES = plan_of(
+    ((expert_replica((0, 1), (1, 3), (4, 2), 1, overlap=True), replica(2, 1, 2, 0.5)), 2),
+    ((expert_replica((3, 4, 5), (2, 0, 2), (2, 2, 0), 2, 1.0, 3.0, 0.0, overlap=True),), 2),
+)
+IN_HALVES_BREADTH_FIRST = chunked_plan(
+    [
+        (expert_replica((0, 1, 4), (1, 3, 0), (2, 2, 0), 1, overlap=True), replica(2, 1, 4)),
+        (replica(3, 4, 2),),
+    ],
+    [(0, 1), (1, 2), (0, 1)],
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "dense"),
+    [
+        pytest.param(SHARED, (), id="1f1b"),
+        pytest.param(with_settings(SHARED, FULL), (1, 3), id="dense layers, recomputed"),
+        pytest.param(split(with_settings(SHARED, FULL)), (), id="recomputed, apart"),
+        pytest.param(split(SHARED), (0, 3), id="dense layers, weight gradients apart"),
+        pytest.param(IN_HALVES, (1, 3), id="dense layers, overlapped"),
+        pytest.param(split(IN_HALVES), (), id="overlapped, weight gradients apart"),
+        pytest.param(IN_HALVES_BREADTH_FIRST, (), id="overlapped, breadth first"),
+    ],
+)
+def test_peaks_of_ranks_that_share_experts(
+    plan: Plan, dense: tuple[int, ...], corpus: Path, tmp_path: Path
+) -> None:
+    """Routing is even, as the simulator takes it to be. Nothing is kept but what it counts."""
+    assert EXPERTS.model.experts is not None
+    model, frequency = replace(EXPERTS.model, dense_layers=dense), [1] * 4
+    for layer in dense:
+        frequency[layer] = 0
+    flags = (*OF_EXPERTS, "--moe-layer-freq", str(frequency).replace(" ", ""))
+    entry = "tests.megatron.even_routers_entry"
+    run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path), *flags, entry=entry).check()
+    inputs = make_inputs(
+        parse_cluster(f"nodes: [{{name: a, gpus: {plan.world_size} x A100-40}}]".encode()),
+        model,
+        None,
+        global_batch_size=plan.global_batch_size,
+        dtype="float32",
+        computing=replace(USUAL, attention="unfused"),
+    )
+    predicted = simulate(plan, replace(inputs, comm=FakeComm()))
+    for rank in range(plan.world_size):
+        found: dict[str, Any] = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())
+        peaks = {category: peak["num_bytes"] for category, peak in found["peaks"].items()}
+        expected = predicted.memory[rank].by_category_bytes
+        for name in (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS):
+            assert peaks[name.label] == pytest.approx(expected[name], rel=0.01), (rank, name)
+        copies = logits_bytes(plan, rank) if expected[Category.LOGITS] else 0
+        activations = most_activation_bytes(predicted, rank, copies)
+        small = small_bytes(plan, rank)
+        assert activations <= peaks["activations"] <= activations + small, rank
+        # Exchanges of unlike replicas come and go while an action runs.
+        assert peaks["total"] <= 1.01 * predicted.memory[rank].total_bytes + small, rank
+
+
+def small_bytes(plan: Plan, rank: int) -> int:
+    """At most: what layers keep that the memory model does not count, of all micro-batches.
+
+    Of each token mean and deviation in two norms of each layer, a row of a mask in each chunk, and
+    at the ends its number, its position, its label and its loss; of each layer tokens by expert. A
+    mask of no samples is a part of that of one.
+    """
+    replica, chunks = replica_of(plan, rank), plan.chunks_of_group(plan.group_of_rank(rank))
+    bounds = [plan.chunks[chunk].layers for chunk in chunks]
+    layers = sum(stop - first for first, stop in bounds)
+    per_token = 2 * 2 * 4 * layers + 64
+    masks = max(1, samples_of(replica, rank)) * SEQUENCE * SEQUENCE * len(chunks)
+    tokens = samples_of(replica, rank) * SEQUENCE
+    return replica.num_microbatches * (tokens * per_token + masks + 64 * layers)
+
+
+def replica_of(plan: Plan, rank: int) -> Replica:
+    """The one that the rank is in."""
+    (found,) = (r for g in plan.groups for r in g.replicas if rank in r.ranks)
+    return found
+
+
+def samples_of(replica: Replica, rank: int) -> int:
+    """The rank's own of a micro-batch."""
+    shared = replica.expert_parallel
+    if shared is None:
+        return replica.micro_batch_size
+    return shared.samples[replica.ranks.index(rank)]
+
+
 def logits_bytes(plan: Plan, rank: int) -> int:
     """One matrix of a micro-batch's logits in float32."""
-    (replica,) = (r for g in plan.groups for r in g.replicas if r.ranks == (rank,))
-    return replica.micro_batch_size * SEQUENCE * VOCABULARY * 4
+    return samples_of(replica_of(plan, rank), rank) * SEQUENCE * VOCABULARY * 4
 
 
 def most_activation_bytes(predicted: SimulationResult, rank: int, copies: int) -> int:

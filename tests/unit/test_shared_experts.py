@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.test_expert_costs import EXPERT, HIDDEN, MODEL, NUMBER, TOKENS
+from tests.unit.test_expert_costs import CHOSEN, EXPERT, HIDDEN, MODEL, NUMBER, TOKENS, WIDTH
 from tests.unit.test_stock_expert_parallel import (
     MIXED,
     ONE_NODE,
@@ -119,7 +119,18 @@ def test_parts_add_up_to_the_whole():
     assert held == [others + number * EXPERT for number in experts]
     kept = [each.memory.activation_bytes(size, "none") for each in of_ranks]
     assert sum(kept) == pytest.approx(inputs.memory.activation_bytes(size, "none"), abs=3)
-    assert kept[2] == dense.memory.activation_bytes(40, "none")
+    # Of its tokens: scores in fp32 of the chosen, their numbers twice in 64 bits, where they are
+    # sent in 32, and scores of all; without experts, nothing of rows.
+    routing = CHOSEN * (4 + 2 * 8 + 4) + NUMBER * 2
+    assert kept[2] == dense.memory.activation_bytes(40, "none") + 40 * TOKENS * routing
+    # Of rows their places, thrice in 32 bits, their scores, and what the matrices have.
+    row = 3 * 4 + 2 + 2 * (HIDDEN + 3 * WIDTH)
+    rows = size * TOKENS * CHOSEN * (NUMBER - 1) / NUMBER
+    assert kept[1] == pytest.approx(rows * row, abs=1)
+    left = [each.memory.delayed_bytes(size) for each in of_ranks]
+    # Inputs of the matrices of attention, and gradients of what they return.
+    assert left[2] == 40 * TOKENS * 2 * (HIDDEN + HIDDEN + 3 * HIDDEN + HIDDEN)
+    assert left[1] == pytest.approx(rows * 2 * (2 * HIDDEN + 3 * WIDTH), abs=1)
 
 
 def test_an_owner_of_an_expert_holds_it():

@@ -305,6 +305,7 @@ class PlanSession:
             kept=self.kept,
             weight_gradients=self.weight_gradients,
             place=at.place,
+            are_halved=at.expert_place is not None and at.expert_place.overlap,
             optimizer=self.optimizer,
             votes=self.votes,
             loads=self.loads,

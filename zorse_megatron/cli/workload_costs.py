@@ -15,7 +15,7 @@ from zorse_megatron.flags.command import last_values
 from zorse_megatron.gpus.gpu import DTYPE_OF, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
-from zorse_megatron.inputs.model import ModelShape, fingerprint_of
+from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.inputs.model_rules import tp_problems
 from zorse_megatron.inputs.profile import Profile, joined, load_profile
 from zorse_megatron.live.checkpoint_choice import Chooser, Load, SavedExperts, other_experts
@@ -200,7 +200,7 @@ _VOCABULARY = "--vocab-size"
 def workload_problems(plan: Plan, workload: Workload, source: str = "plan") -> Iterator[Problem]:
     """Yield where the plan's model and batch are not those of the workload."""
     yield from fingerprint_problems(
-        plan, fingerprint_of(workload.model, workload.computing), source
+        plan, workload.model.fingerprint(workload.computing.lora), source
     )
     widest = max(each.tp_degree for group in plan.groups for each in group.replicas)
     yield from tp_problems(workload.model, f"{source}: ranks of a replica", widest)

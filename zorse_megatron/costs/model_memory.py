@@ -144,28 +144,37 @@ class LayerActivations:
         (`tests/megatron/test_measure_layers.py`).
 
         In a TP group each rank has rows of all of them, whatever experts it has: how many rows are
-        for which is not known before.
+        for which is not known before. Of ranks that share experts alone, one that has none keeps
+        what its own tokens need.
         """
         hidden, chosen, all_of_them = self.model.hidden_size, experts.per_token, experts.num_experts
         scored = all_of_them if experts.scores_all else chosen
         balanced = all_of_them if self.computing.has_auxiliary_loss else 0
         score_bytes = self.computing.router_bytes or self.element_bytes
-        model, rows = self.model, chosen * (experts.num_held > 0)
+        model, rows = self.model, experts.rows_per_token
+        are_computed = experts.num_held > 0
         is_gated, has_input = model.is_gated, model.activation != "relu"
         trains = self._trains("gate", "up", "down")
         # A ReLU's gradient follows from its output, which of experts is kept for their scores.
-        kept = model.ffn_width * bool(rows) if trains else experts.shared_ffn_hidden_size
+        kept = experts.shared_ffn_hidden_size
+        if trains:
+            kept = model.ffn_width if are_computed or not rows else 0
         yield self._tensor("input of the router", hidden, module="layernorm", is_whole=True)
         for name, width, element_bytes in (
-            ("rows of the experts", rows * hidden * trains, None),
+            ("rows of the experts", rows * hidden * are_computed * trains, None),
             ("scores", scored, _FLOAT32_BYTES),
             ("chosen experts", chosen, _INDEX_BYTES),
-            ("chosen experts in order, and places of their rows", 3 * chosen, _INDEX_BYTES),
-            ("scores of the rows", chosen, score_bytes),
+            # Where tokens are sent, half of these bytes are places of the rows that are received.
+            (
+                "chosen experts in order, and places of their rows",
+                3 * chosen,
+                _INDEX_BYTES if rows else _INDEX_BYTES // 2,
+            ),
+            ("scores of the rows", rows, score_bytes),
             ("scores of all experts", all_of_them, score_bytes),
             ("scores in the auxiliary loss", balanced, _FLOAT32_BYTES),
             # Where there is a gate, it is fused with the scores.
-            ("activation of the rows", chosen * experts.ffn_hidden_size * (not is_gated), None),
+            ("activation of the rows", rows * experts.ffn_hidden_size * (not is_gated), None),
         ):
             yield self._tensor(name, width, element_bytes, is_whole=True)
         if experts.has_shared_gate:
@@ -269,7 +278,7 @@ def delayed_elements(
         whole += model.latent.ranks + model.latent.down_width
     if model.experts is None:
         blocks, split = 2 * blocks, split + feed_forward
-    elif model.experts.num_held:
+    elif model.experts.num_held or not model.experts.rows_per_token:
         whole += 2 * model.ffn_blocks * model.hidden_size + feed_forward
     per_token = blocks + -(-blocks // ranks) + -(-split // tensor_parallel) + whole
     return model.seq_length * per_token

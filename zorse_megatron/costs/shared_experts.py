@@ -277,8 +277,8 @@ class SharedExpertsMemory(TransformerMemory):
     sharing: Sharing
     whole: TransformerMemory
     """With all experts."""
-    dense: TransformerMemory
-    """With none but the shared one."""
+    own: TransformerMemory
+    """With routers, and none of the experts but the shared one."""
 
     @classmethod
     def of(
@@ -286,27 +286,27 @@ class SharedExpertsMemory(TransformerMemory):
         sharing: Sharing,
         held: TransformerMemory,
         whole: TransformerMemory,
-        dense: TransformerMemory,
+        own: TransformerMemory,
     ) -> "SharedExpertsMemory":
         """Those of a plan's rank; `held`: of the model with the experts that it holds."""
         same = {each.name: getattr(held, each.name) for each in fields(TransformerMemory)}
-        return cls(**same, sharing=sharing, whole=whole, dense=dense)
+        return cls(**same, sharing=sharing, whole=whole, own=own)
 
     def activation_bytes(
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> int:
         """What one layer keeps of its own samples, and of its experts' rows."""
-        own = self.dense.activation_bytes(self.sharing.samples(micro_batch_size), mode, kind)
+        own = self.own.activation_bytes(self.sharing.samples(micro_batch_size), mode, kind)
         with_rows = self.whole.activation_bytes(micro_batch_size, mode, kind)
         return own + self._of_rows(
-            with_rows - self.dense.activation_bytes(micro_batch_size, mode, kind)
+            with_rows - self.own.activation_bytes(micro_batch_size, mode, kind)
         )
 
     def delayed_bytes(self, micro_batch_size: int) -> int:
         """What one layer keeps from a backward to weight gradients that are computed apart."""
-        own = self.dense.delayed_bytes(self.sharing.samples(micro_batch_size))
+        own = self.own.delayed_bytes(self.sharing.samples(micro_batch_size))
         with_rows = self.whole.delayed_bytes(micro_batch_size)
-        return own + self._of_rows(with_rows - self.dense.delayed_bytes(micro_batch_size))
+        return own + self._of_rows(with_rows - self.own.delayed_bytes(micro_batch_size))
 
     def arriving_bytes(self, micro_batch_size: int) -> int:
         """Gradients of what a layer's last matrices return."""

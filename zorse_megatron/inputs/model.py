@@ -61,6 +61,11 @@ class Experts:
         return self.num_experts
 
     @property
+    def rows_per_token(self) -> int:
+        """Rows that a rank has for each token: one of each expert that it passes."""
+        return self.per_token
+
+    @property
     def held_width(self) -> int:
         """Columns of all experts that a rank has together, the shared one included."""
         return self.num_held * self.ffn_hidden_size + self.shared_ffn_hidden_size
@@ -68,12 +73,12 @@ class Experts:
     @property
     def active_width(self) -> int:
         """Columns of the experts that a token passes, the shared one included."""
-        return self.per_token * self.ffn_hidden_size + self.shared_ffn_hidden_size
+        return self.rows_per_token * self.ffn_hidden_size + self.shared_ffn_hidden_size
 
     @property
     def blocks_per_token(self) -> int:
         """Experts that a token passes, the shared one included."""
-        return self.per_token + bool(self.shared_ffn_hidden_size)
+        return self.rows_per_token + bool(self.shared_ffn_hidden_size)
 
     def share_of_tokens(self, count: int) -> float:
         """Of all tokens those that pass one of `count` experts at least, where routing is even."""
@@ -120,6 +125,11 @@ class ExpertsOfRank(Experts):
         if self.computed is not None:
             return self.computed
         return self.num_experts if self.are_sent_tokens else self.held
+
+    @property
+    def rows_per_token(self) -> int:
+        """See `Experts`. Of those that are sent, a rank without experts gets none."""
+        return 0 if self.are_sent_tokens and not self.held else self.per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,8 +392,8 @@ class ModelShape:
         layers += len(self.dense_layers) * self.dense.layer_parameters()
         return self.embedding_parameters() + layers + self.head_parameters()
 
-    def fingerprint(self) -> ModelFingerprint:
-        """Return what a plan says about the model that it was made for."""
+    def fingerprint(self, lora: Lora | None = None) -> ModelFingerprint:
+        """Return what a plan says about the model that it was made for, and its adapters."""
         experts = self.experts
         return ModelFingerprint(
             num_layers=self.num_layers,
@@ -394,6 +404,7 @@ class ModelShape:
             seq_length=self.seq_length,
             vocab_size=self.vocab_size,
             tied_embeddings=self.tied_embeddings,
+            lora=str(lora) if lora else None,
             num_experts=experts.num_experts if experts else None,
             moe_router_topk=experts.per_token if experts else None,
             moe_ffn_hidden_size=experts.ffn_hidden_size if experts else None,
@@ -588,9 +599,3 @@ class Computing:
 
 USUAL = Computing(attention="flash")
 """How a model without a command computes: no dropout, attention keeps no scores."""
-
-
-def fingerprint_of(shape: ModelShape, computing: Computing) -> ModelFingerprint:
-    """Return what a plan says of the model that it was made for, and of its adapters."""
-    lora = None if computing.lora is None else str(computing.lora)
-    return dataclasses.replace(shape.fingerprint(), lora=lora)

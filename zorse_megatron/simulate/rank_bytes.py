@@ -510,14 +510,14 @@ class RankSizes:
     def _micro_batch_bytes(self, rank: int, chunk: int, size: int, kind: str) -> MicroBatchBytes:
         memory, runs = self.memory_at(rank, chunk), self.runs(chunk, self.part(rank))
         (mode, recomputed), at_once = self.recompute(rank, chunk), self._layers_at_once(rank, chunk)
-        splits = self.group_of(chunk).split_backward
+        splits, parts = self.group_of(chunk).split_backward, self.parts(rank)
         layers = [
             (
                 each.activation_bytes(size, "none", kind),
                 each.activation_bytes(size, mode, kind),
                 each.delayed_bytes(size) if splits else 0,
                 # Beside what it leaves for weight gradients.
-                each.arriving_bytes(size) if splits and each.delayed_bytes(size) else 0,
+                each.arriving_bytes(size) // parts if splits and each.delayed_bytes(size) else 0,
             )
             for each, _ in runs
         ]
@@ -535,15 +535,11 @@ class RankSizes:
             saved, working = working_bytes_of_layers(each_layer, recomputed, at_once=at_once)
         return MicroBatchBytes(
             held=memory.boundary_bytes(size),
-            saved=saved + self._copied_bytes(rank, chunk, size),
+            saved=saved,
             head=memory.head_bytes(size) if self.is_last(chunk) else 0,
             working=working,
             delayed=delayed,
         )
-
-    def _copied_bytes(self, rank: int, chunk: int, size: int) -> int:
-        """The halves of a chunk's input, which are copies of it."""
-        return self.memory_at(rank, chunk).boundary_bytes(size) if self.parts(rank) > 1 else 0
 
     def saved_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
         """The bytes of each tensor that layers keep of a micro-batch."""
@@ -560,8 +556,7 @@ class RankSizes:
             if inputs:
                 found += inputs * memory.saved_tensor_bytes(size, mode, kind)
             at = stop
-        copied = self._copied_bytes(rank, chunk, size)
-        return (*found, copied) if copied else found
+        return found
 
     def _costs_of_parts(self) -> TpCosts | None:
         """Those of tensor-parallel groups, or of ranks that share experts."""

@@ -92,6 +92,8 @@ class MegatronChunkRunner:
     """Those that wait for their own action, if the group splits backwards."""
     place: TpRank | None = None
     """In this rank's tensor-parallel group."""
+    are_halved: bool = False
+    """Whether layers have samples in halves (`overlapped_layer`)."""
     computations: Sequence[Action] = ()
     """The list's forwards and backwards."""
     optimizer: Any = None
@@ -182,6 +184,8 @@ class MegatronChunkRunner:
             self.num_tokens += num_tokens.to(self.num_tokens.device)
         if not inputs.forward_only:
             self.saved[chunk, micro_batch.index] = (activation, output)
+            if activation is not None:
+                self._let_go_of_copied(activation)
         if is_last:
             return None
         # The alias keeps the data until it has been used; stock's deallocation then only leaves
@@ -213,6 +217,14 @@ class MegatronChunkRunner:
         with counting, self._delaying(chunk, micro_batch):
             given = backward_step(activation, output, gradient, self.inputs.config)
         return self._as_sent(given, micro_batch)
+
+    def _let_go_of_copied(self, activation: torch.Tensor) -> None:
+        """Of what a chunk has been sent, where its layers have copies of the halves; its gradient
+        is all that the backward asks of it."""
+        if self.are_halved:
+            activation.untyped_storage().resize_(0)
+        if self.kept is not None and self.activations is None:
+            self.kept.hold(activation)
 
     def _as_layers_take(self, sent: torch.Tensor | None) -> torch.Tensor | None:
         """Packed samples are one sequence to a layer; without any there is nothing to pack."""

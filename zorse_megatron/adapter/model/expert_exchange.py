@@ -13,6 +13,7 @@ Source: `MoETokenDispatcher` in megatron/core/transformer/moe/token_dispatcher.p
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -107,8 +108,10 @@ class Copies:
 
     rows: torch.Tensor
     """Of each copy, the row that it is of."""
-    pieces: Sequence[Any]
-    """Copies, as slices or their numbers; each piece has a row once at most."""
+    order: torch.Tensor | None
+    """Numbers of the copies; None: as they are."""
+    pieces: Sequence[int]
+    """How many of these follow each other in which no row is twice."""
     total: int
     """Rows of the other tensor."""
 
@@ -165,20 +168,21 @@ def _routes(
     pairs = keys.argsort(stable=True)[: sum(turns)]
     row_of = arrives.long().cumsum(dim=0) - 1
     by_turn = earlier.view(-1)[pairs].argsort(stable=True)
+    # They are there until the backward: in 32 bits, without the rest of what some are a part of.
     return Routes(
-        sent=Copies(rows=order % max(1, len(chosen)), pieces=_slices(sent), total=len(chosen)),
+        sent=Copies(
+            rows=(order % max(1, len(chosen))).int(), order=None, pieces=sent, total=len(chosen)
+        ),
         exchange=Exchange(sent=sent, received=received),
         computed=Copies(
-            rows=row_of[pairs // copies], pieces=by_turn.split(turns), total=sum(received)
+            rows=row_of[pairs // copies].int(),
+            order=by_turn.int(),
+            pieces=turns,
+            total=sum(received),
         ),
-        pairs=pairs,
+        pairs=pairs.int(),
         counts=counts,
     )
-
-
-def _slices(counts: Sequence[int]) -> list[slice]:
-    stops = [sum(counts[: number + 1]) for number in range(len(counts))]
-    return [slice(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
 # Copies and their sums, each of which is the other one's backward. No sum depends on which thread
@@ -195,8 +199,13 @@ def _copy(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
 def _sum(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
     dtype = torch.promote_types(rows.dtype, torch.float32)  # 16 bits would round each addition
     total = rows.new_zeros(copies.total, rows.shape[1], dtype=dtype)
-    for piece in copies.pieces:
-        total.index_add_(0, copies.rows[piece], rows[piece].to(dtype))
+    for start, stop in pairwise(accumulate(copies.pieces, initial=0)):
+        if copies.order is None:
+            at, added = copies.rows[start:stop], rows[start:stop]
+        else:
+            piece = copies.order[start:stop]
+            at, added = copies.rows.index_select(0, piece), rows.index_select(0, piece)
+        total.index_add_(0, at, added.to(dtype))
     return total.to(rows.dtype)
 
 
@@ -205,12 +214,16 @@ class _Moved(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, copies: Copies, move: _Move, back: _Move
     ) -> torch.Tensor:
-        ctx.copies, ctx.back = copies, back
+        # As all that forwards keep for backwards.
+        ctx.save_for_backward(copies.rows, copies.order)
+        ctx.back, ctx.pieces, ctx.total = back, copies.pieces, copies.total
         return move(rows, copies)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.back(gradient, ctx.copies), None, None, None
+        rows, order = ctx.saved_tensors
+        copies = Copies(rows=rows, order=order, pieces=ctx.pieces, total=ctx.total)
+        return ctx.back(gradient, copies), None, None, None
 
 
 # What is sent.

@@ -105,8 +105,6 @@ class Pacer:
                 self._watch_shared_experts(layer, how)
             else:
                 layer.register_forward_hook(partial(self._layer, how))
-        if self.sizes.sharing is not None and self.sizes.sharing.parts > 1:
-            chunk.layers[0].register_forward_hook(self._copy)
         for layer, weight in zip(chunk.layers, chunk.delayed_weights, strict=False):
             self._splits = True
             if self.sizes.sharing is None or not _has_experts(layer):
@@ -235,6 +233,11 @@ class Pacer:
         # Of a layer that is recomputed, one of its two outputs gets a gradient.
         on_backward(hidden, self._pass(backward_s), partial(self._drop, layer, size, how))
 
+    @property
+    def _parts(self) -> int:
+        """In how many the rank's micro-batches run."""
+        return 1 if self.sizes.sharing is None else self.sizes.sharing.parts
+
     def _apart_s(self, compute: ComputeCost, size: int) -> float:
         """What a layer's backward leaves to its weight gradients."""
         return compute.weight_gradients_s(self.kind, size) if self._splits else 0.0
@@ -245,7 +248,7 @@ class Pacer:
         if not self._splits:
             self.cap.drop_layer(memory, size, how)
             return
-        arriving = memory.arriving_bytes(size)
+        arriving = memory.arriving_bytes(size) // self._parts
         self.cap.keep(arriving)
         self.cap.drop_layer(memory, size, how)
         if layer in self._left:
@@ -315,15 +318,6 @@ class Pacer:
             backward_s = 0.0
         drop = partial(self._drop, layer, size, how)
         on_backward(hidden, self._entering("layer"), self._pass(backward_s), drop)
-
-    def _copy(self, layer: Any, _inputs: Any, output: Any) -> None:
-        """The halves of a chunk's input, which are copies of it."""
-        hidden = _last_half(output)
-        copied = self.cap.memory.boundary_bytes(self.sizes.micro_batch_size(hidden))
-        if layer.training:
-            self.host.forward_bytes += copied
-            self.cap.keep(copied)
-        on_backward(hidden, partial(self.cap.drop, copied))
 
     def _pass(self, backward_s: float) -> Callable[[], None]:
         """What lets a backward take its time."""

@@ -173,7 +173,7 @@ class CostModels:
         if self.model.experts is None:
             names = ("whole", "dense", "routed", "bare")
             computed = dict.fromkeys(names, _computes(self, own))
-            kept = dict.fromkeys(("held", "whole", "dense"), _formula(self._in_type(dtype).memory))
+            kept = dict.fromkeys(("held", "whole", "own"), _formula(self._in_type(dtype).memory))
             alone = Sharing.of(part, 0.0)
             return TpRankCosts(
                 compute=SharedExpertsCompute(sharing=alone, **computed),
@@ -185,20 +185,28 @@ class CostModels:
         sharing = Sharing.of(part, held / total if self._load is None else self._load.rows(mine))
         width = experts.shared_ffn_hidden_size
         routed = replace(experts, shared_ffn_hidden_size=0, has_shared_gate=False)
-        others = {
+        computed_by = {
+            "whole": model,
             "dense": replace(model, experts=None, ffn_hidden_size=width),
             "bare": replace(model, experts=None, ffn_hidden_size=0),
             "routed": _with_held(model, routed, held, are_sent_tokens=True),
-            "held": _with_held(model, experts, held),
         }
-        found = {name: replace(self, model=other) for name, other in others.items()}
-        memory = {name: each._in_type(dtype).memory for name, each in found.items()}
-        memory["whole"] = self._in_type(dtype).memory
-        computes = {name: _computes(each, own) for name, each in found.items() if name != "held"}
+        kept_by = {
+            "whole": model,
+            "held": _with_held(model, experts, held),
+            "own": _with_held(model, experts, 0, are_sent_tokens=True),
+        }
+        computes, memory = (
+            {name: replace(self, model=each) for name, each in models.items()}
+            for models in (computed_by, kept_by)
+        )
         return TpRankCosts(
-            compute=SharedExpertsCompute(sharing=sharing, whole=_computes(self, own), **computes),
+            compute=SharedExpertsCompute(
+                sharing=sharing, **{name: _computes(each, own) for name, each in computes.items()}
+            ),
             memory=SharedExpertsMemory.of(
-                sharing, **{name: _formula(memory[name]) for name in ("held", "whole", "dense")}
+                sharing,
+                **{name: _formula(each._in_type(dtype).memory) for name, each in memory.items()},
             ),
         )
 

@@ -21,7 +21,6 @@ from zorse_megatron.inputs.model import (
     USUAL,
     Computing,
     ModelShape,
-    fingerprint_of,
 )
 from zorse_megatron.inputs.model_rules import flags_barring_tp, tp_problems
 from zorse_megatron.inputs.profile import Profile, Source
@@ -339,7 +338,7 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         sequence_length=model.seq_length,
         num_layers=model.num_layers,
         tied_embeddings=model.tied_embeddings,
-        model=fingerprint_of(model, models.computing),
+        model=model.fingerprint(models.computing.lora),
         cluster=cluster.fingerprint(),
         space=space,
         memory_margin=memory_margin,
