@@ -583,7 +583,7 @@ class Computing:
     modules: tuple[Module, ...] = ("core_attn",)
     """What selective recomputation recomputes."""
     sample_block: int = 1
-    """Sizes of micro-batches are multiples of it: experts' auxiliary loss is one of so many samples."""
+    """Sizes of micro-batches are multiples of it: auxiliary losses are of so many samples."""
     needs_loads_in_order: bool = False
     """Whether a backward needs what experts got of all earlier samples of the step."""
     are_packed: bool = False
