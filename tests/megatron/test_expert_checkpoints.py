@@ -8,6 +8,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,8 @@ def test_resumes(corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (("--num-experts", "8"), "8 experts of width 48 in layers 0, 1, 2, 3"),
-        (("--moe-ffn-hidden-size", "64"), "4 experts of width 64 in layers 0, 1, 2, 3"),
+        (("--num-experts", "8"), "8 experts of width 48 in layers 0 to 3"),
+        (("--moe-ffn-hidden-size", "64"), "4 experts of width 64 in layers 0 to 3"),
         (("--moe-layer-freq", "2"), "4 experts of width 48 in layers 0, 2"),
     ],
 )
@@ -131,7 +132,7 @@ def test_other_experts_are_refused_by_name(
     """By `zorse check`, before there are any GPUs, and by the run before it loads anything."""
     saved = Saved(corpus)
     directory, _ = saved.by("stock", *MODEL, *BIASED)
-    found = "found 4 experts of width 48 in layers 0, 1, 2, 3; expected "
+    found = "found 4 experts of width 48 in layers 0 to 3; expected "
     with pytest.raises(RankFailure) as failure:
         saved.resume("1|2", directory, *MODEL, *BIASED, *more)
     assert f"{found}{expected}" in str(failure.value)
@@ -142,6 +143,13 @@ def test_other_experts_are_refused_by_name(
     flags = [*saved.flags(*MODEL, *BIASED), "--load", str(directory)]
     check = ["check", str(tmp_path / "plan.json"), "--", *flags]
     assert CliRunner().invoke(app, check).exit_code == 0
-    checked = CliRunner().invoke(app, [*check, *more])
-    assert checked.exit_code == 1
-    assert f"{found}{expected}" in " ".join(checked.output.split())
+    # The base of adapters, whose own checkpoints have no experts.
+    lora = "rank=4,alpha=8,targets=q,v"
+    save_plan(replace(plan, model=replace(plan.model, lora=lora)), tmp_path / "lora.json")
+    base = ("--zorse-lora", lora, "--pretrained-checkpoint", str(directory))
+    check_base = ["check", str(tmp_path / "lora.json"), *check[2:], *base]
+    assert CliRunner().invoke(app, check_base).exit_code == 0
+    for words in (check, check_base):
+        checked = CliRunner().invoke(app, [*words, *more])
+        assert checked.exit_code == 1
+        assert f"{found}{expected}" in " ".join(checked.output.split())

@@ -18,7 +18,13 @@ from zorse_megatron.inputs.cluster_yaml import load_cluster
 from zorse_megatron.inputs.model import ModelShape
 from zorse_megatron.inputs.model_rules import tp_problems
 from zorse_megatron.inputs.profile import Profile, joined, load_profile
-from zorse_megatron.live.checkpoint_choice import Chooser, Load, SavedExperts, other_experts
+from zorse_megatron.live.checkpoint_choice import (
+    Chooser,
+    Load,
+    SavedExperts,
+    may_lack_weights,
+    other_experts,
+)
 from zorse_megatron.plan.plan import ModelFingerprint, Plan
 
 if TYPE_CHECKING:
@@ -261,29 +267,32 @@ def workload_in_flags(
     """
     options |= {"model": None, "plan": plan, "kinds": kinds, "is_whole": True}
     workload, has_vocabulary = _with_a_vocabulary(flags, plan, options)
-    problems = list(workload_problems(plan, workload, str(path)))
-    if problems := problems or list(checkpoint_problems(flags, workload.model)):
+    found = workload_problems(plan, workload, str(path)), checkpoint_problems(flags, workload)
+    if problems := [problem for each in found for problem in each]:
         raise FlagError(f"the training command does not fit {path}", problems)
     return workload, has_vocabulary
 
 
-def checkpoint_problems(flags: Sequence[str], model: ModelShape) -> Iterator[Problem]:
-    """Yield how the experts of a model differ from those of the checkpoint that flags load.
+def checkpoint_problems(flags: Sequence[str], workload: Workload) -> Iterator[Problem]:
+    """Yield how a model's experts differ from those of the checkpoint that flags load it from.
 
     Nothing where this machine does not see it, or it is not whole: the job says so.
     """
-    given = last_values(flags, ("--load", "--pretrained-checkpoint", "--ckpt-step"))
-    root, pretrained = map(given.get, ("--load", "--pretrained-checkpoint"))
+    names = ("--load", "--pretrained-checkpoint", "--ckpt-step", "--dist-ckpt-strictness")
+    given = last_values(flags, names)
+    root, pretrained, step, strictness = map(given.get, names)
+    if workload.computing.lora is not None:  # whose own checkpoints have the adapters alone
+        root = step = None
     load = Load(
         root=None if root is None else Path(root),
-        step=int(given.get("--ckpt-step") or 0) or None,
+        step=int(step) if step else None,
         pretrained=None if pretrained is None else Path(pretrained),
     )
     try:
-        look = Chooser(load).choose()
+        look = None if may_lack_weights(strictness or "") else Chooser(load).choose()
     except (CheckpointError, OSError):
         return
-    expected = None
+    model, expected = workload.model, None
     if (of := model.experts) is not None:
         kinds = model.moe_layer_freq or (1,) * model.num_layers
         expected = SavedExperts.in_layers(kinds, of.num_experts, of.ffn_hidden_size)

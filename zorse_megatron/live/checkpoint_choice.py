@@ -28,6 +28,7 @@ from zorse_megatron.live.checkpoint_files import (
     read_tracker,
     set_tracker,
 )
+from zorse_megatron.plan.spans import spans_of, spell
 
 TITLE = "The checkpoint cannot be loaded"
 SKIP = "--zorse-damaged-checkpoint skip"
@@ -201,7 +202,7 @@ def _with_way_out(
 # What a checkpoint has of experts. Stock compares sizes as it loads, when all GPUs are held, and
 # names one tensor.
 
-_OF_EXPERTS = re.compile(r"decoder\.layers(?:\.(\d+))?\.mlp\.experts\.experts\.linear_fc2\.weight")
+_MLP = re.compile(r"decoder\.layers(?:\.(\d+))?\.mlp\.(experts\.experts\.)?linear_fc2\.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +216,7 @@ class SavedExperts:
     """Those that have them."""
 
     def __str__(self) -> str:
-        where = ", ".join(map(str, self.layers))
+        where = spell(spans_of(self.layers))
         return f"{self.num_experts} experts of width {self.ffn_hidden_size} in layers {where}"
 
     @classmethod
@@ -226,17 +227,29 @@ class SavedExperts:
 
     @classmethod
     def of(cls, folder: Path) -> Self | None:
-        """Those of an iteration's folder. Raises MetadataError, OSError."""
-        found = {
-            match[1]: shape
-            for name, shape in tensor_shapes(folder).items()
-            if (match := _OF_EXPERTS.fullmatch(name))
-        }
-        if not found:
+        """Those of an iteration's folder; None: all layers of its model are dense.
+
+        Raises MetadataError, also where it has no such model, OSError.
+        """
+        shapes = tensor_shapes(folder)
+        found = {match: shapes[name] for name in shapes if (match := _MLP.fullmatch(name))}
+        experts = {match[1]: shape for match, shape in found.items() if match[2]}
+        if not experts and found and not any(".mlp.experts." in name for name in shapes):
             return None
-        *stacked, number, _, width = next(iter(found.values()))
-        layers = range(stacked[0]) if stacked else sorted(map(int, found))
+        if len({shape[-3:] for shape in experts.values() if len(shape) >= _AXES}) != 1:
+            raise MetadataError("it has no experts, or not as Megatron saves them")
+        *stacked, number, _, width = next(iter(experts.values()))
+        layers = range(stacked[0]) if stacked else sorted(map(int, experts))
         return cls(num_experts=number, ffn_hidden_size=width, layers=tuple(layers))
+
+
+_AXES = 3
+"""Experts of a layer, the residual stream, the width of one."""
+
+
+def may_lack_weights(strictness: str) -> bool:
+    """Whether a checkpoint may lack what a model has, by --dist-ckpt-strictness."""
+    return strictness.startswith(("log_", "return_", "ignore_"))
 
 
 def other_experts(folder: Path, expected: SavedExperts | None) -> Problem | None:

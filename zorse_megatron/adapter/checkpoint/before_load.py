@@ -35,6 +35,7 @@ from zorse_megatron.live.checkpoint_choice import (
     Chooser,
     Load,
     SavedExperts,
+    may_lack_weights,
     other_experts,
 )
 from zorse_megatron.live.checkpoint_files import Checkpoint, FileRecord, Hashing
@@ -98,7 +99,9 @@ def check_before_load(load: Load) -> Checkpoint | None:
 
 def refuse_other_model(folder: Path, args: Namespace) -> None:
     """Raise CheckpointError where stock fails late or not at all; on rank 0."""
-    problems = [_untied(folder, args), other_experts(folder, _experts(args))]
+    problems = [_untied(folder, args)]
+    if not may_lack_weights(args.dist_ckpt_strictness):
+        problems.append(other_experts(folder, _experts(args)))
     if found := [each for each in problems if each is not None]:
         raise CheckpointError(TITLE, found)
 
@@ -164,8 +167,7 @@ class SavedState:
 
 def brings_all_weights(chosen: Checkpoint | None, args: Namespace) -> bool:
     """Whether no parameter keeps its initial value: there is a checkpoint, and it must have all."""
-    may_lack = ("log_", "return_", "ignore_")  # values of --dist-ckpt-strictness
-    return chosen is not None and not args.dist_ckpt_strictness.startswith(may_lack)
+    return chosen is not None and not may_lack_weights(args.dist_ckpt_strictness)
 
 
 def _choose(chooser: Chooser) -> Look | None:

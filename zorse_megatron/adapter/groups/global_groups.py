@@ -126,9 +126,9 @@ def one_rank_alone(alone: dist.ProcessGroup) -> Iterator[None]:
 def presented(owner: Any, /, **values: Any) -> Iterator[None]:
     """Within the block, whoever reads `owner.name` finds the value given as `name`."""
     before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():

@@ -108,7 +108,9 @@ class OverlappedLayer(TransformerLayer):
 
 
 def _cut(whole: torch.Tensor) -> Halves:
-    first, second = (each.contiguous() for each in whole.chunk(2, dim=1))
+    """Copies: what the halves are of may be let go."""
+    halves = whole.chunk(2, dim=1)
+    first, second = (each.clone(memory_format=torch.contiguous_format) for each in halves)
     return Halves(arrive=[lambda: first, lambda: second], last=second)
 
 
