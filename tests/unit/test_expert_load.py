@@ -286,3 +286,12 @@ def test_impossible_loads_are_refused(load, explain):
     assert result.exit_code != 0
     assert "--expert-load" in result.output
     assert "from 1 to 4" in result.output.replace("\n", " ")
+
+
+def test_check_says_who_has_which_experts_and_samples(zorse, tmp_path):
+    path = tmp_path / "plan.json"
+    save_plan(plan_of(inputs_of(MIXED, batch=16), SHARED), path)
+    shared = SHARED.expert_parallel
+    experts, samples = ("|".join(map(str, each)) for each in (shared.experts, shared.samples))
+    said = " ".join(zorse("check", str(path)).output.split())
+    assert f"share experts {experts}, samples {samples}" in said
