@@ -18,7 +18,7 @@ PROPOSALS = {
 def add(self: Balancer, step: int, seconds: object) -> None:
     """Take the place of `Balancer.add`."""
     assert seconds
-    self._proposal = PROPOSALS.get(step, self._proposal)
+    self.proposal = PROPOSALS.get(step, self.proposal)
 
 
 if __name__ == "__main__":
