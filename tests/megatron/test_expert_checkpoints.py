@@ -153,3 +153,5 @@ def test_other_experts_are_refused_by_name(
         checked = CliRunner().invoke(app, [*words, *more])
         assert checked.exit_code == 1
         assert f"{found}{expected}" in " ".join(checked.output.split())
+        lenient = ("--dist-ckpt-strictness", "log_all")  # it may lack what the model has
+        assert CliRunner().invoke(app, [*words, *more, *lenient]).exit_code == 0

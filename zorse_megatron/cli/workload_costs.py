@@ -11,7 +11,7 @@ from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
 from zorse_megatron.cli.workload import Workload, at_seq_length, with_lora, workload_of
 from zorse_megatron.costs.measured_curves import unlikely_times
 from zorse_megatron.errors import CheckpointError, FlagError, ModelError, Problem
-from zorse_megatron.flags.command import last_values
+from zorse_megatron.flags.command import last_values, read_command
 from zorse_megatron.gpus.gpu import DTYPE_OF, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
@@ -278,18 +278,10 @@ def checkpoint_problems(flags: Sequence[str], workload: Workload) -> Iterator[Pr
 
     Nothing where this machine does not see it, or it is not whole: the job says so.
     """
-    names = ("--load", "--pretrained-checkpoint", "--ckpt-step", "--dist-ckpt-strictness")
-    given = last_values(flags, names)
-    root, pretrained, step, strictness = map(given.get, names)
-    if workload.computing.lora is not None:  # whose own checkpoints have the adapters alone
-        root = step = None
-    load = Load(
-        root=None if root is None else Path(root),
-        step=int(step) if step else None,
-        pretrained=None if pretrained is None else Path(pretrained),
-    )
+    args = read_command(flags).args
+    load = Load.of(args) if workload.computing.lora is None else Load.of(args).of_base
     try:
-        look = None if may_lack_weights(strictness or "") else Chooser(load).choose()
+        look = None if may_lack_weights(args.dist_ckpt_strictness) else Chooser(load).choose()
     except (CheckpointError, OSError):
         return
     model, expected = workload.model, None

@@ -7,6 +7,7 @@ older checkpoint is to set the tracker back to it. No checkpoint is deleted or c
 
 import contextlib
 import re
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +49,23 @@ class Load:
     """`--exit-on-missing-checkpoint`."""
     skips_damaged: bool = False
     """Go back to an older checkpoint; the roots are those of `--save`, too."""
+
+    @classmethod
+    def of(cls, args: Namespace, *, skips_damaged: bool = False) -> Self:
+        """By Megatron's arguments."""
+        pretrained = args.pretrained_checkpoint
+        return cls(
+            root=None if args.load is None else Path(args.load),
+            step=args.ckpt_step,
+            pretrained=None if pretrained is None else Path(pretrained),
+            is_needed=args.exit_on_missing_checkpoint,
+            skips_damaged=skips_damaged,
+        )
+
+    @property
+    def of_base(self) -> Self:
+        """The part of it that is about the base of adapters, whose checkpoints lack it."""
+        return replace(self, root=None, step=None, is_needed=False, skips_damaged=False)
 
 
 class Chooser:

@@ -59,7 +59,7 @@ class AdapterRun:
         load = load_of(args, skips_damaged=skips_damaged)
         self._base = self._own = None
         if load is not None and load.pretrained is not None:
-            self._base = _found(_of_base(load))
+            self._base = _found(load.of_base)
             if self._base is not None:
                 on_rank_0(partial(refuse_other_model, self._base.checkpoint.folder, args))
         if self._base is None:
@@ -147,18 +147,13 @@ def _refuse_remote(args: Namespace) -> None:
         raise CheckpointError(TITLE, problems)
 
 
-def _of_base(load: Load) -> Load:
-    """The part of what the command says that is about the base."""
-    return replace(load, root=None, step=None, is_needed=False, skips_damaged=False)
-
-
 def base_problems(args: Namespace) -> Iterator[Problem]:
     """Yield what keeps a run from loading its base once more; for one rank."""
     load = load_of(args, skips_damaged=False)
     if load is None or load.pretrained is None:
         return
     try:
-        look = Chooser(_of_base(load)).choose()
+        look = Chooser(load.of_base).choose()
         digest = None if look is None else base_digest(look.checkpoint.folder)
     except CheckpointError as error:
         yield from error.problems

@@ -70,13 +70,7 @@ def load_of(args: Namespace, *, skips_damaged: bool) -> Load | None:
             expected="one folder for both: its tracker file is set back",
             remedy="Leave the flag out, and name the checkpoint to load with --ckpt-step.",
         )
-    return Load(
-        root=None if args.load is None else Path(args.load),
-        step=args.ckpt_step,
-        pretrained=None if args.pretrained_checkpoint is None else Path(args.pretrained_checkpoint),
-        is_needed=args.exit_on_missing_checkpoint,
-        skips_damaged=skips_damaged,
-    )
+    return Load.of(args, skips_damaged=skips_damaged)
 
 
 def check_before_load(load: Load) -> Checkpoint | None:
