@@ -146,8 +146,9 @@ def test_other_experts_are_refused_by_name(
     # The base of adapters, whose own checkpoints have no experts.
     lora = "rank=4,alpha=8,targets=q,v"
     save_plan(replace(plan, model=replace(plan.model, lora=lora)), tmp_path / "lora.json")
-    base = ("--zorse-lora", lora, "--pretrained-checkpoint", str(directory))
-    check_base = ["check", str(tmp_path / "lora.json"), *check[2:], *base]
+    check_adapters = ["check", str(tmp_path / "lora.json"), *check[2:], "--zorse-lora", lora]
+    assert CliRunner().invoke(app, [*check_adapters, *more]).exit_code == 0
+    check_base = [*check_adapters, "--pretrained-checkpoint", str(directory)]
     assert CliRunner().invoke(app, check_base).exit_code == 0
     for words in (check, check_base):
         checked = CliRunner().invoke(app, [*words, *more])
