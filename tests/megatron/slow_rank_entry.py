@@ -1,6 +1,8 @@
 """`recording_entry` on GPUs that are sleeping threads: a layer takes so long for each sample.
 
-`$ZORSE_TEST_STATUS`: the status directory. Rank 2 takes ten times as long as the others. Rank 0
+A micro-batch is said to take what they slept for it: what the machine's processors take depends on
+what else they run. `$ZORSE_TEST_STATUS`: the status directory. Rank 2 sleeps ten times as long as
+the others. Rank 0
 waits once, after iteration `WAITS_AFTER`, for a request to move, and keeps the status that is there
 then in `before-move.json`. Rank 1's clock is ahead, and what it receives arrives late.
 """
@@ -8,6 +10,7 @@ then in `before-move.json`. Rank 1's clock is ahead, and what it receives arrive
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,27 @@ WAITS_AFTER, AT_MOST_S = 9, 200.0
 LATE, LATE_S, AHEAD_S = 1, 0.01, 1000.0
 
 
-def sleeping(forward: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+def sleeping(
+    forward: Callable[..., Any], seconds: float, slept_s: list[float]
+) -> Callable[..., Any]:
     def sleep_and_forward(layer: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if layer.training:
-            time.sleep(seconds * hidden_states.shape[1])
+            slept_s.append(seconds * hidden_states.shape[1])
+            time.sleep(slept_s[-1])
         return forward(layer, hidden_states, *args, **kwargs)
 
     return sleep_and_forward
+
+
+def as_slept(read: Callable[..., Any], slept_s: list[float]) -> Callable[..., Any]:
+    def read_as_slept(times: Any, iteration: Any) -> Any:
+        found = read(times, iteration)
+        number = len({action.micro_batch for action, *_ in iteration.actions} - {None})
+        total_s = sum(slept_s)
+        slept_s.clear()
+        return replace(found, micro_batch_s=total_s / max(1, number))  # a rank may have none
+
+    return read_as_slept
 
 
 def waiting(code: Callable[..., float], request: Path) -> Callable[..., float]:
@@ -61,11 +78,12 @@ if __name__ == "__main__":
 
     from zorse_megatron.adapter import watching
     from zorse_megatron.adapter.watching import PlanRequests
+    from zorse_megatron.runtime.step_times import StepTimes
 
-    is_slow = os.environ["RANK"] == str(SLOW)
-    TransformerLayer.forward = sleeping(
-        TransformerLayer.forward, LAYER_S * (FACTOR if is_slow else 1)
-    )
+    own_layer_s = LAYER_S * (FACTOR if os.environ["RANK"] == str(SLOW) else 1)
+    slept: list[float] = []
+    TransformerLayer.forward = sleeping(TransformerLayer.forward, own_layer_s, slept)
+    StepTimes._read = as_slept(StepTimes._read, slept)  # type: ignore[method-assign]
     if os.environ["RANK"] == "0":
         directory = Path(os.environ["ZORSE_TEST_STATUS"])
         PlanRequests.code = waiting(PlanRequests.code, directory / REQUEST_NAME)  # type: ignore[method-assign]

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.megatron.comparison import (
     MAX_RELATIVE_WEIGHT_DIFFERENCE,
     NUM_LAYERS,
@@ -22,7 +24,14 @@ from tests.megatron.comparison import (
 )
 from tests.megatron.launch import REPOSITORY
 from tests.megatron.plans import plan_of, replica
-from tests.megatron.slow_rank_entry import AHEAD_S, LATE_S, LAYER_S, SLOW, WAITS_AFTER
+from tests.megatron.slow_rank_entry import (
+    AHEAD_S,
+    FACTOR,
+    LATE_S,
+    LAYER_S,
+    SLOW,
+    WAITS_AFTER,
+)
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
 from zorse_megatron.inputs.model import ModelShape
@@ -39,7 +48,7 @@ PLAN = replace(
 
 
 def profile() -> Profile:
-    """What a layer takes on a rank that is not slow, about."""
+    """A forward takes what a rank sleeps that is not slow, a backward as long."""
     sizes = (1, 2, 4, 8)
     model = ModelShape(
         name="tiny",
@@ -124,7 +133,8 @@ def test_a_run_moves_to_the_plan_for_its_speeds_and_stays_exact(
     assert_equal_steps(run, stock)  # of the initial weights a run that moves keeps no record
     (final,) = stock.of_ranks
     assert largest_difference(run, run.of_ranks, final) <= MAX_RELATIVE_WEIGHT_DIFFERENCE
-    assert factors[SLOW] > 1.5 * max(factors[:SLOW])
+    # Embedding and output layer, for which nobody sleeps, are planned to take next to nothing.
+    assert factors == pytest.approx([0.5, 0.5, FACTOR / 2], rel=0.01)
     found, plan = load_status(status), load_plan(tmp_path / "next.json")
     (move,) = found.moves
     assert move.refused is None and move.plan == found.plan == fingerprint(plan) and found.ended

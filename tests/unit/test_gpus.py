@@ -296,6 +296,7 @@ gpu_kinds:
         pytest.param(speeds(None, 1.2, 1.2, 2.0), (1.2, 1.2, 1.2, 2.0), id="one unknown"),
         pytest.param(speeds(None, None), (1.0, 1.0), id="all unknown"),
         pytest.param(speeds(1.0, 1.3, noise=0.1), (1.15, 1.15), id="two that may be alike"),
+        pytest.param(speeds(1.0, 10.0, noise=0.35), (1.0, 10.0), id="no noise is that loud"),
     ],
 )
 def test_who_is_like_whom(found: list[GpuSpeed | None], expected: tuple[float, ...]) -> None:

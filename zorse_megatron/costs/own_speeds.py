@@ -143,7 +143,8 @@ def _most_alike(left: Mapping[int, GpuSpeed]) -> list[int]:
 
 
 def _is_alike(speed: GpuSpeed, factor: float) -> bool:
-    return abs(speed.factor / factor - 1) <= _ALIKE + _SURE * speed.noise
+    # Of the ratio's logarithm: one third of noise must not make a GPU like all that are slower.
+    return abs(math.log(speed.factor / factor)) <= _ALIKE + _SURE * speed.noise
 
 
 def _with_kinds(
