@@ -1,9 +1,11 @@
 """The built-in entry, with routing that is even: tokens get experts in turn."""
 
+import sys
 from typing import Any
 
 import torch
 
+from tests.megatron.recording_entry import let_values_be_narrower
 from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.pretrain import main
 
@@ -28,5 +30,7 @@ def choose_in_turn() -> None:
 if __name__ == "__main__":
     if cpu_mode.needed():
         cpu_mode.enable()
+    if "--multi-latent-attention" in sys.argv:
+        let_values_be_narrower()
     choose_in_turn()
     main()

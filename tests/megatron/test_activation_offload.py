@@ -3,6 +3,7 @@ simulator says, there and on the device."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,28 @@ from tests.megatron.plans import (
     NONE,
     SELECTIVE,
     TWO_BY_TWO,
+    chunked_plan,
+    expert_replica,
+    replica,
     split,
     with_settings,
 )
 from tests.megatron.test_memory_ledger import (
+    EXPERTS,
     HIDDEN,
+    LORA,
     MEMORY,
+    MODEL,
+    OF_EXPERTS,
     SEQUENCE,
+    costs_of_parts,
     logits_bytes,
     most_activation_bytes,
+    run,
 )
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.costs.interface import JobCosts
+from zorse_megatron.inputs.model import LatentAttention, ModelShape
 from zorse_megatron.plan.plan import Plan, Recompute, Schedule
 from zorse_megatron.runtime.host_budget import most_away
 from zorse_megatron.simulate.iteration import simulate
@@ -100,6 +111,53 @@ def test_same_bits_in_the_memory_that_the_simulator_says(
             # Else layers that are kept are gone when the first is computed again, which the
             # simulator adds to all.
             assert most_found >= 0.95 * least
+
+
+APART = chunked_plan(
+    [(expert_replica((0, 1), (1, 3), (3, 1), 2),), (replica(2, 4, 2),)],
+    [(0, 1), (1, 2), (0, 1)],
+)
+ALONE = chunked_plan([(replica(0, 4, 2),), (replica(1, 4, 2),)], [(0, 1), (1, 2), (0, 1)])
+LATENT = replace(
+    MODEL,
+    linear_bias=False,
+    position_embedding="rope",
+    latent=LatentAttention(
+        kv_lora_rank=32, q_lora_rank=40, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=24
+    ),
+)
+OF_LATENT = (
+    *("--multi-latent-attention", "--position-embedding-type", "rope", "--disable-bias-linear"),
+    *("--kv-lora-rank", "32", "--q-lora-rank", "40", "--qk-head-dim", "16"),
+    *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "24"),
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "flags"),
+    [
+        # The rank with most experts has the fewest samples.
+        pytest.param(APART, EXPERTS.model, OF_EXPERTS, id="experts apart"),
+        pytest.param(ALONE, LATENT, OF_LATENT, id="latent attention"),
+        pytest.param(ALONE, MODEL, ("--zorse-lora", str(LORA)), id="adapters"),
+    ],
+)
+def test_ranks_ask_for_what_their_layers_keep(
+    plan: Plan, model: ModelShape, flags: Sequence[str], corpus: Path, tmp_path: Path
+) -> None:
+    """Routing is even; small tensors stay."""
+    away = with_settings(plan, NONE, NONE, activations=True)
+    lora = LORA if "--zorse-lora" in flags else None
+    costs = replace(costs_of_parts(away, model, lora), comm=FakeComm(host_bytes_per_s=float("inf")))
+    predicted = simulate(away, costs)
+    in_host = [in_host_bytes(predicted, rank) for rank in range(away.world_size)]
+    limit = ("--zorse-host-memory-limit", str(1.01 * sum(in_host) / 1e9))
+    more = (*flags, *limit, "--zorse-memory", str(tmp_path))
+    run(away, corpus, tmp_path, *more, entry="tests.megatron.even_routers_entry").check()
+    for rank in range(away.world_size):
+        peaks = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())["peaks"]
+        held = peaks.get("activations in the host", {"num_bytes": 0})
+        assert 0.98 * in_host[rank] <= held["num_bytes"] <= in_host[rank]
 
 
 def test_what_carries_no_gradient_leaves_and_comes_back(corpus: Path) -> None:

@@ -38,7 +38,7 @@ from tests.unit.fake_tp_costs import SplitCompute
 from zorse_megatron.costs.interface import JobCosts, TpRankCosts, TpShard, TpTraits
 from zorse_megatron.costs.model_memory import TransformerMemory, precision_of
 from zorse_megatron.inputs.cluster_yaml import parse_cluster
-from zorse_megatron.inputs.lora import parse_lora
+from zorse_megatron.inputs.lora import Lora, parse_lora
 from zorse_megatron.inputs.model import USUAL, Experts, ModelShape
 from zorse_megatron.plan.plan import (
     Chunk,
@@ -291,15 +291,7 @@ def test_peaks_of_ranks_that_share_experts(
     flags = (*OF_EXPERTS, "--moe-layer-freq", str(frequency).replace(" ", ""))
     entry = "tests.megatron.even_routers_entry"
     run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path), *flags, entry=entry).check()
-    inputs = make_inputs(
-        parse_cluster(f"nodes: [{{name: a, gpus: {plan.world_size} x A100-40}}]".encode()),
-        model,
-        None,
-        global_batch_size=plan.global_batch_size,
-        dtype="float32",
-        computing=replace(USUAL, attention="unfused"),
-    )
-    predicted = simulate(plan, replace(inputs, comm=FakeComm()))
+    predicted = simulate(plan, replace(costs_of_parts(plan, model), comm=FakeComm()))
     for rank in range(plan.world_size):
         found: dict[str, Any] = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())
         peaks = {category: peak["num_bytes"] for category, peak in found["peaks"].items()}
@@ -312,6 +304,18 @@ def test_peaks_of_ranks_that_share_experts(
         assert activations <= peaks["activations"] <= activations + small, rank
         # Exchanges of unlike replicas come and go while an action runs.
         assert peaks["total"] <= 1.01 * predicted.memory[rank].total_bytes + small, rank
+
+
+def costs_of_parts(plan: Plan, model: ModelShape, lora: Lora | None = None) -> JobCosts:
+    """Those of ranks that may share experts; routing is even."""
+    return make_inputs(
+        parse_cluster(f"nodes: [{{name: a, gpus: {plan.world_size} x A100-40}}]".encode()),
+        model,
+        None,
+        global_batch_size=plan.global_batch_size,
+        dtype="float32",
+        computing=replace(USUAL, attention="unfused", lora=lora),
+    )
 
 
 def small_bytes(plan: Plan, rank: int) -> int:

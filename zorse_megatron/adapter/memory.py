@@ -22,7 +22,14 @@ from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.model_memory import LayerActivations
 from zorse_megatron.flags.model_in_flags import auxiliary_losses, router_bytes
 from zorse_megatron.gpus.gpu import FLASH_FROM, Attention
-from zorse_megatron.inputs.model import Computing, Experts, ModelShape
+from zorse_megatron.inputs.lora import Lora
+from zorse_megatron.inputs.model import (
+    Computing,
+    Experts,
+    ExpertsOfRank,
+    LatentAttention,
+    ModelShape,
+)
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_budget import (
     HostMemoryNeed,
@@ -247,11 +254,9 @@ def _by_category(
     if offload.optimizer_state:
         need["optimizer state"] = _state_bytes(models, optimizer, pinned=pinned)
     if offload.activations:
-        samples = max((each.size for each in at.batch.micro_batches), default=0)
         saved = {
             chunk: sum(
-                host_bytes_of(samples * size, pinned=pinned)
-                for size in _saved_sizes(at, chunk, model)
+                host_bytes_of(size, pinned=pinned) for size in _saved_sizes(at, chunk, model)
             )
             for chunk, model in models.items()
         }
@@ -279,11 +284,12 @@ def _state_bytes(models: Mapping[int, Any], optimizer: Any, *, pinned: bool) -> 
 
 
 def _saved_sizes(at: RankPlan, chunk: int, model: Any) -> list[int]:
-    """Bytes of each tensor that a forward of the chunk keeps, of one sample."""
+    """Bytes of each tensor that a forward of the chunk keeps, of the largest micro-batch."""
     layers = [each for each in model.modules() if isinstance(each, BaseTransformerLayer)]
     if not layers:
         return []
     config = layers[0].config
+    samples = max((each.size for each in at.batch.micro_batches), default=0)
     forms = [_layer(config, at.sequence_length, each) for each in layers]
     split = {
         "tensor_parallel": config.tensor_model_parallel_size,
@@ -292,16 +298,35 @@ def _saved_sizes(at: RankPlan, chunk: int, model: Any) -> list[int]:
     again = num_recomputed(config, len(layers))
     is_selective = config.recompute_granularity == "selective"
     rest: RecomputeMode = "selective" if is_selective else "none"
-    boundary = forms[0].tensor_bytes("full", **split)
-    kept = (each for form in forms[again:] for each in form.tensor_bytes(rest, **split))
-    sizes = [*again * boundary, *kept]
+    boundary = [samples * each for each in forms[0].tensor_bytes("full", **split)]
+    sizes = again * boundary
+    for form in forms[again:]:
+        sizes += _sizes_of_layer(at, form, rest, samples, **split)
     if chunk == 0 and config.hidden_dropout:  # the embedding's
         sizes += boundary
     if chunk == at.num_chunks - 1:
         # The final norm keeps its input, the head that of its matrix, the loss a softmax.
         logits = get_args().padded_vocab_size // config.tensor_model_parallel_size
-        sizes += [*2 * boundary, _FLOAT32_BYTES * at.sequence_length * logits]
+        sizes += [*2 * boundary, samples * _FLOAT32_BYTES * at.sequence_length * logits]
     return sizes
+
+
+def _sizes_of_layer(
+    at: RankPlan, form: LayerActivations, mode: RecomputeMode, samples: int, **split: Any
+) -> list[int]:
+    """Of ranks that share experts: of its own samples, and its experts' rows of all samples, as
+    even routing has them."""
+    whole, place, experts = form.tensor_bytes(mode, **split), at.expert_place, form.model.experts
+    if place is None or experts is None:
+        return [samples * each for each in whole]
+    no_rows = ExpertsOfRank(**vars(experts), held=0, are_sent_tokens=True)
+    own = replace(form, model=replace(form.model, experts=no_rows)).tensor_bytes(mode, **split)
+    group, index = at.plan.replica_of_rank(at.rank)
+    rows = max(at.plan.groups[group].replicas[index].sizes) * len(place.experts)
+    return [
+        samples * mine + -(-rows * (each - mine) // experts.num_experts)
+        for mine, each in zip(own, whole, strict=True)
+    ]
 
 
 def num_recomputed(config: Any, num_layers: int) -> int:
@@ -330,6 +355,7 @@ def _layer(config: Any, seq_length: int, layer: Any) -> LayerActivations:
             modules=tuple(config.recompute_modules or ("core_attn",)),
             has_auxiliary_loss=any(auxiliary_losses(get_args()).values()),
             router_bytes=router_bytes(get_args()),
+            lora=_lora(getattr(get_args(), "zorse_lora", None)),
         ),
     )
 
@@ -348,6 +374,26 @@ def _shape(config: Any, seq_length: int) -> ModelShape:
         vocab_size=1,
         seq_length=seq_length,
         activation="swiglu" if config.gated_linear_unit else "relu" if is_relu else "gelu",
+        qk_norm=config.qk_layernorm,
+        latent=_latent(config) if config.multi_latent_attention else None,
+    )
+
+
+def _lora(described: Mapping[str, Any] | None) -> Lora | None:
+    """As checkpoints say it of the adapters."""
+    if described is None:
+        return None
+    rank, alpha, targets = (described[name] for name in ("rank", "alpha", "targets"))
+    return Lora(rank=rank, alpha=alpha, targets=tuple(targets))
+
+
+def _latent(config: Any) -> LatentAttention:
+    return LatentAttention(
+        kv_lora_rank=config.kv_lora_rank,
+        q_lora_rank=config.q_lora_rank or 0,
+        qk_head_dim=config.qk_head_dim,
+        qk_pos_emb_head_dim=config.qk_pos_emb_head_dim,
+        v_head_dim=config.v_head_dim,
     )
 
 
