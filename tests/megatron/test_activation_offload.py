@@ -39,7 +39,7 @@ from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.costs.interface import JobCosts
 from zorse_megatron.inputs.model import LatentAttention, ModelShape
 from zorse_megatron.plan.plan import Plan, Recompute, Schedule
-from zorse_megatron.runtime.host_budget import most_away
+from zorse_megatron.schedule.transfer_windows import most_away
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.memory_ledger import Category
 from zorse_megatron.simulate.result import SimulationResult

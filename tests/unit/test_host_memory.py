@@ -21,12 +21,12 @@ from zorse_megatron.runtime.host_budget import (
     HostMemoryNeed,
     available_host_bytes,
     check_host_memory,
-    most_away,
 )
 from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
 from zorse_megatron.schedule.actions import parse_action
 from zorse_megatron.schedule.lower import lower_plan
 from zorse_megatron.schedule.samples import MicroBatch, micro_batches
+from zorse_megatron.schedule.transfer_windows import most_away
 from zorse_megatron.simulate.memory_ledger import Category
 from zorse_megatron.trace import Trace
 

@@ -34,14 +34,13 @@ from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_budget import (
     HostMemoryNeed,
     available_host_bytes,
-    most_away,
     node_name,
 )
 from zorse_megatron.runtime.host_link import HostLink, HostMemoryFull, host_bytes_of
 from zorse_megatron.runtime.memory_ledger import MemoryLedger, out_of_host_memory
 from zorse_megatron.runtime.offload import ActivationOffload
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
-from zorse_megatron.schedule.transfer_windows import offloaded_gradients
+from zorse_megatron.schedule.transfer_windows import most_away, offloaded_gradients
 
 
 def copied_gradient_bytes(optimizer: Any) -> int:

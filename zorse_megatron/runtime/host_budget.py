@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zorse_megatron.errors import Problem, ZorseError
-from zorse_megatron.schedule.actions import COMPUTE, Action, Kind
-from zorse_megatron.schedule.transfer_windows import leaving_activations
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -68,23 +66,6 @@ def available_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> in
     except OSError:  # no container, or the first version of cgroups
         return free
     return free if limit == "max" else min(free, max(0, int(limit) - used))
-
-
-def most_away(actions: Sequence[Action], bytes_of: Mapping[int, int]) -> int:
-    """The most bytes of activations in the host at one time while a list runs.
-
-    `bytes_of`: chunk -> what a micro-batch of it keeps.
-    """
-    computations = [action for action in actions if action.kind in COMPUTE]
-    leaving = leaving_activations(computations)
-    away = highest = 0
-    for action in computations:
-        if (action.chunk, action.micro_batch) not in leaving:
-            continue
-        num_bytes = bytes_of[action.chunk or 0]
-        away += num_bytes if action.kind is Kind.FORWARD else -num_bytes
-        highest = max(highest, away)
-    return highest
 
 
 def check_host_memory(

@@ -102,6 +102,23 @@ def leaving_activations(computations: Sequence[Action]) -> frozenset[Pass]:
     return frozenset(leaving)
 
 
+def most_away(actions: Sequence[Action], bytes_of: Mapping[int, int]) -> int:
+    """The most bytes of activations in the host at one time while a list runs.
+
+    `bytes_of`: chunk -> what a micro-batch of it keeps.
+    """
+    computations = [action for action in actions if action.kind in COMPUTE]
+    leaving = leaving_activations(computations)
+    away = highest = 0
+    for action in computations:
+        if _pass(action) not in leaving:
+            continue
+        num_bytes = bytes_of[action.chunk or 0]
+        away += num_bytes if action.kind is Kind.FORWARD else -num_bytes
+        highest = max(highest, away)
+    return highest
+
+
 def _pass(action: Action) -> Pass:
     return action.chunk, action.micro_batch
 

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import TypeVar
 
 from zorse_megatron.costs.process_memory import pinned_bytes, pinned_state_bytes
-from zorse_megatron.schedule.actions import COMPUTE, TRANSFERS, Kind
+from zorse_megatron.schedule.actions import TRANSFERS
+from zorse_megatron.schedule.transfer_windows import most_away
 from zorse_megatron.simulate.memory_ledger import (
     MemoryStep,
     PeakMemory,
@@ -319,18 +320,9 @@ def _state_bytes(timeline: Timeline, rank: int) -> int:
 
 
 def _activation_bytes(timeline: Timeline, rank: int) -> int:
-    """The most at one time. What its own backward follows at once stays on the GPU."""
-    actions = [a for a in timeline.program.tracks[rank].actions if a.kind in COMPUTE]
-    away: set[tuple[int | None, int | None]] = set()
-    now = most = 0
-    for number, action in enumerate(actions):
-        key = action.chunk, action.micro_batch
-        saved = sum(map(pinned_bytes, timeline.sizes.saved_tensors(rank, action.chunk or 0)))
-        after = actions[number + 1] if number + 1 < len(actions) else None
-        if action.kind is Kind.BACKWARD:
-            now -= saved if key in away else 0
-        elif after is None or (after.chunk, after.micro_batch) != key:
-            away.add(key)
-            now += saved
-            most = max(most, now)
-    return most
+    sizes = timeline.sizes
+    saved = {
+        chunk: sum(map(pinned_bytes, sizes.saved_tensors(rank, chunk)))
+        for chunk in sizes.chunks(rank)
+    }
+    return most_away(timeline.program.tracks[rank].actions, saved)
