@@ -72,7 +72,8 @@ def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
         if command.plan is not None:
             from zorse_megatron.plan.plan_file import load_plan
 
-            checked = _checked(command, load_plan(command.plan), str(command.plan), cluster)
+            load = partial(load_plan, command.plan)
+            checked = _checked(command, load, str(command.plan), cluster)
         refuse_without("train", what="training")
     except ZorseError as error:
         _tell_other_nodes(error, argv)
@@ -131,23 +132,25 @@ class _CheckedPlan:
 
 
 def _checked(
-    command: PretrainCommand, plan: Plan, source: str, cluster: Cluster | None
+    command: PretrainCommand, load: Callable[[], Plan], source: str, cluster: Cluster | None
 ) -> _CheckedPlan:
     """Compare a plan with the command, before torch is imported. `source`: what it is called."""
-    from zorse_megatron.flags.check import check_command
+    from zorse_megatron.flags.check import check_command, naming_flags_too
     from zorse_megatron.flags.command import read_command
     from zorse_megatron.flags.model_in_flags import compute_dtypes, job_dtype
     from zorse_megatron.inputs.rank_placement import refuse_other_cluster
     from zorse_megatron.schedule.lower import refuse_unsupported
 
-    refuse_unsupported(plan, source)
-    if cluster is not None:
-        refuse_other_cluster(plan, cluster, source)
-    script = [str(command.script)] if command.script else []
-    training = read_command([*script, *command.megatron])
+    words = [*([str(command.script)] if command.script else []), *command.megatron]
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    with naming_flags_too(words, world_size=world_size):
+        plan = load()
+        refuse_unsupported(plan, source)
+        if cluster is not None:
+            refuse_other_cluster(plan, cluster, source)
+    training = read_command(words)
     training.args.zorse_lora = command.options.lora
     kinds = None if cluster is None else cluster.kinds
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if misfits := check_command(training, plan, kinds, world_size=world_size):
         raise FlagError("The command does not fit the plan", misfits)
     of_group = compute_dtypes(plan, job_dtype(training.args))
@@ -244,7 +247,7 @@ def _plan_run(
         elastic_run=os.environ.get("TORCHELASTIC_RUN_ID", "") if OUTCOME in os.environ else "",
         check_next=None
         if setup is not None
-        else lambda plan: _checked(command, plan, "the next plan", cluster).dtypes,
+        else lambda plan: _checked(command, lambda: plan, "the next plan", cluster).dtypes,
     )
 
 

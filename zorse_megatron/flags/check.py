@@ -6,14 +6,15 @@ parsed (`check_arguments`), which may say more, as from a checkpoint.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
-from zorse_megatron.errors import Problem
+from zorse_megatron.errors import ClusterError, PlanError, Problem
 from zorse_megatron.flags import conditions
-from zorse_megatron.flags.command import Command, unknown_flags
+from zorse_megatron.flags.command import Command, read_command, unknown_flags
 from zorse_megatron.flags.conditions import Case, is_given, own_entry_trains
 from zorse_megatron.flags.table import Row, defaults, further_rows, names_of, row_of, spelling_of
 from zorse_megatron.gpus.gpu import GpuKind
@@ -30,6 +31,7 @@ def check_command(
     world_size: int | None = None,
     is_whole: bool = False,
     by_stock: bool = False,
+    lacks_plan: bool = False,
 ) -> list[Problem]:
     """Everything in a command that does not fit the plan, or any plan where there is none.
 
@@ -37,11 +39,13 @@ def check_command(
     the ranks of a run that starts, else None; then flags that a script may add are left to its
     parser, which is asked later. `is_whole`: whether it is run as it is, and does not only say what
     is trained. `by_stock`: unmodified Megatron is to run it, which takes all of its own flags.
+    `lacks_plan`: it has a plan, which cannot be used.
     """
     starts = world_size is not None
     case = Case(
         args=command.args,
         plan=plan,
+        lacks_plan=lacks_plan,
         kinds=kinds,
         world_size=world_size,
         is_own_entry=command.script is None,
@@ -50,6 +54,32 @@ def check_command(
     )
     unknown = () if starts and command.script is not None else unknown_flags(command)[0]
     return [*unknown, *command.problems, *_problems(case, by_stock=by_stock)]
+
+
+@contextmanager
+def naming_flags_too(
+    words: Sequence[str], *, world_size: int | None = None, by_stock: bool = False
+) -> Iterator[None]:
+    """Where the plan of a command proves unusable within the block, name in the same error the
+    flags that fit no plan. `words`: script and flags; the others as for `check_command`."""
+    try:
+        yield
+    except (PlanError, ClusterError) as error:
+        misfits = words and fitting_no_plan(words, world_size=world_size, by_stock=by_stock)
+        if not misfits:
+            raise
+        problems = [*error.problems, *misfits]
+        raise type(error)(f"{error.title}; nor can the command", problems) from error
+
+
+def fitting_no_plan(
+    words: Sequence[str], *, world_size: int | None = None, by_stock: bool = False
+) -> list[Problem]:
+    """Everything in a command whose plan cannot be used that fits no other plan either."""
+    command = read_command(words)
+    return check_command(
+        command, None, world_size=world_size, by_stock=by_stock, is_whole=True, lacks_plan=True
+    )
 
 
 def check_arguments(

@@ -50,7 +50,9 @@ class Case:
 
     args: Namespace
     plan: Plan | None
-    """None: one is to be made."""
+    """None: one is to be made, unless `lacks_plan`."""
+    lacks_plan: bool = False
+    """Whether its plan cannot be used, so that only what holds under any plan is asked."""
     kinds: Mapping[str, GpuKind] | None = None
     """Of the cluster's GPUs, where they are known beyond the well-known ones."""
     world_size: int | None = None
@@ -228,7 +230,7 @@ def interval_is_missing(case: Case, name: str) -> Filled:
 
 def plan_is_to_be_made(case: Case, name: str) -> Filled:
     """Then it decides."""
-    if case.plan is None and is_given(name, case.value(name)):
+    if case.plan is None and not case.lacks_plan and is_given(name, case.value(name)):
         yield {}
 
 

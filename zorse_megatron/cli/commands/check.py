@@ -33,6 +33,7 @@ from zorse_megatron.cli.workload_costs import (
 )
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
 from zorse_megatron.files.wording import memory
+from zorse_megatron.flags.check import fitting_no_plan
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.profile import Profile
@@ -123,20 +124,25 @@ def _checks_of(
 ) -> list[Checked]:
     """Compare every plan with every cluster and model among the valid files, and with the flags."""
     plans = [(file.path, file.content) for file in files if isinstance(file.content, Plan)]
-    if plans or flags is None or any(file.error for file in files):
+    if plans or flags is None:
         return [
             check
             for path, plan in plans
             for check in _of_plan(path, plan, files, flags, given, margin)
         ]
+    what = "training command"
+    if any(file.error for file in files):
+        if misfits := fitting_no_plan(flags):
+            return [Checked(what=what, error=FlagError(f"the {what} fits no plan", misfits))]
+        return []
     error = FlagError.of(
-        "the training command cannot be checked",
+        f"the {what} cannot be checked",
         where="--",
         found="training flags without a plan",
         expected="a plan to compare them with",
         remedy="Name the plan's file before --.",
     )
-    return [Checked(what="training command", error=error)]
+    return [Checked(what=what, error=error)]
 
 
 def _of_plan(  # noqa: PLR0917

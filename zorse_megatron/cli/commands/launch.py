@@ -18,6 +18,7 @@ from zorse_megatron.cli.workload_costs import workload_in_flags
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.read_write import write_text
 from zorse_megatron.files.writable import unwritable_problems
+from zorse_megatron.flags.check import naming_flags_too
 from zorse_megatron.flags.torch_builds import build_notes
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
@@ -248,8 +249,12 @@ def _job(path: Path, cluster: Path, given: Sequence[str], options: LaunchOptions
     """
     from zorse_megatron.planner.baselines.stock_plans import grid_of_plan, layout_flags
 
-    plan, there, source = load_plan(path), load_cluster(cluster), str(path)
-    refuse_other_cluster(plan, there, source)
+    there, source = load_cluster(cluster), str(path)
+    with naming_flags_too(given, by_stock=options.stock):
+        plan = load_plan(path)
+        refuse_other_cluster(plan, there, source)
+        if not options.stock:
+            refuse_unsupported(plan, source)
     name, of = fingerprint(plan), f" of {there.name}" if there.name else ""
     names_nodes, words, ordered = options.names_nodes, given, there
     notes: tuple[str, ...] = ()
@@ -264,7 +269,6 @@ def _job(path: Path, cluster: Path, given: Sequence[str], options: LaunchOptions
     else:
         training = training_of(given, plan=source, cluster=str(cluster) if names_nodes else None)
         title = f"Trains under {path} (plan {name}) on the GPUs{of}."
-        refuse_unsupported(plan, source)
     workload, _ = workload_in_flags(words, plan, path, there.kinds, by_stock=options.stock)
     if names_nodes:
         refuse_odd_names(there)
