@@ -98,7 +98,8 @@ class Launched:
 
 
 def random_plans(count: int, max_world: int) -> list[Plan]:
-    """As many plans of every schedule, the same in every run.
+    """As many plans of every schedule, the same in every run that imports the same modules:
+    hypothesis also draws constants that it finds in them.
 
     A quarter may have TP groups; in another one ranks share experts, in every other of these plans
     overlapped.

@@ -2,8 +2,8 @@
 
 The reference is a stock single process of the same command. Tolerances are the project's: loss 2e-5
 absolute, gradient norm 1e-4 relative, each parameter 1e-4 relative (norm-wise), in fp32: after 20
-steps for a canonical plan with a tied embedding, and after three, in which the learning rate rises
-and falls, for all others. Initial weights are stock's to the bit, and so are all copies.
+steps for a canonical plan with a tied embedding, and after two for all others. Initial weights are
+stock's to the bit, and so are all copies.
 
 What only moves memory, or work from one moment to another, is held to more: `CHANGES_NO_BIT`.
 """
@@ -16,26 +16,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
-from tests.examples import examples
 from tests.megatron import small_pieces
 from tests.megatron.checkpoint_jobs import read_checkpoint
 from tests.megatron.comparison import (
     DEGREE,
-    GLOBAL_BATCH_SIZE,
     LLAMA,
     MANY_STEPS,
     MASKED,
     MAX_LOSS_DIFFERENCE,
     MAX_RELATIVE_WEIGHT_DIFFERENCE,
-    MODELS,
     NO_CLIP,
     SEQUENCE_PARALLEL,
     STEPS,
     UNTIED,
-    Model,
     Recorded,
     assert_equal_steps,
     assert_follows,
@@ -74,14 +68,12 @@ from tests.megatron.plans import (
     with_settings,
 )
 from tests.megatron.preloaded import run_megatron_ranks
-from tests.strategies import trained_plans
 from zorse_megatron.plan.plan import (
     Halved,
     Plan,
     Schedule,
     TpShards,
     TransferTime,
-    has_equal_tp_shards,
 )
 from zorse_megatron.schedule.actions import Kind
 from zorse_megatron.schedule.lower import lower_plan
@@ -509,44 +501,6 @@ def some_leave(plan: Plan, *, tied: bool = False) -> bool:
         return False
     lists = lower_plan(offloading_gradients(plan, True), tied=tied)
     return any(map(offloaded_gradients, lists.ranks))
-
-
-@settings(
-    max_examples=examples(20),
-    deadline=None,
-    # A failing plan is small enough to read; shrinking it would take an hour.
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    suppress_health_check=list(HealthCheck),
-)
-@given(
-    data=st.data(),
-    model=st.sampled_from(MODELS),
-    splits_sequences=st.booleans(),
-    where=st.booleans(),
-)
-def test_any_plan_follows_stock(
-    *, data: st.DataObject, model: Model, splits_sequences: bool, where: bool, corpus: Path
-) -> None:
-    """And gradients that wait in the host change no bit."""
-    plan = data.draw(
-        trained_plans(
-            *(model.sizes, GLOBAL_BATCH_SIZE),
-            max_world=5,
-            max_ranks_per_replica=3,
-            in_tp_groups=model.in_tp_groups,
-        )
-    )
-    degrees = [len(replica.ranks) for group in plan.groups for replica in group.replicas]
-    splits = splits_sequences and model.in_tp_groups and max(degrees) == 2
-    sequences = SEQUENCE_PARALLEL if splits else ()
-    row = Row(plan=plan, flags=(*model.flags, *sequences))
-    run = started(row, corpus)
-    assert_follows(run, stock_of(row.command(corpus)))
-    may_wait = all(map(has_equal_tp_shards, plan.groups))
-    if may_wait and some_leave(plan, tied=UNTIED[0] not in model.flags):
-        moved = replace(row, plan=offloading_gradients(plan, where))
-        if moved.plan != plan:
-            assert_same_bits(started(moved, corpus), run)
 
 
 def test_fused_cross_entropy_follows_stock_summing_over_tokens_too(corpus: Path) -> None:

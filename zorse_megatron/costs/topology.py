@@ -1,6 +1,6 @@
 """The cluster as a graph whose edges are links that are shared, and routes along them.
 
-Whether they fit each other is checked where the cluster file is read (`schema/cluster`).
+Whether they fit each other is checked where the cluster file is read (`inputs.cluster_yaml`).
 """
 
 import dataclasses
