@@ -410,12 +410,21 @@ class Plan:
 
     def replica_of_rank(self, rank: int) -> tuple[int, int]:
         """Return the number of the group that `rank` is in and that of its replica there."""
+        found = self._replica_by_rank.get(rank)
+        if found is None:
+            raise ValueError(
+                f"rank {rank} is in no group; the plan has ranks 0 to {self.world_size - 1}"
+            )
+        return found
+
+    @cached_property
+    def _replica_by_rank(self) -> dict[int, tuple[int, int]]:
+        """A file that is being checked may have a rank twice: the first place counts."""
+        found: dict[int, tuple[int, int]] = {}
         for number, index, replica in self.numbered_replicas():
-            if rank in replica.ranks:
-                return number, index
-        raise ValueError(
-            f"rank {rank} is in no group; the plan has ranks 0 to {self.world_size - 1}"
-        )
+            for rank in replica.ranks:
+                found.setdefault(rank, (number, index))
+        return found
 
     def num_layers_of_group(self, group: int) -> int:
         """How many layers the group holds."""
