@@ -142,14 +142,14 @@ def _checked(
     from zorse_megatron.schedule.lower import refuse_unsupported
 
     words = [*([str(command.script)] if command.script else []), *command.megatron]
+    training = read_command(words)
+    training.args.zorse_lora = command.options.lora
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    with naming_flags_too(words, world_size=world_size):
+    with naming_flags_too(training, world_size=world_size):
         plan = load()
         refuse_unsupported(plan, source)
         if cluster is not None:
             refuse_other_cluster(plan, cluster, source)
-    training = read_command(words)
-    training.args.zorse_lora = command.options.lora
     kinds = None if cluster is None else cluster.kinds
     if misfits := check_command(training, plan, kinds, world_size=world_size):
         raise FlagError("The command does not fit the plan", misfits)

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from itertools import chain
 from random import Random
 
-from scripts.launch_order.launches import Launch, Operation
+from scripts.launch_order.launches import HOST, Launch, Operation
 
 # A rank's items that may start before another rank's: few, so that orders differ.
 _MOST_AT_A_TIME = 8
@@ -70,7 +70,7 @@ class _Gpu:
         self.num_resident = num_resident
         self.resident: set[Launch] = set()
         self.most_resident = 0
-        streams = list(dict.fromkeys(item.stream for item in items))
+        streams = list(dict.fromkeys(item.stream for item in items if item.stream != HOST))
         random.shuffle(streams)
         count = num_queues or len(streams)
         self.queue_of = {stream: number % count for number, stream in enumerate(streams)}
@@ -85,8 +85,15 @@ class _Gpu:
     def launch(self, done: set[Launch]) -> None:
         """Let the host go on as far as it can."""
         while self.to_launch and (self.held_by is None or self.held_by in done):
-            item = self.to_launch.popleft()
-            self.queues[self.queue_of[item.stream]].append(item)
+            item = self.to_launch[0]
+            is_host = item.stream == HOST
+            if is_host and not done.issuperset(item.after):
+                return
+            self.to_launch.popleft()
+            if is_host:
+                done.add(item)
+            else:
+                self.queues[self.queue_of[item.stream]].append(item)
             self.held_by = item if item.holds_host else None
 
     def can_start(self, item: Launch, done: set[Launch]) -> bool:
@@ -109,7 +116,11 @@ class _Run:
         self.num_launches = sum(map(len, launches))
         self.members: dict[Operation, list[str]] = {}
         """What each rank launches as its part of an operation."""
+        self.waiting: dict[Launch, set[int]] = {}
+        """Whose hosts wait for a launch of another rank."""
         for item in chain.from_iterable(launches):
+            for each in item.after if item.stream == HOST else ():
+                self.waiting.setdefault(each, set()).add(item.rank)
             if item.operation is not None:
                 self.members.setdefault(item.operation, []).append(item.kind)
 
@@ -141,7 +152,7 @@ class _Run:
     def _start(self, gpu: _Gpu, item: Launch) -> set[int]:
         if item.operation is None:
             self.done.add(item)
-            return set()
+            return self.waiting.get(item, set())
         gpu.resident.add(item)
         gpu.most_resident = max(gpu.most_resident, len(gpu.resident))
         together = self.started.setdefault(item.operation, [])
@@ -156,6 +167,8 @@ class _Run:
     def _where(self) -> str:
         lines = []
         for rank, gpu in enumerate(self.gpus):
+            if gpu.to_launch and gpu.to_launch[0].stream == HOST:
+                lines.append(f"rank {rank}: {gpu.to_launch[0].word}")
             first = ", ".join(queue[0].word for queue in gpu.queues.values() if queue)
             waiting = ", ".join(sorted(item.word for item in gpu.resident))
             if first or waiting:

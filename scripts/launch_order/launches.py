@@ -4,7 +4,9 @@ The rules are those of `runtime.executor`, `runtime.transport` and `adapter.mode
 test compares them with the calls of torch.distributed that a training run makes. A communicator
 runs its kernels on a stream of its own. A receive is launched at its place in the list, on the side
 stream, which waits for the main stream to come to where its buffer was opened. The host waits for
-numbers of tokens in each layer whose experts ranks share, and for the loss of each micro-batch.
+numbers of tokens in each layer whose experts ranks share, and for the loss of each micro-batch. If
+loads of experts are told in order (`adapter.model.experts.LoadsInOrder`), it waits after each
+forward for its own, and before each backward for what other ranks tell of earlier samples.
 """
 
 from collections import Counter, defaultdict
@@ -17,9 +19,12 @@ from zorse_megatron.plan.plan import Plan, has_equal_tp_shards
 from zorse_megatron.schedule.actions import ON_LAYERS, RECEIVES, SENDS, Action, ActionLists, Kind
 from zorse_megatron.schedule.communicators import Communicator, communicators_of
 from zorse_megatron.schedule.pipeline_schedules import RESIDENT, parameters_setting
+from zorse_megatron.schedule.samples import rank_micro_batches
 from zorse_megatron.schedule.transfer_windows import receives_posted_at, sends_waited_at
 
 MAIN, SIDE, TO_HOST, FROM_HOST = "main", "side", "to host", "from host"
+HOST = "host"
+"""No stream: the host itself waits."""
 # Of a computation on a tensor-parallel group: one in attention, one in the MLP.
 _TP_SUMS = 2
 Operation = tuple[Communicator, int]
@@ -97,14 +102,23 @@ def _backwards(steps: Iterable[_Step]) -> Iterator[_Step]:
             yield _Step(kind="end" if step.kind == "begin" else "begin", passage=step.passage)
 
 
-def launches_of(plan: Plan, lists: ActionLists) -> list[list[Launch]]:
-    """For each rank what its list launches, in order."""
+def launches_of(plan: Plan, lists: ActionLists, *, in_order: bool = False) -> list[list[Launch]]:
+    """For each rank what its list launches, in order. `in_order`: loads of experts are told."""
     communicators = communicators_of(plan, [lists])
     tied = [rank for rank, actions in enumerate(lists.ranks) if Action(kind=Kind.TIE) in actions]
-    return [
-        _Launches(plan, rank, actions, communicators, tied).all()
+    ranks = [
+        _Launches(plan, rank, actions, communicators, tied, in_order)
         for rank, actions in enumerate(lists.ranks)
     ]
+    found = [rank.all() for rank in ranks]
+    told: dict[int | None, list[tuple[int, Launch]]] = defaultdict(list)
+    for rank in ranks:
+        for chunk, start, launch in rank.told:
+            told[chunk].append((start, launch))
+    for rank in ranks:
+        for chunk, start, launch in rank.awaited:
+            launch.after = tuple(each for earlier, each in told[chunk] if earlier < start)
+    return found
 
 
 @dataclass
@@ -115,6 +129,7 @@ class _Launches:
     communicators: Sequence[Communicator]
     tied: Sequence[int]
     """Ranks with a copy of the tied embedding."""
+    in_order: bool = False
     found: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -140,6 +155,11 @@ class _Launches:
         self.reducing: list[Launch] = []
         self.leaving: Launch | None = None
         """A shard of gradients on its way to the host."""
+        self.samples = rank_micro_batches(self.plan, self.rank)
+        self.told: list[tuple[int | None, int, Launch]] = []
+        """Chunk, first sample, and the launch after which loads of a forward are known."""
+        self.awaited: list[tuple[int | None, int, Launch]] = []
+        """The same of backwards: the host's wait for what is told of earlier samples."""
 
     def all(self) -> list[Launch]:
         opens_at: dict[int, list[int]] = defaultdict(list)
@@ -206,12 +226,20 @@ class _Launches:
 
     def _compute(self, at: int, action: Action) -> None:
         forward = action.kind is Kind.FORWARD
+        samples = self.samples[action.micro_batch or 0]
+        is_told = self.in_order and samples.size > 0
+        if is_told and action.kind is Kind.BACKWARD:
+            wait = self._add(HOST, f"{action} waits for loads")
+            self.awaited.append((action.chunk, samples.start, wait))
         inputs = self.received.pop((forward, action.chunk, action.micro_batch), [])
         self._on_main(str(action), *inputs, *self.gathers.pop(action.chunk, []))
         for part in range(_TP_SUMS):
             self._sum_over_tp_group(f"{action}, part {part}")
         if self.replica.expert_parallel is not None:
             self._exchange_tokens(action)
+        if is_told and forward:
+            known = self._on_main(f"loads of {action}", holds_host=True)
+            self.told.append((action.chunk, samples.start, known))
         if forward and action.chunk == len(self.plan.chunks) - 1:
             self._on_main(f"loss of {action}", holds_host=True)
 

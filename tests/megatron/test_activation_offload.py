@@ -117,6 +117,13 @@ APART = chunked_plan(
     [(expert_replica((0, 1), (1, 3), (3, 1), 2),), (replica(2, 4, 2),)],
     [(0, 1), (1, 2), (0, 1)],
 )
+IDLE = chunked_plan(
+    [
+        (replace(expert_replica((0, 1), (1, 3), (3, 1), 2), num_microbatches=0), replica(2, 4, 2)),
+        (replica(3, 4, 2),),
+    ],
+    [(0, 1), (1, 2), (0, 1)],
+)
 ALONE = chunked_plan([(replica(0, 4, 2),), (replica(1, 4, 2),)], [(0, 1), (1, 2), (0, 1)])
 LATENT = replace(
     MODEL,
@@ -138,6 +145,7 @@ OF_LATENT = (
     [
         # The rank with most experts has the fewest samples.
         pytest.param(APART, EXPERTS.model, OF_EXPERTS, id="experts apart"),
+        pytest.param(IDLE, EXPERTS.model, OF_EXPERTS, id="experts of ranks that only hold state"),
         pytest.param(ALONE, LATENT, OF_LATENT, id="latent attention"),
         pytest.param(ALONE, MODEL, ("--zorse-lora", str(LORA)), id="adapters"),
     ],

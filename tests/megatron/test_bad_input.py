@@ -62,11 +62,12 @@ def test_all_that_is_wrong_with_a_plan_is_told_at_once(tmp_path: Path) -> None:
     plan = good_plan()
     plan["chunks"][1].update(layers=[2, 4])
     plan["global_batch_size"] = 9
-    flags = ("--num-layers", "6", "--context-parallel-size", "2")
+    lora = ("--zorse-lora", "rank=8,alpha=16,targets=gate")
+    flags = ("--num-layers", "6", "--context-parallel-size", "2", *lora)
     result = run_plan(json.dumps(plan), tmp_path, *flags)
-    assert_refused(
-        result, "plan.json", "layer 1", "groups[0]", "groups[1]", "--context-parallel-size: found 2"
-    )
+    assert_refused(result, "plan.json", "layer 1", "groups[0]", "groups[1]")
+    assert_refused(result, "; the command fits no plan (", "--context-parallel-size: found 2")
+    assert_refused(result, "--zorse-lora: found the target gate")
 
 
 def test_a_plan_that_cannot_be_executed(tmp_path: Path) -> None:

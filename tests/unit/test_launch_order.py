@@ -5,18 +5,22 @@ from dataclasses import replace
 import pytest
 
 from scripts.launch_order import check
-from scripts.launch_order.check import LIMITS, WAYS, Launched, random_plans
+from scripts.launch_order.check import IN_ORDER, LIMITS, WAYS, Launched, random_plans, tell_in_order
 from scripts.launch_order.happens_before import most_waiting_exactly
 from scripts.launch_order.hardware_queues import find_hang, most_seen
 from scripts.launch_order.launches import CHOICES, MAIN, ROWS, Launch, launches_of
+from tests.action_words import parse_action_lists
 from tests.unit.made_plans import even_plan
 from zorse_megatron.plan.divided_replicas import replicas_that_share_experts
 from zorse_megatron.plan.plan import has_equal_tp_shards
 from zorse_megatron.schedule import communicators
 from zorse_megatron.schedule.communicators import Communicator
 from zorse_megatron.schedule.lower import lower_plan
+from zorse_megatron.schedule.validate import executes_in_order
 
 AS_LAUNCHED, WHEN_OPENED = WAYS
+IN_TIME = "rank 0: 0F0 0F1 0B1 0B0\nrank 1: 0F0 0F1 0B0 0B1"
+TOO_LATE = "rank 0: 0F1 0B1 0F0 0B0\nrank 1: 0F0 0F1 0B0 0B1"
 LINKS = [Communicator(use="link", ranks=edge) for edge in ((0, 1), (1, 0))]
 
 
@@ -178,6 +182,24 @@ def in_whole_micro_batches(plan):
 @pytest.mark.parametrize("limits", [limits for limits in LIMITS if limits[1] == "fit"])
 def test_what_is_launched_ends_if_all_that_can_wait_at_once_fits(plans, limits):
     assert hanging(plans, AS_LAUNCHED, *limits) == 0
+
+
+@pytest.mark.parametrize("limits", [limits for limits in LIMITS if limits[1] == "fit"])
+def test_hosts_that_wait_for_loads_hang_in_no_plan_that_is_accepted(plans, limits):
+    """As `global_aux_loss` lets them wait, here on every chunk."""
+    accepted = tell_in_order(plans)
+    assert len(accepted) > len(plans) / 2
+    assert hanging(accepted, IN_ORDER, *limits) == 0
+
+
+@pytest.mark.parametrize(("text", "hangs"), [(IN_TIME, False), (TOO_LATE, True)])
+def test_a_host_that_waits_for_loads_that_come_too_late_is_found(text, hangs):
+    """Rank 0 has samples 0 and 2, rank 1 has 1 and 3."""
+    plan, lists = even_plan(1, 2, 2), parse_action_lists(text)
+    assert executes_in_order(plan, lists) != hangs
+    assert find_hang(launches_of(plan, lists)) is None
+    stuck = find_hang(launches_of(plan, lists, in_order=True))
+    assert (stuck is not None and "rank 0: 0B1 waits for loads" in stuck) == hangs
 
 
 def test_without_room_it_hangs(plans):

@@ -321,7 +321,7 @@ def _sizes_of_layer(
     no_rows = ExpertsOfRank(**vars(experts), held=0, are_sent_tokens=True)
     own = replace(form, model=replace(form.model, experts=no_rows)).tensor_bytes(mode, **split)
     group, index = at.plan.replica_of_rank(at.rank)
-    rows = max(at.plan.groups[group].replicas[index].sizes) * len(place.experts)
+    rows = max(at.plan.groups[group].replicas[index].sizes, default=0) * len(place.experts)
     return [
         samples * mine + -(-rows * (each - mine) // experts.num_experts)
         for mine, each in zip(own, whole, strict=True)

@@ -6,7 +6,7 @@ parsed (`check_arguments`), which may say more, as from a checkpoint.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import Any
 
 from zorse_megatron.errors import ClusterError, PlanError, Problem
 from zorse_megatron.flags import conditions
-from zorse_megatron.flags.command import Command, read_command, unknown_flags
+from zorse_megatron.flags.command import Command, unknown_flags
 from zorse_megatron.flags.conditions import Case, is_given, own_entry_trains
 from zorse_megatron.flags.table import Row, defaults, further_rows, names_of, row_of, spelling_of
 from zorse_megatron.gpus.gpu import GpuKind
@@ -58,25 +58,24 @@ def check_command(
 
 @contextmanager
 def naming_flags_too(
-    words: Sequence[str], *, world_size: int | None = None, by_stock: bool = False
+    command: Command | None, *, world_size: int | None = None, by_stock: bool = False
 ) -> Iterator[None]:
-    """Where the plan of a command proves unusable within the block, name in the same error the
-    flags that fit no plan. `words`: script and flags; the others as for `check_command`."""
+    """Where a plan proves unusable within the block, name in the same error the flags of its
+    command that are refused under any plan. The others are as for `check_command`."""
     try:
         yield
     except (PlanError, ClusterError) as error:
-        misfits = words and fitting_no_plan(words, world_size=world_size, by_stock=by_stock)
+        misfits = command and fitting_no_plan(command, world_size=world_size, by_stock=by_stock)
         if not misfits:
             raise
         problems = [*error.problems, *misfits]
-        raise type(error)(f"{error.title}; nor can the command", problems) from error
+        raise type(error)(f"{error.title}; the command fits no plan", problems) from error
 
 
 def fitting_no_plan(
-    words: Sequence[str], *, world_size: int | None = None, by_stock: bool = False
+    command: Command, *, world_size: int | None = None, by_stock: bool = False
 ) -> list[Problem]:
-    """Everything in a command whose plan cannot be used that fits no other plan either."""
-    command = read_command(words)
+    """Everything that these rows refuse in a command under any plan, where its own is unusable."""
     return check_command(
         command, None, world_size=world_size, by_stock=by_stock, is_whole=True, lacks_plan=True
     )

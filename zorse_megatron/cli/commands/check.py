@@ -34,6 +34,7 @@ from zorse_megatron.cli.workload_costs import (
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
 from zorse_megatron.files.wording import memory
 from zorse_megatron.flags.check import fitting_no_plan
+from zorse_megatron.flags.command import read_command
 from zorse_megatron.gpus.gpu import GpuKind
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.profile import Profile
@@ -132,7 +133,7 @@ def _checks_of(
         ]
     what = "training command"
     if any(file.error for file in files):
-        if misfits := fitting_no_plan(flags):
+        if misfits := fitting_no_plan(read_command(flags)):
             return [Checked(what=what, error=FlagError(f"the {what} fits no plan", misfits))]
         return []
     error = FlagError.of(

@@ -19,6 +19,7 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.files.read_write import write_text
 from zorse_megatron.files.writable import unwritable_problems
 from zorse_megatron.flags.check import naming_flags_too
+from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.torch_builds import build_notes
 from zorse_megatron.inputs.cluster import Cluster
 from zorse_megatron.inputs.cluster_yaml import load_cluster
@@ -42,6 +43,7 @@ from zorse_megatron.launch.training_command import (
     refuse_other_dtype,
     replaced_sizes,
     stock_training_of,
+    stripped_of_layout,
     torchrun_lines,
     training_of,
     without_layout,
@@ -249,14 +251,15 @@ def _job(path: Path, cluster: Path, given: Sequence[str], options: LaunchOptions
     """
     from zorse_megatron.planner.baselines.stock_plans import grid_of_plan, layout_flags
 
-    there, source = load_cluster(cluster), str(path)
-    with naming_flags_too(given, by_stock=options.stock):
-        plan = load_plan(path)
+    source = str(path)
+    words = stripped_of_layout(given) if options.stock else given
+    with naming_flags_too(read_command(words) if words else None, by_stock=options.stock):
+        plan, there = load_plan(path), load_cluster(cluster)
         refuse_other_cluster(plan, there, source)
         if not options.stock:
             refuse_unsupported(plan, source)
     name, of = fingerprint(plan), f" of {there.name}" if there.name else ""
-    names_nodes, words, ordered = options.names_nodes, given, there
+    names_nodes, ordered = options.names_nodes, there
     notes: tuple[str, ...] = ()
     if options.stock:
         grid, order = grid_of_plan(plan, [node.ranks for node in there.nodes], source)
