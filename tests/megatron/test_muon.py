@@ -14,13 +14,14 @@ from tests.megatron.comparison import (
     plan_run,
     stock_run,
 )
-from tests.megatron.plans import LAYERED, LAYOUTS, TRIO, computing_in, hierarchical
+from tests.megatron.plans import LAYERED, LAYOUTS, TRIO, computing_in, hierarchical, with_settings
 
 CASES = {
     "shards of 3, 1 and nothing": (LAYOUTS["3|2"], ("--muon-nesterov",)),
     "one group": (LAYOUTS["4"], (*UNTIED, *LLAMA, "--muon-scale-mode", "unit_rms_norm")),
     "sharded parameters": (LAYERED, ("--muon-no-split-qkv",)),
     "two regions": (hierarchical(TRIO, "wwe"), ()),
+    "activations in the host": (with_settings(LAYERED, activations=True), ()),
 }
 
 

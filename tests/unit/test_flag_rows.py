@@ -194,10 +194,14 @@ EXAMPLES = {
         ({}, "--recompute-modules mlp moe --recompute-activations", "--recompute-modules")
     ],
     "own_entry_trains": [({}, "--fim-data", "--fim-data")],
-    "optimizer_state_waits": [
+    "state_waits": [
         *(
             ({"offload": {what: True}, **more}, "--optimizer muon", "--optimizer")
-            for what, more in (("optimizer_state", {}), ("gradients", BREADTH_FIRST))
+            for what, more in (
+                ("optimizer_state", {}),
+                ("gradients", BREADTH_FIRST),
+                ("parameters", BREADTH_FIRST),
+            )
         ),
         (
             {"replicas": [*map(replica, (4, 5, 6)), replica(7, offload={"optimizer_state": True})]},

@@ -510,14 +510,13 @@ def tokens_overlap(case: Case, plan: Plan, name: str) -> Filled:
             return
 
 
-def optimizer_state_waits(case: Case, plan: Plan, name: str) -> Filled:
-    """In the host, with which Muon has no whole matrix."""
+def state_waits(case: Case, plan: Plan, name: str) -> Filled:
+    """In the host, from where shards come back piece by piece, and no matrix whole."""
     for said in said_settings(plan):
-        offload = said.settings.offload
-        if offload.optimizer_state or offload.gradients:
-            state = "optimizer_state" if offload.optimizer_state else "gradients"
-            yield {"where": f"{said.offload_at}.{state}"}
-            return
+        for state in ("optimizer_state", "gradients", "parameters"):
+            if getattr(said.settings.offload, state):
+                yield {"where": f"{said.offload_at}.{state}"}
+                return
 
 
 def vocabulary_is_uneven(case: Case, plan: Plan, name: str) -> Filled:

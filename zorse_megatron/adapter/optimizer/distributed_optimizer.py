@@ -176,6 +176,7 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         on_change: Callable[[], None],
     ) -> None:
         """Step in the way of `host_state` from now on; before there is any other state."""
+        assert self.muon is None, "refused before the job starts: `flags.conditions.state_waits`"
         streamed = None
         if gradients:
             clip_grad = self.config.clip_grad
