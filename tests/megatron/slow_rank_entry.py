@@ -2,9 +2,9 @@
 
 A micro-batch is said to take what they slept for it: what the machine's processors take depends on
 what else they run. `$ZORSE_TEST_STATUS`: the status directory. Rank 2 sleeps ten times as long as
-the others. Rank 0
-waits once, after iteration `WAITS_AFTER`, for a request to move, and keeps the status that is there
-then in `before-move.json`. Rank 1's clock is ahead, and what it receives arrives late.
+the others. Rank 0 waits once, after iteration `WAITS_AFTER`, for a request to move, and keeps the
+status that is there then in `before-move.json`. Rank 1's clock is ahead, and what it receives
+arrives late.
 """
 
 import os
